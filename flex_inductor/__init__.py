@@ -1,3 +1,34 @@
 """flex_inductor: a torch.compile backend for attention written as a score_mod and a mask_mod."""
 
-__version__ = "0.1.0"
+from pathlib import Path as _Path
+
+_root = _Path(__file__).parent.parent
+if (_root / "pyproject.toml").exists() and (_root / "lowerings").is_dir():
+    __path__.append(str(_root))  # a source checkout: lowerings, templates and tools lie beside this folder
+
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    noop_mask,
+    or_masks,
+)
+
+from .attention import flex_attention
+from .build import VERSION as __version__
+from .errors import FlexError
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexError",
+    "__version__",
+    "and_masks",
+    "create_block_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]

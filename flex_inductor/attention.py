@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from . import compat, errors
 from .op import attention
 from .options import check_kernel_options, op_options
+
+compat.when_imported("torch._inductor.lowering", lambda _: import_module("flex_inductor.lowerings.register"))
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -69,3 +69,16 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         callback(sys.modules[name])
     else:
         sys.meta_path.insert(0, _AfterImport(name, callback))
+
+
+def register_dynamo_variable(op: Any, variable_class: type) -> None:
+    from torch._dynamo.variables import higher_order_ops
+
+    higher_order_ops._hop_name_to_variable_class[op.__name__] = variable_class
+
+
+def dynamo_constant(tx: Any, value: Any) -> Any:
+    """Dynamo's stand-in for a Python constant."""
+    from torch._dynamo.variables.base import VariableTracker
+
+    return VariableTracker.build(tx, value)

@@ -64,3 +64,11 @@ def hints(options: dict[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if name.removeprefix("fwd_").removeprefix("bwd_") in compat.KERNEL_HINTS
     }
+
+
+def own_constants(options: BackendOptions) -> dict[str, Any]:
+    """What the backend adds to the constant options of every call it compiles."""
+    constants: dict[str, Any] = {"build": build.FINGERPRINT}
+    if options.route is not None:
+        constants["route"] = options.route
+    return constants

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 
 from .layout import empty_like_layout
 from .program import AXES, LaneProgram, Leaf
@@ -246,7 +247,25 @@ def run_lanes(
     for axis in reversed(AXES):
         in_dims = tuple(0 if axis in axes else None for axes in varies) + fixed
         function = torch.vmap(function, in_dims=in_dims)
-    return function(*(lanes[name] for name in program.lanes), *guards, *captures, *invariants)
+    with _vmap_allowed():
+        return function(*(lanes[name] for name in program.lanes), *guards, *captures, *invariants)
+
+
+_VMAP_KEYS = (
+    DispatchKey.FuncTorchBatched,
+    DispatchKey.FuncTorchBatchedDecomposition,
+    DispatchKey.FuncTorchDynamicLayerFrontMode,
+    DispatchKey.FuncTorchDynamicLayerBackMode,
+    DispatchKey.FuncTorchVmapMode,
+)
+
+
+def _vmap_allowed() -> Any:
+    """Undoes what keeps torch.vmap from working inside a TorchDispatchMode, where this may be called."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _VMAP_KEYS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _reduce_to(live: Tensor | None, axes: Sequence[str], shape: Sequence[int], device: torch.device) -> Tensor:

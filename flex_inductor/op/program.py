@@ -140,6 +140,7 @@ class _Splitter:
         self.captures = placeholders[len(lanes) :]
 
     def run(self) -> LaneProgram:
+        _normalize(self.graph)
         _compose_indexing(self.graph)
         self.outputs = list(next(n for n in self.graph.nodes if n.op == "output").args[0])
         self.depends = self._lane_dependence()
@@ -341,11 +342,21 @@ class _Scatter(NamedTuple):
 
 def _scatter(node: fx.Node) -> _Scatter | None:
     """The parts of `node` if it adds a value into zeros at lane indices: what indexing differentiates to."""
-    if node.target not in (aten.index_put.default, aten._unsafe_index_put.default) or node.args[3:] != (True,):
+    if node.target is not aten.index_put.default or node.args[3:] != (True,):
         return None
     zeros, indices, value, _ = node.args
-    if zeros.target is aten.new_zeros.default and all(isinstance(i, fx.Node) for i in indices):
-        return _Scatter(list(zeros.args[1]), list(indices), value)
+    shape = _shape_of_zeros(zeros)
+    if shape is not None and all(isinstance(i, fx.Node) for i in indices):
+        return _Scatter(list(shape), list(indices), value)
+    return None
+
+
+def _shape_of_zeros(node: fx.Node) -> Sequence[Any] | None:
+    """The shape that `node` fills with zeros, in the spellings that tracing and decompositions use."""
+    if node.target is aten.new_zeros.default:
+        return node.args[1]
+    if node.target is aten.zeros.default or (node.target is aten.full.default and node.args[1] == 0):
+        return node.args[0]
     return None
 
 
@@ -356,6 +367,21 @@ def _is_literal(node: fx.Node) -> bool:
 def _narrows(source: fx.Node, cast: fx.Node) -> bool:
     before, after = source.meta["val"].dtype, cast.meta["val"].dtype
     return before.is_floating_point and after.is_floating_point and before.itemsize >= after.itemsize
+
+
+_SAME_AS = {
+    aten.index_put_.default: aten.index_put.default,
+    aten._unsafe_index_put.default: aten.index_put.default,
+    aten._unsafe_index.Tensor: aten.index.Tensor,
+}
+
+
+def _normalize(graph: fx.Graph) -> None:
+    """Undo what Inductor's passes over a subgraph spell differently."""
+    for node in graph.nodes:
+        node.target = _SAME_AS.get(node.target, node.target)
+        if node.target is torch.ops.prims.convert_element_type.default:
+            node.target, node.kwargs, node.args = aten._to_copy.default, {"dtype": node.args[1]}, node.args[:1]
 
 
 def _compose_indexing(graph: fx.Graph) -> None:
@@ -392,7 +418,8 @@ _CODE_GLOBALS = {
     "operator": operator,
     "_operator": operator,
     "NoneType": type(None),
-    "fx_pytree": fx._pytree if hasattr(fx, "_pytree") else None,
+    "pytree": torch.utils._pytree,
+    "fx_pytree": torch.fx._pytree,
 }
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from .. import errors
 from . import chunked
+from .chunked_ops import wanted_gradients
 from .layout import empty_like_layout
 from .lift import LiftedMod, lift
 from .program import split
@@ -376,17 +377,9 @@ def _fake_backward(*args):
     ]
     captured = tuple(
         torch.empty(capture.shape, dtype=capture.dtype, device=capture.device) if wanted else None
-        for capture, wanted in zip(call.score_captures, wanted_captures(call.joint, len(call.score_captures)), strict=True)
+        for capture, wanted in zip(call.score_captures, wanted_gradients(call.joint, len(call.score_captures)), strict=True)
     )
     return grads[0], grads[1], grads[2], captured
-
-
-def wanted_captures(joint: Any, count: int) -> list[bool]:
-    """Which captures the joint graph has a gradient for."""
-    if joint is None:
-        return [False] * count
-    (outputs,) = (node.args[0] for node in joint.graph.nodes if node.op == "output")
-    return [output is not None for output in outputs[1:]]
 
 
 _GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}

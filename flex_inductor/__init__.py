@@ -1,6 +1,8 @@
 """flex_inductor: a torch.compile backend for attention written as a score_mod and a mask_mod."""
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import Any as _Any
 
 _root = _Path(__file__).parent.parent
 if (_root / "pyproject.toml").exists() and (_root / "lowerings").is_dir():
@@ -19,6 +21,7 @@ from torch.nn.attention.flex_attention import (
 from .attention import flex_attention
 from .build import VERSION as __version__
 from .errors import FlexError
+from .takeover import take_over
 
 __all__ = [
     "AuxOutput",
@@ -28,7 +31,17 @@ __all__ = [
     "__version__",
     "and_masks",
     "create_block_mask",
+    "decisions",
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "take_over",
 ]
+
+_LAZY = {"decisions": "flex_inductor.lowerings.decision"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return getattr(_import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'flex_inductor' has no attribute {name!r}")

@@ -26,18 +26,21 @@ def replace_torch_nodes(module: fx.GraphModule, options: BackendOptions) -> None
         graph = graph_module.graph
         for node in list(graph.nodes):
             if node.target is torch.ops.higher_order.flex_attention:
-                _replace(graph, node)
+                _replace(graph_module, node)
         for node in graph.find_nodes(op="call_function", target=attention):
             call = AttentionCall(*node.args)
             node.args = tuple(call._replace(options={**call.options, **own_constants(options)}))
         graph_module.recompile()
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node) -> None:
+    graph = module.graph
     query, key, value, score_mod, block_mask, scale, options, score_captures, mask_captures = node.args
     schedule, mask_mod = compat.block_mask_parts(block_mask)
     if schedule[:2] == (_LARGE_BLOCK, _LARGE_BLOCK):
         schedule, mask_mod, mask_captures = (), None, ()
+    if _is_identity(module.get_submodule(score_mod.target)):
+        score_mod = None
     call = AttentionCall(
         query, key, value, schedule, score_mod, mask_mod, scale, dict(options), score_captures, mask_captures
     )
@@ -52,6 +55,12 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _is_identity(score_mod: fx.GraphModule) -> bool:
+    """Torch's wrapper writes one where no score_mod was given."""
+    nodes = list(score_mod.graph.nodes)
+    return nodes[-1].args[0] in (nodes[0], (nodes[0],))
 
 
 def _item(values: tuple, index: int) -> Any:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch._logging import trace_structured
+
+from flex_inductor import errors
+
+if TYPE_CHECKING:
+    from .problem import AttentionProblem
+    from .routes import Route
 
 log = logging.getLogger("flex_inductor")
 
@@ -28,9 +36,14 @@ class Decision(NamedTuple):
 
 
 _recent: deque[Decision] = deque(maxlen=4096)
+_made_here: set[str] = set()
 
 
-def record(decision: Decision) -> None:
+def record(decision: Decision, node: str) -> str:
+    """Log a decision made for the graph node `node`.
+
+    Returns a line for the generated code, so that code from a cache brings its decisions with it.
+    """
     _recent.append(decision)
     log.info("%s", decision)
     trace_structured(
@@ -38,6 +51,18 @@ def record(decision: Decision) -> None:
         metadata_fn=lambda: {"name": "flex_inductor_decision", "encoding": "string"},
         payload_fn=lambda: str(decision),
     )
+    text = json.dumps([node, *decision])
+    _made_here.add(text)
+    return f"from {__name__} import restore; restore({text!r})"
+
+
+def restore(text: str) -> None:
+    """Called by generated code when it is loaded: record its decision if it was made in another process."""
+    if text in _made_here:
+        _made_here.discard(text)
+        return
+    _, call, chosen, why, rejected, notes = json.loads(text)
+    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes)))
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:
@@ -48,23 +73,15 @@ def decisions(*, clear: bool = False) -> list[Decision]:
     return found
 
 
-def decide(problem: Any, routes: Any) -> tuple[Any, Decision]:
+def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, Decision]:
     """Ask the routes in order; an explicitly demanded one serves or raises."""
-    from flex_inductor import errors
-
     demanded = problem.options.get("route")
-    answers = [(route, *route.can_use(problem)) for route in routes]
-    for at, (route, usable, why) in enumerate(answers):
+    rejected = []
+    for route in routes:
+        usable, why = route.can_use(problem)
         if usable and demanded in (None, route.name):
-            rejected = [(r.name, reason) for r, ok, reason in answers[:at] if not ok]
-            rejected += [(r.name, "not asked for") for r, ok, _ in answers[:at] if ok]
-            decision = Decision(
-                problem.describe(),
-                route.name,
-                f"asked for; {why}" if demanded else why,
-                tuple(rejected),
-                tuple(route.notes(problem)),
-            )
-            record(decision)
-            return route, decision
-    raise errors.route_refused(demanded, [(route.name, reason) for route, _, reason in answers])
+            why = f"asked for; {why}" if demanded else why
+            notes = tuple(route.notes(problem))
+            return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
+        rejected.append((route.name, why if not usable else f"not asked for; {why}"))
+    raise errors.route_refused(demanded, rejected)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
 
 from flex_inductor.op import attention, attention_backward
 from flex_inductor.op.hop import AttentionCall, BackwardCall
 
-from .decision import decide
+from .decision import decide, record
 from .problem import AttentionProblem
 from .routes import ROUTES
 
@@ -44,8 +46,21 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         outputs=outputs,
         options=dict(call.options),
     )
-    route, _ = decide(problem, ROUTES)
+    route, decision = decide(problem, ROUTES)
+    _bring_along(V.graph, record(decision, V.graph.current_node.name))
     return route.lower(problem, call)
+
+
+def _bring_along(graph: GraphLowering, line: str) -> None:
+    """Have the generated module run `line` when it is loaded, also by a process that finds it in a cache."""
+    init_wrapper_code = graph.init_wrapper_code
+
+    def with_line(*args: Any, **kwargs: Any) -> None:
+        init_wrapper_code(*args, **kwargs)
+        if not graph.cpp_wrapper:
+            graph.wrapper_code.add_import_once(line)
+
+    graph.init_wrapper_code = with_line
 
 
 def _sizes(call: Any) -> dict[str, Any]:

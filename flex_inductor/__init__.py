@@ -1,9 +1,47 @@
 """flex_inductor: a torch.compile backend for attention written as a score_mod and a mask_mod."""
 
-import os as _os
-
-__version__ = "0.1.0"
+from importlib import import_module as _import_module
+from pathlib import Path as _Path
+from typing import Any as _Any
 
 # A wheel has lowerings/, templates/ and tools/ inside this folder; a source checkout has them beside it.
-if not _os.path.isdir(_os.path.join(__path__[0], "lowerings")):
-    __path__.append(_os.path.dirname(__path__[0]))
+if not (_Path(__path__[0]) / "lowerings").is_dir():
+    __path__.append(str(_Path(__path__[0]).parent))
+
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    noop_mask,
+    or_masks,
+)
+
+from .attention import flex_attention
+from .build import VERSION as __version__
+from .errors import FlexError
+from .takeover import take_over
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexError",
+    "__version__",
+    "and_masks",
+    "create_block_mask",
+    "decisions",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+    "take_over",
+]
+
+_LAZY = {"decisions": "flex_inductor.lowerings.decision"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _LAZY:
+        return getattr(_import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'flex_inductor' has no attribute {name!r}")

@@ -1,1 +1,10 @@
+"""The higher-order op: attention, its backward, and every rule torch asks of an op."""
 
+from importlib import import_module
+
+from .. import compat
+from .hop import AttentionCall, attention, attention_backward
+
+__all__ = ["AttentionCall", "attention", "attention_backward"]
+
+compat.when_imported("torch._dynamo", lambda _: import_module(f"{__name__}.dynamo"))

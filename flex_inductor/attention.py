@@ -1,0 +1,133 @@
+"""flex_attention: check the call, then the op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+
+from . import compat, errors
+from .op import attention
+from .options import check_kernel_options, op_options
+
+compat.when_imported("torch._inductor.lowering", lambda _: import_module("flex_inductor.lowerings.register"))
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Attention with scores changed by `score_mod` and pairs left out by `block_mask`.
+
+    Signature and meaning are those of torch.nn.attention.flex_attention.flex_attention, with gradients,
+    logsumexp and maximum on every device, and gradients of every tensor that score_mod captures.
+
+    Args:
+        query: [B, H, M, D].
+        key: [B or 1, H, N, D]; fewer heads, dividing H, with `enable_gqa`.
+        value: [B or 1, H, N, V]; V may differ from D.
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx)` on 0-d tensors returns the new score.
+        block_mask: which blocks to visit and the mask_mod inside them; see create_block_mask.
+        scale: multiplies the scores before score_mod; 1/sqrt(D) by default.
+        return_lse: return `(out, logsumexp)`.
+        kernel_options: tuning hints, those of torch's FlexKernelOptions.
+        return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
+    """
+    _check_tensors(query, key, value, enable_gqa)
+    if scale is not None and isinstance(scale, Tensor):
+        raise errors.bad_scale(scale)
+    if return_lse and return_aux is not None:
+        raise errors.lse_and_aux()
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise errors.bad_aux(return_aux)
+    if score_mod is not None and not callable(score_mod):
+        raise errors.not_callable("score_mod", score_mod)
+    check_kernel_options(kernel_options)
+    schedule: tuple = ()
+    mask_mod = None
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+        schedule, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
+        if mask_mod is noop_mask:
+            mask_mod = None
+
+    if torch.compiler.is_dynamo_compiling():
+        for tensor in (query, key, value):  # kernels are made for a number of heads and a head_dim
+            torch._dynamo.mark_static(tensor, 1)
+            torch._dynamo.mark_static(tensor, 3)
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_max = return_aux is not None and return_aux.max_scores
+    out, lse, max_scores = attention(
+        query,
+        key,
+        value,
+        schedule,
+        score_mod,
+        mask_mod,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        op_options(kernel_options, lse=wants_lse, max_scores=wants_max),
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise errors.not_a_tensor(name, tensor)
+        if tensor.is_nested:
+            raise errors.nested_tensor(name)
+        if tensor.dim() != 4:
+            raise errors.wrong_rank(name, tensor)
+        if tensor.dtype not in _DTYPES:
+            raise errors.unsupported_dtype(name, tensor.dtype)
+    if query.device != key.device or query.device != value.device:
+        raise errors.mixed("device", query.device, key.device, value.device)
+    if not torch.is_autocast_enabled(query.device.type) and (
+        query.dtype != key.dtype or query.dtype != value.dtype
+    ):
+        raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
+    if query.size(-1) != key.size(-1):
+        raise errors.head_dims_differ(query, key)
+    if key.size(0) != value.size(0) or key.size(1) != value.size(1) or key.size(2) != value.size(2):
+        raise errors.key_value_differ(key, value)
+    if key.size(0) != query.size(0) and key.size(0) != 1:
+        raise errors.batch_mismatch(query, key)
+    if query.size(1) != key.size(1):
+        if not enable_gqa:
+            raise errors.gqa_not_enabled(query.size(1), key.size(1))
+        if key.size(1) == 0 or query.size(1) % key.size(1) != 0:
+            raise errors.heads_do_not_divide(query.size(1), key.size(1))
+
+
+def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    if not isinstance(block_mask, BlockMask):
+        raise errors.not_a_block_mask(block_mask)
+    if compat.is_sliced(block_mask):
+        raise errors.sliced_block_mask()
+    mask_b, mask_h, mask_q, mask_kv = block_mask.shape
+    if mask_q != query.size(2) or mask_kv != key.size(2):
+        raise errors.block_mask_lengths(mask_q, mask_kv, query.size(2), key.size(2))
+    if mask_b not in (1, query.size(0)):
+        raise errors.block_mask_batch("B", mask_b, query.size(0))
+    if mask_h not in (1, query.size(1)):
+        raise errors.block_mask_batch("H", mask_h, query.size(1))
+    if block_mask.kv_num_blocks.device != query.device:
+        raise errors.block_mask_device(block_mask.kv_num_blocks.device, query.device)

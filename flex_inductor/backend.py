@@ -1,0 +1,27 @@
+"""`torch.compile(model, backend="flex_inductor")`: Inductor, with attention lowered by this project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .options import split_options
+from .takeover import replace_torch_nodes
+
+
+def flex_inductor(
+    module: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """The backend. `mode` and `options` are Inductor's, plus the few of options.BackendOptions."""
+    import torch._inductor
+    from torch._inductor.compile_fx import compile_fx
+
+    own, inductors = split_options(options)
+    config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
+    replace_torch_nodes(module, own)
+    return compile_fx(module, example_inputs, config_patches=config or None)

@@ -1,0 +1,33 @@
+"""Which code this is: the version and a hash of all that decides what is generated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+VERSION = "0.1.0"
+
+
+def fingerprint(folders: Iterable[Path]) -> str:
+    """The version, then a hash of the names and contents of every source file and template in `folders`."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".jinja"):
+                digest.update(str(path.relative_to(folder)).encode())
+                digest.update(path.read_bytes())
+    return f"{VERSION}+{digest.hexdigest()[:16]}"
+
+
+def _generating_folders() -> list[Path]:
+    folders = [Path(__file__).parent / "op"]
+    for name in ("lowerings", "templates"):
+        spec = find_spec(f"flex_inductor.{name}")
+        assert spec is not None and spec.origin is not None, f"flex_inductor.{name} is not installed"
+        folders.append(Path(spec.origin).parent)
+    return folders
+
+
+FINGERPRINT = fingerprint(_generating_folders())

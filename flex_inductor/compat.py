@@ -1,0 +1,84 @@
+"""The only file that knows which torch this is. Supported: 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch.nn.attention import flex_attention as torch_flex
+
+KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
+
+
+def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:
+    """`BlockMask.as_tuple()`, or the same among the arguments of torch's op, as (schedule, mask_mod).
+
+    2.11 has 13 entries: two lengths, eight lists, two block sizes, mask_mod. 2.13 puts four
+    about the order of dq writes before the block sizes.
+    """
+    return (flat[-3], flat[-2], *flat[2:10]), flat[-1]
+
+
+def is_sliced(block_mask: Any) -> bool:
+    """Whether slicing has replaced the mask_mod by a function that raises."""
+    marker = getattr(torch_flex, "_sliced_mask_mod_error", None)
+    return block_mask.mask_mod is None or (marker is not None and block_mask.mask_mod is marker)
+
+
+def inductor_option_names() -> frozenset[str]:
+    import torch._inductor
+
+    return frozenset(torch._inductor.list_options())
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs a callback once a module has been imported, and stays out of the way otherwise."""
+
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]):
+        self.name, self.callback = name, callback
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None:
+            return None
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.callback(module)
+
+
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call `callback(module)` when `name` is imported, or now if it has been.
+
+    Dynamo and Inductor take a second to import, so nothing of ours imports them before they are used.
+    """
+    if name in sys.modules:
+        callback(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, callback))
+
+
+def register_dynamo_variable(op: Any, variable_class: type) -> None:
+    from torch._dynamo.variables import higher_order_ops
+
+    higher_order_ops._hop_name_to_variable_class[op.__name__] = variable_class
+
+
+def dynamo_constant(tx: Any, value: Any) -> Any:
+    """Dynamo's stand-in for a Python constant."""
+    from torch._dynamo.variables.base import VariableTracker
+
+    return VariableTracker.build(tx, value)

@@ -1,0 +1,303 @@
+"""Every message a user can meet. Each names the argument, what came, what was expected, what to do."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FlexError(Exception):
+    """Base of all errors raised by flex_inductor."""
+
+
+class FlexValueError(FlexError, ValueError):
+    """An argument has the right type and a value that cannot be served."""
+
+
+class FlexTypeError(FlexError, TypeError):
+    """An argument has the wrong type, or a function the wrong signature or result."""
+
+
+class FlexNotImplementedError(FlexError, NotImplementedError):
+    """Something that flex_inductor does not do."""
+
+
+class FlexRuntimeError(FlexError, RuntimeError):
+    """Something that only running could show."""
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"[{', '.join(str(size) for size in tensor.shape)}]"
+
+
+# ---- query, key and value -------------------------------------------------------------------------
+
+
+def not_a_tensor(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(f"{name} must be a torch.Tensor, but is a {type(value).__name__}.")
+
+
+def nested_tensor(name: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"{name} is a nested tensor, which flex_attention does not take. Pad it to a dense "
+        f"[batch, heads, length, head_dim] tensor (torch.nested.to_padded_tensor) and mask the padding "
+        f"with a block_mask."
+    )
+
+
+def wrong_rank(name: str, tensor: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"{name} must have 4 dimensions, [batch, heads, length, head_dim], but has {tensor.dim()}: "
+        f"{_shape(tensor)}. Add the missing dimensions with unsqueeze."
+    )
+
+
+def unsupported_dtype(name: str, dtype: torch.dtype) -> FlexValueError:
+    return FlexValueError(
+        f"{name} has dtype {dtype}; expected torch.float16, bfloat16, float32 or float64. "
+        f"Convert it, for example with {name}.to(torch.bfloat16)."
+    )
+
+
+def mixed(what: str, query: Any, key: Any, value: Any) -> FlexValueError:
+    return FlexValueError(
+        f"query, key and value must have the same {what}, but query has {query}, key {key} and value {value}. "
+        f"Convert them with .to()."
+    )
+
+
+def head_dims_differ(query: Tensor, key: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"query and key must have the same head_dim (last dimension), but query has {query.size(-1)} and key "
+        f"{key.size(-1)}. Only value's may differ."
+    )
+
+
+def key_value_differ(key: Tensor, value: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"key and value must agree in batch, heads and length, but key is {_shape(key)} and value {_shape(value)}."
+    )
+
+
+def batch_mismatch(query: Tensor, key: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"key and value must have query's batch size, {query.size(0)}, or 1, but have {key.size(0)}."
+    )
+
+
+def gqa_not_enabled(query_heads: int, kv_heads: int) -> FlexValueError:
+    return FlexValueError(
+        f"query has {query_heads} heads and key has {kv_heads}; without enable_gqa they must be equal. "
+        f"For grouped-query attention pass enable_gqa=True."
+    )
+
+
+def heads_do_not_divide(query_heads: int, kv_heads: int) -> FlexValueError:
+    return FlexValueError(
+        f"With enable_gqa, query's heads must be a multiple of key's, but query has {query_heads} and key {kv_heads}."
+    )
+
+
+def bad_scale(scale: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"scale must be a Python number or None (for 1/sqrt(head_dim)), but is a {type(scale).__name__}. "
+        f"A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale."
+    )
+
+
+def lse_and_aux() -> FlexValueError:
+    return FlexValueError(
+        "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
+    )
+
+
+def bad_aux(value: Any) -> FlexTypeError:
+    return FlexTypeError(f"return_aux must be an AuxRequest or None, but is a {type(value).__name__}.")
+
+
+# ---- score_mod and mask_mod -----------------------------------------------------------------------
+
+_SIGNATURES = {
+    "score_mod": "score_mod(score, b, h, q_idx, kv_idx)",
+    "mask_mod": "mask_mod(b, h, q_idx, kv_idx)",
+}
+
+
+def not_callable(name: str, value: Any) -> FlexTypeError:
+    hint = ""
+    if name == "score_mod" and isinstance(value, _block_mask_type()):
+        hint = " Pass the BlockMask as block_mask=."
+    return FlexTypeError(
+        f"{name} must be a function, {_SIGNATURES[name]}, or None, but is a {type(value).__name__}.{hint}"
+    )
+
+
+def wrong_arity(name: str, mod: Callable, takes: str, expected: int) -> FlexTypeError:
+    other = "mask_mod" if name == "score_mod" else "score_mod"
+    swapped = takes == str(9 - expected)
+    hint = f" It looks like a {other}: were the two swapped?" if swapped else ""
+    return FlexTypeError(
+        f"{name} must take {expected} arguments, {_SIGNATURES[name]}, but {_name_of(mod)} takes {takes}.{hint}"
+    )
+
+
+def score_result(value: Any) -> FlexTypeError:
+    hint = " It looks like a mask_mod: pass it through create_block_mask." if _is_bool(value) else ""
+    return FlexTypeError(
+        f"score_mod must return one floating-point score, a 0-d tensor, but returned {_describe(value)}.{hint}"
+    )
+
+
+def mask_result(value: Any) -> FlexTypeError:
+    hint = " Compare (for example q_idx >= kv_idx) or call .bool()." if isinstance(value, Tensor) else ""
+    return FlexTypeError(
+        f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned {_describe(value)}.{hint}"
+    )
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {_shape(value)} and dtype {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def check_mod_result(name: str, value: Any) -> None:
+    scalar = isinstance(value, Tensor) and value.dim() == 0
+    if name == "mask_mod" and not (scalar and value.dtype == torch.bool):
+        raise mask_result(value)
+    if name == "score_mod" and not (scalar and value.dtype.is_floating_point):
+        raise score_result(value)
+
+
+def check_arity(name: str, mod: Any, lanes: Sequence[str]) -> None:
+    """Refuse a mod that cannot be called with one argument for each lane name."""
+    if not callable(mod):
+        raise not_callable(name, mod)
+    try:
+        signature = inspect.signature(mod)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*lanes)
+    except TypeError:
+        required = [
+            p
+            for p in signature.parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        raise wrong_arity(name, mod, str(len(required)), len(lanes)) from None
+
+
+def _name_of(mod: Any) -> str:
+    if isinstance(mod, functools.partial):
+        return f"partial({_name_of(mod.func)})"
+    if isinstance(mod, types.FunctionType | types.MethodType):
+        return f"`{mod.__qualname__}`"
+    return f"`{type(mod).__name__}`"
+
+
+def capture_on_other_device(mod: str, capture: str, device: Any, expected: Any) -> FlexValueError:
+    return FlexValueError(
+        f"{mod} captures `{capture}`, which is on {device}, but query is on {expected}. "
+        f"Move it before the call: {capture} = {capture}.to('{expected}')."
+    )
+
+
+def mask_capture_needs_grad(capture: str) -> FlexValueError:
+    return FlexValueError(
+        f"mask_mod captures `{capture}`, which requires grad, but a mask has no gradient. Use {capture}.detach() "
+        f"in the mask, or move what must be learnt into score_mod."
+    )
+
+
+def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"{mod} changes the captured tensor `{capture}` in place ({op}). It runs once for every score, in any "
+        f"order, so it may only read what it captures. Use the out-of-place form, or make the change before the call."
+    )
+
+
+# ---- block_mask -----------------------------------------------------------------------------------
+
+
+def _block_mask_type() -> type:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask
+
+
+def not_a_block_mask(value: Any) -> FlexTypeError:
+    hint = " Wrap the function: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)." if callable(value) else ""
+    return FlexTypeError(f"block_mask must be a BlockMask or None, but is a {type(value).__name__}.{hint}")
+
+
+def block_mask_lengths(mask_q: int, mask_kv: int, q_len: int, kv_len: int) -> FlexValueError:
+    return FlexValueError(
+        f"block_mask was made for Q_LEN={mask_q} and KV_LEN={mask_kv}, but query has length {q_len} and key "
+        f"{kv_len}. Make it with create_block_mask(mask_mod, B, H, {q_len}, {kv_len})."
+    )
+
+
+def block_mask_batch(name: str, mask_size: int, size: int) -> FlexValueError:
+    return FlexValueError(
+        f"block_mask has {name}={mask_size}, but query has {name}={size}. It must be {size} or 1: make it with "
+        f"create_block_mask(..., {name}={size}) or {name}=None."
+    )
+
+
+def block_mask_device(device: Any, expected: Any) -> FlexValueError:
+    return FlexValueError(
+        f"block_mask is on {device}, but query is on {expected}. Move it with block_mask.to('{expected}')."
+    )
+
+
+def sliced_block_mask() -> FlexRuntimeError:
+    return FlexRuntimeError(
+        "block_mask was sliced, which drops its mask_mod, because row i of the slice is no longer q_idx i. "
+        "Set block_mask.mask_mod to a function with the offset added to q_idx before the call."
+    )
+
+
+# ---- Options --------------------------------------------------------------------------------------
+
+
+def unknown_option(where: str, name: Any, known: Iterable[str]) -> FlexValueError:
+    return FlexValueError(f"{where} has no option {name!r}. Known: {', '.join(sorted(known))}.")
+
+
+def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueError:
+    return FlexValueError(f"{where}[{name!r}] is {value!r}; expected {expected}.")
+
+
+def route_refused(demanded: str, reasons: Iterable[tuple[str, str]]) -> FlexRuntimeError:
+    lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons)
+    return FlexRuntimeError(
+        f"route {demanded!r} was asked for and cannot serve this call. Every route:{lines}"
+    )
+
+
+# ---- Derivatives ----------------------------------------------------------------------------------
+
+
+def second_derivative() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "flex_attention has no second derivative: a gradient of a gradient was asked for. Take create_graph=True "
+        "out of the backward call, or detach the gradient before using it."
+    )
+
+
+def forward_mode_derivative() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "flex_attention has no forward-mode derivative (torch.func.jvp, jacfwd). Use reverse mode: "
+        "torch.func.vjp, jacrev or grad."
+    )

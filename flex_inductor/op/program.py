@@ -1,0 +1,444 @@
+"""A traced mod cut into what runs once and what runs for every score.
+
+    prologue   of captures alone                 (table * 2, slopes.exp(), bias.sum())
+    lane       of 0-d tensors, one score         (score + table[kv_idx - q_idx])
+    leaves     what lanes add into tensors       (shape, indices, value): the scatter-adds of a gradient
+    epilogue   linear in the accumulated leaves  (the gradient of the prologue)
+
+A mod's own value has only a prologue and a lane part. Kernels inline `lane`; the rest is ordinary
+tensor code. `LaneProgram.to_text` is the same as a string, for ops that take no graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+AXES = ("b", "h", "q_idx", "kv_idx")
+
+# The arguments, by position, in which an op is linear (jointly, for `add` and the like).
+_LINEAR_ARGUMENTS = {
+    aten.add.Tensor: (0, 1),
+    aten.sub.Tensor: (0, 1),
+    aten.neg.default: (0,),
+    aten.mul.Tensor: (0, 1),
+    aten.mul.Scalar: (0,),
+    aten.div.Tensor: (0,),
+    aten.div.Scalar: (0,),
+    aten.sum.default: (0,),
+    aten.sum.dim_IntList: (0,),
+    aten.mean.default: (0,),
+    aten.mean.dim: (0,),
+    aten.expand.default: (0,),
+    aten.view.default: (0,),
+    aten._unsafe_view.default: (0,),
+    aten.reshape.default: (0,),
+    aten.permute.default: (0,),
+    aten.transpose.int: (0,),
+    aten.t.default: (0,),
+    aten.squeeze.default: (0,),
+    aten.squeeze.dim: (0,),
+    aten.squeeze.dims: (0,),
+    aten.unsqueeze.default: (0,),
+    aten.clone.default: (0,),
+    aten._to_copy.default: (0,),
+    aten.select.int: (0,),
+    aten.slice.Tensor: (0,),
+    aten.select_backward.default: (0,),
+    aten.slice_backward.default: (0,),
+    aten.index.Tensor: (0,),
+    aten.mm.default: (0, 1),
+    aten.matmul.default: (0, 1),
+    aten.constant_pad_nd.default: (0,),
+    aten.as_strided.default: (0,),
+    aten.flip.default: (0,),
+    aten.cumsum.default: (0,),
+    aten.threshold_backward.default: (0,),
+    aten.tanh_backward.default: (0,),
+    aten.sigmoid_backward.default: (0,),
+    aten.gelu_backward.default: (0,),
+    aten.silu_backward.default: (0,),
+    aten.softplus_backward.default: (0,),
+    aten._softmax_backward_data.default: (0,),
+    aten._log_softmax_backward_data.default: (0,),
+    aten.embedding_dense_backward.default: (0,),
+    aten.new_zeros.default: (0,),
+    aten.zeros_like.default: (0,),
+    aten.index_put.default: (0, 2),
+    aten._index_put_impl_.default: (0, 2),
+}
+# Linear in one argument at a time: their product with another gradient would be quadratic.
+_BILINEAR = {aten.mul.Tensor, aten.mm.default, aten.matmul.default}
+
+
+class Leaf(NamedTuple):
+    """Lanes add their value at `indices` into zeros of `shape`; without indices, whole values add up."""
+
+    shape: tuple[int, ...]  # positions among the invariants where a size is only known at run time
+    shape_is_invariant: tuple[bool, ...]
+    indices: int  # how many lane outputs, following the value's, are its indices
+    axes: tuple[str, ...]  # the lane coordinates that the indices depend on
+
+
+class LaneProgram(NamedTuple):
+    lanes: tuple[str, ...]
+    guards: tuple[tuple[str, ...], ...]  # one `live` argument for each: the axes along which it varies
+    leaves: tuple[Leaf, ...]
+    prologue: fx.GraphModule | Callable  # (*captures) -> invariants
+    lane: fx.GraphModule | Callable  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
+    epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
+
+    def to_text(self) -> str:
+        data = {
+            "lanes": self.lanes,
+            "guards": self.guards,
+            "leaves": self.leaves,
+            **{part: _code_of(getattr(self, part)) for part in ("prologue", "lane", "epilogue")},
+        }
+        return json.dumps(data)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_text(text: str) -> LaneProgram:
+        data = json.loads(text)
+        leaves = tuple(Leaf(tuple(s), tuple(i), n, tuple(axes)) for s, i, n, axes in data["leaves"])
+        guards = tuple(tuple(axes) for axes in data["guards"])
+        parts = [_function_from(data[part]) for part in ("prologue", "lane", "epilogue")]
+        return LaneProgram(tuple(data["lanes"]), guards, leaves, *parts)
+
+
+def split(module: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:
+    """Cut `module(*lanes, *captures) -> value | (value, *gradients)` into a LaneProgram.
+
+    With `guarded`, lanes take a `live` flag, and a lane that is not live reads index 0 of whatever it
+    indexes, so that a masked-out lane may hold an index that is out of range.
+    """
+    return _Splitter(module, tuple(lanes), guarded).run()
+
+
+class _Splitter:
+    def __init__(self, module: fx.GraphModule, lanes: tuple[str, ...], guarded: bool):
+        self.lane_names = lanes
+        self.guarded = guarded
+        self.graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        output = self.graph.graph_copy(module.graph, copied)
+        self.constants = module
+        self.outputs = list(output) if isinstance(output, (tuple, list)) else [output]
+        self.graph.output(tuple(self.outputs))
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.lanes = placeholders[: len(lanes)]
+        self.captures = placeholders[len(lanes) :]
+
+    def run(self) -> LaneProgram:
+        _normalize(self.graph)
+        _compose_indexing(self.graph)
+        self.outputs = list(next(n for n in self.graph.nodes if n.op == "output").args[0])
+        self.depends = self._lane_dependence()
+        self._find_leaves()
+        self.invariants = self._find_invariants()
+        guards = self._guards() if self.guarded else ()
+        return LaneProgram(
+            self.lane_names,
+            guards,
+            tuple(self._leaf(node) for node in self.leaf_nodes),
+            self._prologue(),
+            self._lane(guards),
+            self._epilogue(),
+        )
+
+    def _lane_dependence(self) -> dict[fx.Node, frozenset[str]]:
+        depends: dict[fx.Node, frozenset[str]] = {}
+        for node in self.graph.nodes:
+            if node in self.lanes:
+                depends[node] = frozenset([self.lane_names[self.lanes.index(node)]])
+            else:
+                depends[node] = frozenset().union(*(depends[n] for n in node.all_input_nodes))
+        return depends
+
+    def _is_lane(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and bool(self.depends[node])
+
+    def _find_leaves(self) -> None:
+        """Mark the leaves, and the accumulating nodes after them, that each gradient comes from."""
+        self.leaf_nodes: list[fx.Node] = []
+        self.accumulated: set[fx.Node] = set()
+        for node in self.outputs[1:]:
+            if not self._is_lane(node):
+                continue
+            leaves: list[fx.Node] = []
+            accumulated: set[fx.Node] = set()
+            if not self._accumulate(node, leaves, accumulated):
+                leaves, accumulated = [node], set()
+            self.leaf_nodes += [leaf for leaf in leaves if leaf not in self.leaf_nodes]
+            self.accumulated |= accumulated
+        # A node that one gradient could not accumulate may be a leaf there and accumulated elsewhere.
+        self.accumulated -= set(self.leaf_nodes)
+
+    def _accumulate(self, node: fx.Node, leaves: list[fx.Node], accumulated: set[fx.Node]) -> bool:
+        """Whether `node`, summed over lanes, is a linear map of sums of leaves: find those leaves."""
+        if (scatter := _scatter(node)) and not any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
+            if all(n.meta["val"].dim() == 0 for n in (scatter.value, *scatter.indices)):
+                leaves.append(node)
+                return True
+        if node.meta["val"].dim() == 0 and not self._comes_from_scatter(node):
+            leaves.append(node)
+            return True
+        linear = _LINEAR_ARGUMENTS.get(node.target)
+        if linear is None:
+            return False
+        on_lanes = [i for i, arg in enumerate(node.args) if any(self._is_lane(n) for n in _nodes_in(arg))]
+        if not set(on_lanes) <= set(linear) or (node.target in _BILINEAR and len(on_lanes) > 1):
+            return False
+        if node.target in (aten.add.Tensor, aten.sub.Tensor) and len(on_lanes) == 1:
+            return False  # an invariant summand would have to be counted once for each lane
+        accumulated.add(node)
+        return all(self._accumulate(node.args[i], leaves, accumulated) for i in on_lanes)
+
+    def _comes_from_scatter(self, node: fx.Node) -> bool:
+        stack, seen = [node], set()
+        while stack:
+            current = stack.pop()
+            if _scatter(current):
+                return True
+            if current not in seen:
+                seen.add(current)
+                stack.extend(current.all_input_nodes)
+        return False
+
+    def _leaf_parts(self, node: fx.Node) -> tuple[list[Any], list[fx.Node], fx.Node]:
+        shape, indices, value = _scatter(node) or ([], [], node)
+        # A contribution is rounded to the capture's dtype after they are summed, not before.
+        while value.target is aten._to_copy.default and _narrows(value.args[0], value):
+            value = value.args[0]
+        return list(shape), list(indices), value
+
+    def _leaf(self, node: fx.Node) -> Leaf:
+        shape, indices, _ = self._leaf_parts(node)
+        axes = frozenset().union(*(self.depends[i] for i in indices))
+        if not axes <= set(AXES):
+            axes = frozenset(AXES)  # an index computed from the score
+        is_invariant = tuple(isinstance(size, fx.Node) for size in shape)
+        sizes = tuple(self.invariants.index(s) if isinstance(s, fx.Node) else int(s) for s in shape)
+        return Leaf(sizes, is_invariant, len(indices), tuple(a for a in AXES if a in axes))
+
+    def _find_invariants(self) -> list[fx.Node]:
+        """The values computed from captures alone that lanes, leaves or the epilogue use."""
+        used: dict[fx.Node, None] = {}
+        for node in self.graph.nodes:
+            if node in self.leaf_nodes:  # its zeros are never made: accumulators take their place
+                shape, indices, value = self._leaf_parts(node)
+                inputs = _nodes_in([*shape, *indices, value])
+            elif self._is_lane(node) and node.op != "output":
+                inputs = node.all_input_nodes
+            else:
+                continue
+            used.update(dict.fromkeys(n for n in inputs if not self._is_lane(n)))
+        used.update((n, None) for n in self.outputs if isinstance(n, fx.Node) and not self._is_lane(n))
+        return [n for n in used if n.op != "placeholder" and not _is_literal(n)]
+
+    def _copy(self, graph: fx.Graph, given: dict[fx.Node, fx.Node], wanted: Sequence[Any]) -> list[Any]:
+        """Copy into `graph` what `wanted` needs beyond what is `given`."""
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in given:
+                for needed in node.all_input_nodes:
+                    copied(needed)
+                given[node] = graph.node_copy(node, lambda n: given[n])
+            return given[node]
+
+        return fx.node.map_arg(list(wanted), copied)
+
+    def _inputs(self, graph: fx.Graph, extra: Sequence[tuple[fx.Node | None, str]]) -> dict[fx.Node, fx.Node]:
+        given = {}
+        for node, name in (*extra, *((c, c.name) for c in self.captures)):
+            placeholder = graph.placeholder(name)
+            if node is not None:
+                given[node] = placeholder
+        return given
+
+    def _module(self, graph: fx.Graph, outputs: Any) -> fx.GraphModule:
+        graph.output(tuple(outputs))
+        graph.eliminate_dead_code()
+        return fx.GraphModule(self.constants, graph)
+
+    def _prologue(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        return self._module(graph, self._copy(graph, self._inputs(graph, ()), self.invariants))
+
+    def _with_invariants(self, graph: fx.Graph, given: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        for i, node in enumerate(self.invariants):
+            given[node] = graph.placeholder(f"invariant_{i}")
+        return given
+
+    def _lane(self, guards: Sequence[tuple[str, ...]]) -> fx.GraphModule:
+        graph = fx.Graph()
+        names = [(node, name) for node, name in zip(self.lanes, self.lane_names, strict=True)]
+        given = self._inputs(graph, [*names, *((None, _guard_name(axes)) for axes in guards)])
+        self._with_invariants(graph, given)
+        outputs = [self.outputs[0]]
+        for node in self.leaf_nodes:
+            _, indices, value = self._leaf_parts(node)
+            outputs += [value, *indices]
+        results = self._copy(graph, given, outputs)
+        if guards:
+            self._guard_loads(graph, given)
+        return self._module(graph, results)
+
+    def _epilogue(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        given = self._inputs(graph, [(node, f"sum_{i}") for i, node in enumerate(self.leaf_nodes)])
+        self._with_invariants(graph, given)
+        return self._module(graph, self._copy(graph, given, self.outputs[1:]))
+
+    def _loads(self) -> list[fx.Node]:
+        return [
+            node
+            for node in self.graph.nodes
+            if node.target is aten.index.Tensor and any(self._is_lane(n) for n in _nodes_in(node.args[1]))
+        ]
+
+    def _load_axes(self, node: fx.Node) -> tuple[str, ...]:
+        depends = frozenset().union(*(self.depends[n] for n in _nodes_in(node.args[1])))
+        return tuple(a for a in AXES if a in depends) if depends <= set(AXES) else AXES
+
+    def _guards(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(dict.fromkeys(self._load_axes(node) for node in self._loads()))
+
+    def _guard_loads(self, graph: fx.Graph, given: dict[fx.Node, fx.Node]) -> None:
+        live = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        for node in self._loads():
+            if node not in given:
+                continue
+            load, guard = given[node], live[_guard_name(self._load_axes(node))]
+            with graph.inserting_before(load):
+                indices = [
+                    graph.call_function(aten.where.ScalarOther, (guard, index, 0))
+                    if isinstance(index, fx.Node)
+                    else index
+                    for index in load.args[1]
+                ]
+            load.args = (load.args[0], indices)
+
+
+def _guard_name(axes: Sequence[str]) -> str:
+    return "_".join(("live", *axes))
+
+
+def _nodes_in(argument: Any) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(argument, lambda node: nodes.append(node) or node)
+    return nodes
+
+
+class _Scatter(NamedTuple):
+    shape: list[Any]
+    indices: list[fx.Node]
+    value: fx.Node
+
+
+def _scatter(node: fx.Node) -> _Scatter | None:
+    """The parts of `node` if it adds a value into zeros at lane indices: what indexing differentiates to."""
+    if node.target is not aten.index_put.default or node.args[3:] != (True,):
+        return None
+    zeros, indices, value, _ = node.args
+    shape = _shape_of_zeros(zeros)
+    if shape is not None and all(isinstance(i, fx.Node) for i in indices):
+        return _Scatter(list(shape), list(indices), value)
+    return None
+
+
+def _shape_of_zeros(node: fx.Node) -> Sequence[Any] | None:
+    """The shape that `node` fills with zeros, in the spellings that tracing and decompositions use."""
+    if node.target is aten.new_zeros.default:
+        return node.args[1]
+    if node.target is aten.zeros.default or (node.target is aten.full.default and node.args[1] == 0):
+        return node.args[0]
+    return None
+
+
+def _is_literal(node: fx.Node) -> bool:
+    return node.target is aten.full.default and not node.all_input_nodes
+
+
+def _narrows(source: fx.Node, cast: fx.Node) -> bool:
+    before, after = source.meta["val"].dtype, cast.meta["val"].dtype
+    return before.is_floating_point and after.is_floating_point and before.itemsize >= after.itemsize
+
+
+_SAME_AS = {
+    aten.index_put_.default: aten.index_put.default,
+    aten._unsafe_index_put.default: aten.index_put.default,
+    aten._unsafe_index.Tensor: aten.index.Tensor,
+}
+
+
+def _normalize(graph: fx.Graph) -> None:
+    """Undo what Inductor's passes over a subgraph spell differently."""
+    for node in graph.nodes:
+        node.target = _SAME_AS.get(node.target, node.target)
+        if node.target is torch.ops.prims.convert_element_type.default:
+            node.target, node.kwargs, node.args = aten._to_copy.default, {"dtype": node.args[1]}, node.args[:1]
+
+
+def _compose_indexing(graph: fx.Graph) -> None:
+    """t[i][j] becomes t[i, j], forward and backward, so that no lane holds a whole row."""
+    for node in list(graph.nodes):
+        if node.target is aten.index.Tensor and (inner := node.args[0]).target is aten.index.Tensor:
+            indices = [*inner.args[1], *node.args[1]]
+            if all(isinstance(i, fx.Node) and i.meta["val"].dim() == 0 for i in indices):
+                node.args = (inner.args[0], indices)
+        elif (outer := _scatter(node)) and (inner := _scatter(outer.value)):
+            node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+    graph.eliminate_dead_code()
+
+
+def _code_of(module: fx.GraphModule) -> dict[str, Any]:
+    """`forward`'s source, with the tensors it holds as attributes given as lists."""
+    code = module.graph.python_code("self")
+    unknown = set(code.globals) - set(_CODE_GLOBALS) - {"torch"}
+    assert not unknown, f"graph code uses names that cannot be restored: {unknown}"
+    constants = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, node.target)
+            constants[node.target] = (tensor.tolist(), str(tensor.dtype), str(tensor.device))
+    return {"source": code.src, "constants": constants}
+
+
+_CODE_GLOBALS = {
+    "torch": torch,
+    "device": torch.device,
+    "inf": math.inf,
+    "nan": math.nan,
+    "math": math,
+    "operator": operator,
+    "_operator": operator,
+    "NoneType": type(None),
+    "pytree": torch.utils._pytree,
+    "fx_pytree": torch.fx._pytree,
+}
+
+
+class _Constants:
+    """Stands for the module that the source was generated from."""
+
+    def __init__(self, constants: dict[str, Any]):
+        for name, (values, dtype, device) in constants.items():
+            dtype = getattr(torch, dtype.removeprefix("torch."))
+            setattr(self, name, torch.tensor(values, dtype=dtype, device=device))
+
+
+def _function_from(code: dict[str, Any]) -> Callable:
+    namespace = dict(_CODE_GLOBALS)
+    exec(code["source"], namespace)
+    return functools.partial(namespace["forward"], _Constants(code["constants"]))

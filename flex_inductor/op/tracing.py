@@ -1,0 +1,208 @@
+"""From a score_mod or mask_mod to FX graphs: its value, and its joint graph for the backward.
+
+A mod is a function of one *lane*, that is of one score: 0-d tensors in, one 0-d tensor out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import suspend_functionalization
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import disable_functional_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.overrides import TorchFunctionMode
+
+from .. import errors
+
+SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
+MASK_LANES = SCORE_LANES[1:]
+JOINT_LANES = (*SCORE_LANES, "grad_score")
+INDEX_DTYPE = torch.int32
+
+
+def score_dtype(input_dtype: torch.dtype) -> torch.dtype:
+    """Scores, softmax and accumulators are fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if input_dtype == torch.float64 else torch.float32
+
+
+def is_lane_index(index: Any) -> bool:
+    return (
+        isinstance(index, Tensor)
+        and index.dim() == 0
+        and not index.dtype.is_floating_point
+        and index.dtype != torch.bool
+    )
+
+
+class LaneIndexing(TorchFunctionMode):
+    """Lets a mod index a captured tensor by 0-d tensors without turning them into Python numbers."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__getitem__:
+            key = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(is_lane_index(index) for index in key):
+                return _index_by_lanes(args[0], key)
+        if func in (torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip):
+            return _clamp(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _index_by_lanes(tensor: Tensor, key: tuple) -> Tensor:
+    if Ellipsis in [index for index in key if not isinstance(index, Tensor)]:
+        at = next(i for i, index in enumerate(key) if index is Ellipsis)
+        named = sum(index is not None for index in key) - 1
+        key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
+    # What is not a lane index applies first; the dimensions the lanes index then come to the front.
+    tensor = tensor[tuple(slice(None) if is_lane_index(index) else index for index in key)]
+    surviving = [index for index in key if not isinstance(index, int)]
+    dims = [dim for dim, index in enumerate(surviving) if is_lane_index(index)]
+    if dims != list(range(len(dims))):
+        tensor = tensor.permute(*dims, *(dim for dim in range(tensor.dim()) if dim not in dims))
+    return torch.ops.aten.index.Tensor(tensor, [surviving[dim] for dim in dims])
+
+
+def _clamp(tensor, min=None, max=None):
+    # A number that was lifted is a 0-d tensor by now; torch takes two numbers or two tensors.
+    if isinstance(min, Tensor) != isinstance(max, Tensor) and min is not None and max is not None:
+        min, max = (torch.as_tensor(bound, device=tensor.device) for bound in (min, max))
+    return torch.clamp(tensor, min, max)
+
+
+@contextlib.contextmanager
+def apart_from_surrounding_trace() -> Iterator[None]:
+    """Nothing around (a trace, functionalization, functorch, autocast) sees what happens inside."""
+    with (
+        suspend_functionalization(),
+        disable_functional_mode(),
+        disable_proxy_modes_tracing(),
+        temporarily_clear_interpreter_stack(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
+        torch.inference_mode(False),
+    ):
+        yield
+
+
+def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
+    """One 0-d tensor for each lane argument, with the dtypes the kernels use."""
+    floats = score_dtype(like.dtype)
+    return [
+        torch.zeros((), dtype=floats if "score" in name else INDEX_DTYPE, device=like.device) for name in names
+    ]
+
+
+def _fake_like(capture: Any, fake_mode: FakeTensorMode) -> Any:
+    if not isinstance(capture, Tensor):
+        return capture
+    with fake_mode:
+        return torch.empty_strided(capture.size(), capture.stride(), dtype=capture.dtype, device=capture.device)
+
+
+def trace_mod(mod: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
+    """The FX graph of `mod(*lanes, *captures)`, which holds aten ops only."""
+
+    def value(*args):
+        with LaneIndexing():
+            return mod(*args)
+
+    return _trace(value, lanes, query, captures)
+
+
+def trace_joint(
+    score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
+) -> fx.GraphModule:
+    """The FX graph `(score, b, h, q_idx, kv_idx, grad, *captures) -> (d score, *d captures)`.
+
+    `score_mod` itself is differentiated, not its graph: custom autograd.Functions keep their backward.
+    A capture that is not wanted, or that the score does not depend on, has None for its gradient.
+    """
+
+    def joint(score, b, h, q_idx, kv_idx, grad, *captures):
+        with torch.enable_grad(), LaneIndexing():
+            score = score.detach().requires_grad_()
+            captures = [
+                capture.detach().requires_grad_() if want else capture
+                for capture, want in zip(captures, wanted, strict=True)
+            ]
+            new_score = score_mod(score, b, h, q_idx, kv_idx, *captures)
+            sources = [score, *(c for c, want in zip(captures, wanted, strict=True) if want)]
+            if new_score.requires_grad:
+                grads = torch.autograd.grad(
+                    new_score, sources, grad.to(new_score.dtype), allow_unused=True
+                )
+            else:
+                grads = (None,) * len(sources)
+        d_score = torch.zeros_like(score) if grads[0] is None else grads[0]
+        found = iter(grads[1:])
+        return d_score, *(next(found) if want else None for want in wanted)
+
+    return _trace(joint, JOINT_LANES, query, captures)
+
+
+def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
+    tensors = [query, *(c for c in captures if isinstance(c, Tensor))]
+    with apart_from_surrounding_trace():
+        fake_mode = detect_fake_mode(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
+            args = example_lanes(query, lanes)
+        args += [_fake_like(capture, fake_mode) for capture in captures]
+        with fake_mode:
+            module = make_fx(fn)(*args)
+    return tidy(module)
+
+
+def tidy(module: fx.GraphModule) -> fx.GraphModule:
+    """Drop what tracing leaves behind: detaches, and 0-d constants kept as attributes."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target in (
+            torch.ops.aten.detach.default,
+            torch.ops.aten.alias.default,
+            torch.ops.aten.lift_fresh_copy.default,
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.op == "get_attr" and isinstance(constant := getattr(module, node.target), Tensor):
+            if constant.dim() == 0:
+                with graph.inserting_before(node):
+                    literal = graph.call_function(
+                        torch.ops.aten.full.default,
+                        ([], constant.item()),
+                        {"dtype": constant.dtype, "device": constant.device},
+                    )
+                node.replace_all_uses_with(literal)
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def refuse_mutation(name: str, module: fx.GraphModule, capture_names: Sequence[str], lanes: int) -> None:
+    """A captured tensor is read by every lane in any order, so a mod must not write to it."""
+    named = dict(zip([n for n in module.graph.nodes if n.op == "placeholder"][lanes:], capture_names, strict=True))
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                source = _storage_of(value)
+                if source in named:
+                    raise errors.capture_mutated(name, named[source], str(node.target))
+
+
+def _storage_of(node: Any) -> Any:
+    """The placeholder that `node` is a view of."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not any(a.alias_info for a in schema.arguments):
+            return node
+        node = node.args[0]
+    return node

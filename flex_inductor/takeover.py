@@ -1,0 +1,111 @@
+"""Code written for torch's own flex_attention: served by this project without changing it.
+
+Inside a function compiled with backend="flex_inductor" torch's op nodes are replaced. What torch's
+Python wrapper refuses before there is a node (on CPU: gradients and max_scores) needs `take_over()`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.attention import flex_attention as torch_flex
+
+from . import compat
+from .op import AttentionCall, attention
+from .options import BackendOptions, own_constants
+
+_LARGE_BLOCK = 1 << 30  # what torch writes for "no block mask"
+
+
+def replace_torch_nodes(module: fx.GraphModule, options: BackendOptions) -> None:
+    """Replace torch's op by ours in a Dynamo graph, and put the backend's options on every call."""
+    for graph_module in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if node.target is torch.ops.higher_order.flex_attention:
+                _replace(graph_module, node)
+        for node in graph.find_nodes(op="call_function", target=attention):
+            call = AttentionCall(*node.args)
+            node.args = tuple(call._replace(options={**call.options, **own_constants(options)}))
+        graph_module.recompile()
+
+
+def _replace(module: fx.GraphModule, node: fx.Node) -> None:
+    graph = module.graph
+    query, key, value, score_mod, block_mask, scale, options, score_captures, mask_captures = node.args
+    schedule, mask_mod = compat.block_mask_parts(block_mask)
+    if schedule[:2] == (_LARGE_BLOCK, _LARGE_BLOCK):
+        schedule, mask_mod, mask_captures = (), None, ()
+    if _is_identity(module.get_submodule(score_mod.target)):
+        score_mod = None
+    call = AttentionCall(
+        query, key, value, schedule, score_mod, mask_mod, scale, dict(options), score_captures, mask_captures
+    )
+    with graph.inserting_before(node):
+        ours = graph.call_function(attention, tuple(call))
+        ours.meta = dict(node.meta)
+        out, lse, max_scores = (graph.call_function(_item, (ours, i)) for i in range(3))
+        # torch's op gives these two in log2, and its wrapper converts them afterwards.
+        in_log2 = [graph.call_function(torch.mul, (stat, 1 / math.log(2))) for stat in (lse, max_scores)]
+    results = (out, *in_log2)
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _is_identity(score_mod: fx.GraphModule) -> bool:
+    """Torch's wrapper writes one where no score_mod was given."""
+    nodes = list(score_mod.graph.nodes)
+    return nodes[-1].args[0] in (nodes[0], (nodes[0],))
+
+
+def _item(values: tuple, index: int) -> Any:
+    return values[index]
+
+
+def _trampoline(
+    query,
+    key,
+    value,
+    score_mod=None,
+    block_mask=None,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+    kernel_options=None,
+    *,
+    return_aux=None,
+):
+    from flex_inductor.attention import flex_attention
+
+    return flex_attention(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux=return_aux,
+    )  # fmt: skip
+
+
+class take_over:
+    """Make torch.nn.attention.flex_attention.flex_attention ours, until `undo()` or the `with` block ends.
+
+    Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function object
+    stays torch's and gets our code, so modules that have imported it by name are served as well.
+    """
+
+    def __init__(self) -> None:
+        self._function: Any = torch_flex.flex_attention
+        self._torchs: Any = self._function.__code__
+        self._function.__code__ = _trampoline.__code__
+
+    def undo(self) -> None:
+        """Give torch's function its own code back."""
+        self._function.__code__ = self._torchs
+
+    def __enter__(self) -> take_over:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()

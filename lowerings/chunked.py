@@ -1,0 +1,73 @@
+"""The last route: a call to the chunked ops, which serve every device, dtype, shape and mod."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flex_inductor.op import chunked_ops
+from flex_inductor.op.program import split
+from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
+from flex_inductor.options import hints
+
+from .problem import AttentionProblem
+
+
+class ChunkedRoute:
+    name = "chunked"
+
+    def available(self) -> tuple[bool, str]:
+        return True, "plain torch operations in bounded memory"
+
+    def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
+        return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
+
+    def notes(self, problem: AttentionProblem) -> list[str]:
+        ignored = [name for name in hints(problem.options) if _says_something(name, problem.options[name])]
+        return [f"{', '.join(sorted(ignored))}: for fused kernels, not used here"] if ignored else []
+
+    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
+        call = inputs
+        guarded = problem.mask_mod is not None or problem.blocks is not None
+        score, mask, joint = (
+            ""
+            if graph is None
+            else split(graph, lanes, guarded=guarded and lanes is not MASK_LANES).to_text()
+            for graph, lanes in (
+                (problem.score_mod, SCORE_LANES),
+                (problem.mask_mod, MASK_LANES),
+                (problem.joint, JOINT_LANES),
+            )
+        )
+        blocks = list(problem.blocks or ())
+        common = (list(call.schedule[2:]), blocks, score, mask, call.scale)
+        captures = (list(call.score_captures), list(call.mask_captures))
+        qkv = (call.query, call.key, call.value)
+        if problem.direction == "forward":
+            return _call(torch.ops.flex_inductor.chunked_forward.default, *qkv, *common, *captures)
+        return self._lower_backward(problem, call, qkv, common, captures, joint)
+
+    def _lower_backward(self, problem, call, qkv, common, captures, joint) -> Any:
+        wanted = chunked_ops.wanted_gradients(problem.joint, len(call.score_captures))
+        grads = _call(
+            torch.ops.flex_inductor.chunked_backward.default,
+            *qkv, call.out, call.lse, call.grad_out, call.grad_lse,
+            *common, joint, call.options["wants"], wanted, *captures,
+        )  # fmt: skip
+        found = iter(grads)
+        d_qkv = [next(found) if name in call.options["wants"] else None for name in "qkv"]
+        return (*d_qkv, tuple(next(found) if want else None for want in wanted))
+
+
+def _says_something(name: str, value: Any) -> bool:
+    """Torch's wrapper writes defaults for some hints into every call."""
+    defaults = {"BACKEND": "AUTO", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False}
+    defaults |= {"BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": False}
+    return name not in defaults or defaults[name] != value
+
+
+def _call(op: Any, *args: Any) -> Any:
+    from torch._inductor.lowering import fallback_handler
+
+    return fallback_handler(op, add_to_fallback_set=False)(*args)

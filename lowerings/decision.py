@@ -1,0 +1,87 @@
+"""Which route serves a call, and why: one record, printed by the log, the error and the tools alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch._logging import trace_structured
+
+from flex_inductor import errors
+
+if TYPE_CHECKING:
+    from .problem import AttentionProblem
+    from .routes import Route
+
+log = logging.getLogger("flex_inductor")
+
+
+class Decision(NamedTuple):
+    """The whole answer for one call."""
+
+    call: str  # the problem in a line
+    chosen: str
+    why: str
+    rejected: tuple[tuple[str, str], ...]  # (route, reason), in the order they were asked
+    notes: tuple[str, ...] = ()  # hints that did not apply, and the like
+
+    def __str__(self) -> str:
+        lines = [f"call:     {self.call}", f"chosen:   {self.chosen} ({self.why})"]
+        lines += [f"rejected: {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"note:     {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+_recent: deque[Decision] = deque(maxlen=4096)
+_made_here: set[str] = set()
+
+
+def record(decision: Decision, node: str) -> str:
+    """Log a decision made for the graph node `node`.
+
+    Returns a line for the generated code, so that code from a cache brings its decisions with it.
+    """
+    _recent.append(decision)
+    log.info("%s", decision)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "flex_inductor_decision", "encoding": "string"},
+        payload_fn=lambda: str(decision),
+    )
+    text = json.dumps([node, *decision])
+    _made_here.add(text)
+    return f"from {__name__} import restore; restore({text!r})"
+
+
+def restore(text: str) -> None:
+    """Called by generated code when it is loaded: record its decision if it was made in another process."""
+    if text in _made_here:
+        _made_here.discard(text)
+        return
+    _, call, chosen, why, rejected, notes = json.loads(text)
+    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes)))
+
+
+def decisions(*, clear: bool = False) -> list[Decision]:
+    """The record of every attention call compiled since the last `decisions(clear=True)`."""
+    found = list(_recent)
+    if clear:
+        _recent.clear()
+    return found
+
+
+def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, Decision]:
+    """Ask the routes in order; an explicitly demanded one serves or raises."""
+    demanded = problem.options.get("route")
+    rejected = []
+    for route in routes:
+        usable, why = route.can_use(problem)
+        if usable and demanded in (None, route.name):
+            why = f"asked for; {why}" if demanded else why
+            notes = tuple(route.notes(problem))
+            return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
+        rejected.append((route.name, why if not usable else f"not asked for; {why}"))
+    raise errors.route_refused(demanded, rejected)

@@ -1,0 +1,56 @@
+"""The facts about one attention call that routes decide on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+Size = int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One call, forward or backward. Sizes are sympy expressions where they are dynamic.
+
+    B batch  H query heads  K key/value heads  M queries  N keys  D, V head dims
+    """
+
+    direction: str  # "forward" or "backward"
+    device: torch.device
+    dtype: torch.dtype
+    B: Size
+    B_kv: Size
+    H: Size
+    K: Size
+    M: Size
+    N: Size
+    D: Size
+    V: Size
+    blocks: tuple[int, int] | None  # the BlockMask's block sizes; None without one
+    score_mod: fx.GraphModule | None
+    mask_mod: fx.GraphModule | None
+    joint: fx.GraphModule | None
+    score_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
+    mask_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
+    outputs: tuple[str, ...]  # forward: which of lse, max_scores; backward: which of query, key, value
+    options: dict[str, Any]  # the op's constants: hints, route, build
+
+    def describe(self) -> str:
+        """The call in a line."""
+        heads = f"{self.H}" if self.H == self.K else f"{self.H}:{self.K}"
+        dims = f"{self.D}" if self.D == self.V else f"{self.D}/{self.V}"
+        parts = [
+            f"{self.direction} {str(self.dtype).removeprefix('torch.')} on {self.device.type}",
+            f"B{self.B} H{heads} M{self.M} N{self.N} D{dims}",
+        ]
+        for name in ("score_mod", "mask_mod"):
+            if getattr(self, name) is not None:
+                captures = len(getattr(self, name.replace("mod", "captures")))
+                parts.append(name + (f" ({captures} captured)" if captures else ""))
+        if self.blocks is not None:
+            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}")
+        return ", ".join(parts)

@@ -1,0 +1,77 @@
+"""Tells Inductor how to lower the two ops. Imported once Inductor's own lowerings are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
+
+from flex_inductor.op import attention, attention_backward
+from flex_inductor.op.hop import AttentionCall, BackwardCall
+
+from .decision import decide, record
+from .problem import AttentionProblem
+from .routes import ROUTES
+
+
+@register_lowering(attention, type_promotion_kind=None)
+def _forward(*args: Any) -> Any:
+    call = AttentionCall(*args)
+    outputs = [("lse", "OUTPUT_LOGSUMEXP"), ("max_scores", "OUTPUT_MAX")]
+    return _lower(call, "forward", tuple(name for name, option in outputs if call.options.get(option)), None)
+
+
+@register_lowering(attention_backward, type_promotion_kind=None)
+def _backward(*args: Any) -> Any:
+    call = BackwardCall(*args)
+    names = {"q": "query", "k": "key", "v": "value"}
+    return _lower(call, "backward", tuple(names[w] for w in call.options["wants"]), call.joint)
+
+
+def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
+    problem = AttentionProblem(
+        direction=direction,
+        device=call.query.get_device(),
+        dtype=call.query.get_dtype(),
+        **_sizes(call),
+        blocks=(int(call.schedule[0]), int(call.schedule[1])) if call.schedule else None,
+        score_mod=_graph(call.score_mod),
+        mask_mod=_graph(call.mask_mod),
+        joint=_graph(joint),
+        score_captures=_metadata(call.score_captures),
+        mask_captures=_metadata(call.mask_captures),
+        outputs=outputs,
+        options=dict(call.options),
+    )
+    route, decision = decide(problem, ROUTES)
+    _bring_along(V.graph, record(decision, V.graph.current_node.name))
+    return route.lower(problem, call)
+
+
+def _bring_along(graph: GraphLowering, line: str) -> None:
+    """Have the generated module run `line` when it is loaded, also by a process that finds it in a cache."""
+    init_wrapper_code = graph.init_wrapper_code
+
+    def with_line(*args: Any, **kwargs: Any) -> None:
+        init_wrapper_code(*args, **kwargs)
+        if not graph.cpp_wrapper:
+            graph.wrapper_code.add_import_once(line)
+
+    graph.init_wrapper_code = with_line
+
+
+def _sizes(call: Any) -> dict[str, Any]:
+    B, H, M, D = call.query.get_size()
+    B_kv, K, N, V = call.value.get_size()
+    return {"B": B, "B_kv": B_kv, "H": H, "K": K, "M": M, "N": N, "D": D, "V": V}
+
+
+def _graph(subgraph: ir.Subgraph | None) -> Any:
+    return None if subgraph is None else subgraph.graph_module
+
+
+def _metadata(captures: Any) -> tuple:
+    return tuple((capture.get_dtype(), tuple(capture.get_size())) for capture in captures)

@@ -66,9 +66,10 @@ class _Record(TorchFunctionMode):
         if id(tensor) not in self.captures:
             self.captures[id(tensor)] = tensor
             with temporarily_clear_interpreter_stack(), self.fake_mode:
-                self.stand_ins[id(tensor)] = torch.empty_strided(
+                stand_in = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
+            self.stand_ins[id(tensor)] = self.made[id(stand_in)] = stand_in
         return self.stand_ins[id(tensor)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
@@ -116,8 +117,9 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
         with fake_mode:
             lanes = example_lanes(query, lane_names)
         record = _Record(fake_mode, lanes)
+        on_stand_ins = _with_cells(mod, _ClosureStandIns(record))
         with fake_mode, LaneIndexing(), record:
-            _with_cells(mod, _ClosureStandIns(record))(*lanes)
+            on_stand_ins(*lanes)
     captures = tuple(record.captures.values())
     known = dict(_named_tensors(mod))
     names = [known.get(id(capture), f"capture_{i}") for i, capture in enumerate(captures)]

@@ -67,6 +67,10 @@ def flex_attention(
         if mask_mod is noop_mask:
             mask_mod = None
 
+    if torch.compiler.is_dynamo_compiling():
+        for tensor in (query, key, value):  # kernels are made for a number of heads and a head_dim
+            torch._dynamo.mark_static(tensor, 1)
+            torch._dynamo.mark_static(tensor, 3)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = attention(

@@ -41,7 +41,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str, callback: Callable[[ModuleType], None]):
         self.name, self.callback = name, callback
 
-    def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002
+    def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)

@@ -88,7 +88,7 @@ def _trampoline(
     )  # fmt: skip
 
 
-class take_over:  # noqa: N801 - used like a function
+class take_over:
     """Make torch.nn.attention.flex_attention.flex_attention ours, until `undo()` or the `with` block ends.
 
     Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function object

@@ -6,6 +6,7 @@ Imported only once Dynamo itself is.
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._dynamo.variables.higher_order_ops import (
     speculate_subgraph,
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from .. import compat, errors
 from .hop import attention, attention_backward
@@ -36,8 +38,16 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         query, key, value, schedule, score_mod, mask_mod, scale, options = args[:8]
         score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES)
         mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES)
-        proxies = [arg.as_proxy() for arg in (query, key, value, schedule)]
-        call = (*proxies, score, mask, scale.as_proxy(), options.as_proxy(), score_captures, mask_captures)
+        lists = _with_static_block_sizes(tx, schedule)
+        call = (
+            *(arg.as_proxy() for arg in (query, key, value, lists)),
+            score,
+            mask,
+            _float_to_tensor(tx, query, scale.as_proxy()),
+            options.as_proxy(),
+            score_captures,
+            mask_captures,
+        )
         proxy = tx.output.create_proxy("call_function", self.value, args=call, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
@@ -62,7 +72,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             errors.check_mod_result(name, _example_of(result))
         except errors.FlexError as error:
             self._refuse(str(error))
-        captures = _drop_unused(graph, lifted, len(lanes))
+        captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, lifted, len(lanes)))
         module = fx.GraphModule(tx.output.nn_modules, graph)
         return make_attr(tx, tx.output.install_subgraph(name, module)), captures
 
@@ -95,6 +105,28 @@ def _example_of(variable: Any) -> Any:
         proxy = variable.as_proxy()
         return proxy.node.meta["example_value"] if isinstance(proxy, fx.Proxy) else proxy
     return variable
+
+
+def _with_static_block_sizes(tx: Any, schedule: Any) -> Any:
+    """Kernels are made for a block size, so it is not a symbol even where every integer may be."""
+    sizes = [
+        compat.dynamo_constant(tx, size.evaluate_expr()) if isinstance(size, SymNodeVariable) else size
+        for size in schedule.items[:2]
+    ]
+    return TupleVariable([*sizes, *schedule.items[2:]])
+
+
+def _float_to_tensor(tx: Any, query: Any, value: Any) -> Any:
+    """A Python float that changes from call to call, as a 0-d tensor.
+
+    Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
+    """
+    if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
+        return value
+    dtype = score_dtype(_example_of(query).dtype)
+    one = query.call_method(tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)})
+    product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
+    return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
 
 
 def _drop_unused(graph: fx.Graph, lifted: Any, lanes: int) -> tuple:

@@ -28,7 +28,7 @@ class AttentionCall(NamedTuple):
     schedule: tuple  # (), or the fields of schedule.BlockLists
     score_mod: Callable | None
     mask_mod: Callable | None
-    scale: float
+    scale: float | Tensor  # a 0-d tensor where it changes from call to call
     options: dict[str, Any]  # constants: kernel hints, which outputs are used, the build's hash
     score_captures: tuple = ()
     mask_captures: tuple = ()
@@ -136,7 +136,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in call.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in call.mask_captures),
     )
-    if isinstance(call.scale, torch.SymFloat):
+    if isinstance(call.scale, (torch.SymFloat, Tensor)):
         call = _scale_as_capture(call)
     for field in ("score", "mask"):
         mod, captures = getattr(call, f"{field}_mod"), getattr(call, f"{field}_captures")

@@ -242,8 +242,14 @@ class _Splitter:
         """The values computed from captures alone that lanes, leaves or the epilogue use."""
         used: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
-            if self._is_lane(node) and node.op != "output":
-                used.update(dict.fromkeys(n for n in node.all_input_nodes if not self._is_lane(n)))
+            if node in self.leaf_nodes:  # its zeros are never made: accumulators take their place
+                shape, indices, value = self._leaf_parts(node)
+                inputs = _nodes_in([*shape, *indices, value])
+            elif self._is_lane(node) and node.op != "output":
+                inputs = node.all_input_nodes
+            else:
+                continue
+            used.update(dict.fromkeys(n for n in inputs if not self._is_lane(n)))
         used.update((n, None) for n in self.outputs if isinstance(n, fx.Node) and not self._is_lane(n))
         return [n for n in used if n.op != "placeholder" and not _is_literal(n)]
 

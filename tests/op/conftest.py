@@ -3,7 +3,5 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def fresh_start():
-    """Nothing that an earlier test compiled or drew is left."""
+def compiles_afresh():
     torch._dynamo.reset()
-    torch.manual_seed(0)

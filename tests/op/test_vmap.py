@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import close, leaf
+from op.calls import close, draw, leaf
 from torch.func import grad, vmap
 
 from flex_inductor import AuxRequest, create_block_mask, flex_attention
@@ -21,10 +21,6 @@ def one_by_one(fn, in_dims, *args):
     if isinstance(results[0], tuple):
         return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return torch.stack(results)
-
-
-def draw(*shape):
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def causal_mask(batch=None):

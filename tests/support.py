@@ -42,9 +42,7 @@ def attention_of(build: Callable | None, scale: float | None = None, attention: 
     def attend(query, key, value, captures, block_mask):
         score_mod = None if build is None else build(*captures)
         aux = AuxRequest(lse=True, max_scores=True)
-        out, aux = attention(
-            query, key, value, score_mod, block_mask, scale, enable_gqa=True, return_aux=aux
-        )
+        out, aux = attention(query, key, value, score_mod, block_mask, scale, enable_gqa=True, return_aux=aux)
         return out, aux.lse, aux.max_scores
 
     return attend
@@ -187,7 +185,9 @@ def _position_bias(bias):
 
 
 def _learned_temperature(temperature, gate):
-    return lambda score, b, h, q_idx, kv_idx: score * temperature.exp() + torch.sigmoid(gate[b, h, q_idx]) * score
+    return lambda score, b, h, q_idx, kv_idx: (
+        score * temperature.exp() + torch.sigmoid(gate[b, h, q_idx]) * score
+    )
 
 
 def _buckets(sizes: Sizes) -> Tensor:

@@ -33,7 +33,9 @@ def test_mods_and_masks(mod, mask):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mod, mask", [("plain", "causal"), ("alibi", "document"), ("position_bias", "per_head")])
+@pytest.mark.parametrize(
+    "mod, mask", [("plain", "causal"), ("alibi", "document"), ("position_bias", "per_head")]
+)
 def test_dtypes(mod, mask, dtype):
     check(mod, mask, dtype)
 

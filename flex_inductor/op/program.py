@@ -186,10 +186,9 @@ class _Splitter:
 
     def _accumulate(self, node: fx.Node, leaves: list[fx.Node], accumulated: set[fx.Node]) -> bool:
         """Whether `node`, summed over lanes, is a linear map of sums of leaves: find those leaves."""
-        if (scatter := _scatter(node)) and not any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
-            if all(n.meta["val"].dim() == 0 for n in (scatter.value, *scatter.indices)):
-                leaves.append(node)
-                return True
+        if self._lane_scatter(node):
+            leaves.append(node)
+            return True
         if node.meta["val"].dim() == 0 and not self._comes_from_scatter(node):
             leaves.append(node)
             return True
@@ -215,8 +214,16 @@ class _Splitter:
                 stack.extend(current.all_input_nodes)
         return False
 
+    def _lane_scatter(self, node: fx.Node) -> _Scatter | None:
+        """The parts of `node` if each lane adds one number into a tensor whose shape does not depend on it."""
+        scatter = _scatter(node)
+        if scatter is None or any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
+            return None
+        scalar = all(n.meta["val"].dim() == 0 for n in (scatter.value, *scatter.indices))
+        return scatter if scalar and len(scatter.shape) == len(scatter.indices) else None
+
     def _leaf_parts(self, node: fx.Node) -> tuple[list[Any], list[fx.Node], fx.Node]:
-        shape, indices, value = _scatter(node) or ([], [], node)
+        shape, indices, value = self._lane_scatter(node) or ([], [], node)
         # A contribution is rounded to the capture's dtype after they are summed, not before.
         while value.target is aten._to_copy.default and _narrows(value.args[0], value):
             value = value.args[0]
@@ -397,9 +404,26 @@ def _compose_indexing(graph: fx.Graph) -> None:
             indices = [*inner.args[1], *node.args[1]]
             if all(isinstance(i, fx.Node) and i.meta["val"].dim() == 0 for i in indices):
                 node.args = (inner.args[0], indices)
-        elif (outer := _scatter(node)) and (inner := _scatter(outer.value)):
-            node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+        else:
+            _compose_scatter(graph, node)
     graph.eliminate_dead_code()
+
+
+def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    outer = _scatter(node)
+    if outer is None:
+        return
+    if inner := _scatter(outer.value):
+        node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+    elif outer.value.target is aten.add.Tensor and not outer.value.kwargs:  # row[i] + row[j], with row = t[h]
+        with graph.inserting_before(node):
+            parts = [graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args]
+            total = graph.call_function(aten.add.Tensor, tuple(parts))
+        for new in (*parts, total):
+            new.meta = dict(node.meta)
+        for part in parts:
+            _compose_scatter(graph, part)
+        node.replace_all_uses_with(total)
 
 
 def _code_of(module: fx.GraphModule) -> dict[str, Any]:

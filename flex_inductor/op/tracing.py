@@ -44,7 +44,7 @@ def is_lane_index(index: Any) -> bool:
 class LaneIndexing(TorchFunctionMode):
     """Lets a mod index a captured tensor by 0-d tensors without turning them into Python numbers."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.Tensor.__getitem__:
             key = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -95,7 +95,8 @@ def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
     """One 0-d tensor for each lane argument, with the dtypes the kernels use."""
     floats = score_dtype(like.dtype)
     return [
-        torch.zeros((), dtype=floats if "score" in name else INDEX_DTYPE, device=like.device) for name in names
+        torch.zeros((), dtype=floats if "score" in name else INDEX_DTYPE, device=like.device)
+        for name in names
     ]
 
 
@@ -103,7 +104,9 @@ def _fake_like(capture: Any, fake_mode: FakeTensorMode) -> Any:
     if not isinstance(capture, Tensor):
         return capture
     with fake_mode:
-        return torch.empty_strided(capture.size(), capture.stride(), dtype=capture.dtype, device=capture.device)
+        return torch.empty_strided(
+            capture.size(), capture.stride(), dtype=capture.dtype, device=capture.device
+        )
 
 
 def trace_mod(mod: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
@@ -135,9 +138,7 @@ def trace_joint(
             new_score = score_mod(score, b, h, q_idx, kv_idx, *captures)
             sources = [score, *(c for c, want in zip(captures, wanted, strict=True) if want)]
             if new_score.requires_grad:
-                grads = torch.autograd.grad(
-                    new_score, sources, grad.to(new_score.dtype), allow_unused=True
-                )
+                grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
             else:
                 grads = (None,) * len(sources)
         d_score = torch.zeros_like(score) if grads[0] is None else grads[0]
@@ -159,6 +160,10 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
     return tidy(module)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
 def tidy(module: fx.GraphModule) -> fx.GraphModule:
     """Drop what tracing leaves behind: detaches, and 0-d constants kept as attributes."""
     graph = module.graph
@@ -170,16 +175,15 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "get_attr" and isinstance(constant := getattr(module, node.target), Tensor):
-            if constant.dim() == 0:
-                with graph.inserting_before(node):
-                    literal = graph.call_function(
-                        torch.ops.aten.full.default,
-                        ([], constant.item()),
-                        {"dtype": constant.dtype, "device": constant.device},
-                    )
-                node.replace_all_uses_with(literal)
-                graph.erase_node(node)
+        elif node.op == "get_attr" and _is_number(constant := getattr(module, node.target)):
+            with graph.inserting_before(node):
+                literal = graph.call_function(
+                    torch.ops.aten.full.default,
+                    ([], constant.item()),
+                    {"dtype": constant.dtype, "device": constant.device},
+                )
+            node.replace_all_uses_with(literal)
+            graph.erase_node(node)
     graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -187,7 +191,9 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
 
 def refuse_mutation(name: str, module: fx.GraphModule, capture_names: Sequence[str], lanes: int) -> None:
     """A captured tensor is read by every lane in any order, so a mod must not write to it."""
-    named = dict(zip([n for n in module.graph.nodes if n.op == "placeholder"][lanes:], capture_names, strict=True))
+    named = dict(
+        zip([n for n in module.graph.nodes if n.op == "placeholder"][lanes:], capture_names, strict=True)
+    )
     for node in module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue

@@ -19,8 +19,6 @@ from torch._subclasses.functional_tensor import disable_functional_mode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.overrides import TorchFunctionMode
 
-from .. import errors
-
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
 JOINT_LANES = (*SCORE_LANES, "grad_score")
@@ -189,19 +187,18 @@ def tidy(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def refuse_mutation(name: str, module: fx.GraphModule, capture_names: Sequence[str], lanes: int) -> None:
-    """A captured tensor is read by every lane in any order, so a mod must not write to it."""
-    named = dict(
-        zip([n for n in module.graph.nodes if n.op == "placeholder"][lanes:], capture_names, strict=True)
-    )
+def written_placeholder(module: fx.GraphModule) -> tuple[int, str] | None:
+    """The first placeholder that the graph writes to, by position, and the op that does."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                source = _storage_of(value)
-                if source in named:
-                    raise errors.capture_mutated(name, named[source], str(node.target))
+                storage = _storage_of(value)
+                if storage in placeholders:
+                    return placeholders.index(storage), str(node.target)
+    return None
 
 
 def _storage_of(node: Any) -> Any:

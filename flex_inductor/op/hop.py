@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
+from torch.utils._pytree import tree_map_only
 
 from .. import errors
 from .lift import LiftedMod, lift
@@ -71,7 +72,10 @@ class AttentionBackward(HigherOrderOperator):
         super().__init__("flex_inductor_attention_backward", cacheable=True)
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
-        return super().__call__(*BackwardCall(*args))
+        # The pullback of torch.func.vjp may be called once the transform has ended.
+        return super().__call__(
+            *tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall(*args))
+        )
 
 
 attention = Attention()

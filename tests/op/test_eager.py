@@ -45,7 +45,9 @@ def by_closure():
 
 
 def by_global():
-    return (lambda score, b, h, q_idx, kv_idx: score + GLOBAL_BIAS[q_idx] * GLOBAL_BIAS[kv_idx]), [GLOBAL_BIAS]
+    return (lambda score, b, h, q_idx, kv_idx: score + GLOBAL_BIAS[q_idx] * GLOBAL_BIAS[kv_idx]), [
+        GLOBAL_BIAS
+    ]
 
 
 def by_module_attribute():
@@ -185,3 +187,23 @@ def test_one_tensor_in_both_mods():
 
     mask = create_block_mask(lambda b, h, q, kv: kv <= limit + q // 2, None, None, 6, 6, "cpu", BLOCK_SIZE=2)
     check(lambda q, k, v: flex_attention(q, k, v, score_mod, mask), qkv(), [gate], score_mod, mask)
+
+
+def test_a_mod_may_change_its_own_values_in_place():
+    bias = parameter(6)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        score += bias[kv_idx]
+        score.mul_(2).clamp_(min=-1)
+        q_idx += 1
+        return score / q_idx
+
+    def out_of_place(score, b, h, q_idx, kv_idx):
+        return ((score + bias[kv_idx]) * 2).clamp(min=-1) / (q_idx + 1)
+
+    inputs = qkv()
+    ours, expected = (
+        torch.autograd.grad(flex_attention(*inputs, mod).sin().sum(), (*inputs, bias))
+        for mod in (score_mod, out_of_place)
+    )
+    close(ours, expected)

@@ -38,7 +38,7 @@ def inductor_option_names() -> frozenset[str]:
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Runs a callback once a module has been imported, and stays out of the way otherwise."""
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]):
+    def __init__(self, name: str, callback: Callable[[ModuleType], Any]):
         self.name, self.callback = name, callback
 
     def find_spec(self, fullname, path=None, target=None):
@@ -60,7 +60,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.callback(module)
 
 
-def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
     """Call `callback(module)` when `name` is imported, or now if it has been.
 
     Dynamo and Inductor take a second to import, so nothing of ours imports them before they are used.

@@ -46,9 +46,10 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None:
+        if spec is None or spec.loader is None:
             return None
-        self.loader, spec.loader = spec.loader, self
+        self.loader: importlib.abc.Loader = spec.loader
+        spec.loader = self
         return spec
 
     def create_module(self, spec):
@@ -71,7 +72,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, callback))
 
 
-def register_dynamo_variable(op: Any, variable_class: type) -> None:
+def register_dynamo_variable(op: Any, variable_class: Any) -> None:
     from torch._dynamo.variables import higher_order_ops
 
     higher_order_ops._hop_name_to_variable_class[op.__name__] = variable_class

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
+from torch.utils._pytree import tree_map_only
 
 from .. import errors
 from .lift import LiftedMod, lift
-from .tracing import MASK_LANES, SCORE_LANES, refuse_mutation, score_dtype, trace_mod
+from .tracing import MASK_LANES, SCORE_LANES, score_dtype, trace_mod, written_placeholder
 
 
 class AttentionCall(NamedTuple):
@@ -71,7 +72,10 @@ class AttentionBackward(HigherOrderOperator):
         super().__init__("flex_inductor_attention_backward", cacheable=True)
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
-        return super().__call__(*BackwardCall(*args))
+        # The pullback of torch.func.vjp may be called once the transform has ended.
+        return super().__call__(
+            *tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall(*args))
+        )
 
 
 attention = Attention()
@@ -120,7 +124,10 @@ def lane_graph(mod: Callable, field: str, query: Tensor, captures: Sequence[Any]
     graph = trace_mod(mod, lanes, query, captures)
     (output,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
     errors.check_mod_result(field, output.meta["val"] if isinstance(output, fx.Node) else output)
-    refuse_mutation(field, graph, capture_names(mod, len(captures)), len(lanes))
+    if written := written_placeholder(graph):
+        position, op = written
+        names = (*lanes, *capture_names(mod, len(captures)))
+        raise errors.capture_mutated(field, names[position], op)
     return mark_checked(graph)
 
 
@@ -140,11 +147,12 @@ def prepare(call: AttentionCall) -> AttentionCall:
         call = _scale_as_capture(call)
     for field in ("score", "mask"):
         mod, captures = getattr(call, f"{field}_mod"), getattr(call, f"{field}_captures")
-        for capture, name in zip(captures, capture_names(mod, len(captures)), strict=True):
+        for i, capture in enumerate(captures):
             if capture.device != call.query.device:
+                name = capture_names(mod, len(captures))[i]
                 raise errors.capture_on_other_device(f"{field}_mod", name, capture.device, call.query.device)
             if field == "mask" and capture.requires_grad:
-                raise errors.mask_capture_needs_grad(name)
+                raise errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
     if call.mask_mod is not None:
         call = call._replace(mask_mod=lane_graph(call.mask_mod, "mask_mod", call.query, call.mask_captures))
     return call

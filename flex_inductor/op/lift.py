@@ -27,11 +27,16 @@ from .tracing import LaneIndexing, apart_from_surrounding_trace, example_lanes
 class LiftedMod:
     """A mod as a function of its lanes and of the tensors it captures."""
 
-    def __init__(self, mod: Callable, captures: Sequence[Tensor], names: Sequence[str]):
+    def __init__(self, mod: Callable, captures: Sequence[Tensor]):
         self.mod = mod
-        self.names = tuple(names)
         self._ids = [id(capture) for capture in captures]
         self._kept_alive = tuple(captures)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the mod's author calls the captures."""
+        known = dict(_names_in(self.mod))
+        return tuple(known.get(capture, f"capture_{i}") for i, capture in enumerate(self._ids))
 
     def __call__(self, *args: Any) -> Tensor:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
@@ -125,39 +130,47 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
         with fake_mode, LaneIndexing(), record:
             mod(*lanes)
     captures = tuple(record.captures.values())
-    known = dict(_named_tensors(mod))
-    names = [known.get(id(capture), f"capture_{i}") for i, capture in enumerate(captures)]
-    return LiftedMod(mod, captures, names), captures
+    return LiftedMod(mod, captures), captures
 
 
-def _named_tensors(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
-    """Pairs of (id, name) for the tensors that `mod` reaches by a name a person would know."""
-    if mod in seen:
+def _names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
+    """Pairs of (id, name) for the tensors that `mod` reaches by a name."""
+    if any(mod is other for other in seen):
         return
     seen = (*seen, mod)
     if isinstance(mod, functools.partial):
-        yield from _named_tensors(mod.func, seen)
+        yield from _names_in(mod.func, seen)
         for i, argument in enumerate(mod.args):
-            yield id(argument), f"partial argument {i}"
+            yield from _names_of(f"partial argument {i}", argument)
         for name, argument in mod.keywords.items():
-            yield id(argument), name
+            yield from _names_of(name, argument)
     elif isinstance(mod, types.MethodType):
-        yield from ((id(value), f"self.{name}") for name, value in _attributes(mod.__self__))
-        yield from _named_tensors(mod.__func__, seen)
+        yield from _names_of("self", mod.__self__)
+        yield from _names_in(mod.__func__, seen)
     elif isinstance(mod, types.FunctionType):
-        inner = inspect.getclosurevars(mod)
-        for name, value in {**inner.globals, **inner.nonlocals}.items():
-            yield id(value), name
-            if isinstance(value, torch.nn.Module):
-                yield from ((id(attribute), f"{name}.{at}") for at, attribute in _attributes(value))
-            elif isinstance(value, (types.FunctionType, functools.partial)):
-                yield from _named_tensors(value, seen)
-    elif callable(mod):
-        yield from ((id(value), f"self.{name}") for name, value in _attributes(mod))
+        variables = inspect.getclosurevars(mod)
+        defaults = {name: p.default for name, p in inspect.signature(mod).parameters.items()}
+        for name, value in {**variables.globals, **variables.nonlocals, **defaults}.items():
+            yield from _names_of(name, value)
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                yield from _names_in(value, seen)
+    else:
+        yield from _names_of("self", mod)
 
 
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(owner, torch.nn.Module):
-        yield from owner.named_parameters()
-        yield from owner.named_buffers()
-    yield from getattr(owner, "__dict__", {}).items()
+def _names_of(name: str, value: Any) -> Iterator[tuple[int, str]]:
+    """The same for a variable: a tensor, a container of tensors, or an object that has some."""
+    if isinstance(value, Tensor):
+        yield id(value), name
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _names_of(f"{name}[{i}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _names_of(f"{name}[{key!r}]", item)
+    elif not isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, torch.nn.Module):
+            yield from ((id(p), f"{name}.{at}") for at, p in (*value.named_parameters(), *value.named_buffers()))
+        for at, attribute in getattr(value, "__dict__", {}).items():
+            if isinstance(attribute, Tensor):
+                yield id(attribute), f"{name}.{at}"

@@ -1,0 +1,85 @@
+"""Peak memory of the chunked route: bounded by tiles, not by queries times keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flex_inductor import and_masks, create_block_mask, flex_attention
+from flex_inductor.backend import flex_inductor
+from tests.support import causal
+
+LENGTH = 8192
+LIMIT = 512 * 2**20  # dense attention would take over 4 GiB
+
+
+def peak_allocated(fn) -> int:
+    """The most bytes that `fn` holds at a time in tensors it allocates, on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        fn()
+    held = peak = 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_the_gauge_itself():
+    def allocate():
+        first = torch.empty(3 * 2**20, dtype=torch.uint8)
+        second = torch.empty(2**20, dtype=torch.uint8)
+        del first, second
+        torch.empty(2**21, dtype=torch.uint8)
+
+    assert peak_allocated(allocate) == 4 * 2**20
+
+
+def window(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx < 256
+
+
+def extra_memory(attend, mask_mod, bias=None) -> int:
+    """Peak of a forward and backward beyond the gradients, at B1 H8 D64 fp32."""
+    inputs = [torch.randn(1, 8, LENGTH, 64, requires_grad=True) for _ in range(3)]
+    wanted = inputs if bias is None else [*inputs, bias]
+    block_mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+    upstream = torch.randn(1, 8, LENGTH, 64)
+
+    def step():
+        out = attend(*inputs, block_mask, bias)
+        for tensor, grad in zip(wanted, torch.autograd.grad(out, wanted, upstream), strict=True):
+            tensor.grad = grad
+
+    return peak_allocated(step) - sum(tensor.grad.nbytes for tensor in wanted)
+
+
+def plain(query, key, value, block_mask, bias):
+    return flex_attention(query, key, value, block_mask=block_mask)
+
+
+def relative(query, key, value, block_mask, bias):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + bias[q_idx - kv_idx + LENGTH]
+
+    return flex_attention(query, key, value, mod, block_mask)
+
+
+@pytest.mark.parametrize("attend, bias", [(plain, None), (relative, torch.randn(2 * LENGTH))])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "mask_mod",
+    # A window walks the same tiles, only fewer of them.
+    [
+        pytest.param(and_masks(causal, window), id="window"),
+        pytest.param(causal, id="causal", marks=pytest.mark.slow),
+    ],
+)
+def test_peak_memory(attend, bias, compiled, mask_mod):
+    bias = None if bias is None else bias.requires_grad_()
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=flex_inductor, fullgraph=True)
+    extra = extra_memory(attend, mask_mod, bias)
+    assert extra <= LIMIT, f"{extra / 2**20:.0f} MiB"

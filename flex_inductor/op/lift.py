@@ -42,7 +42,8 @@ class LiftedMod:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
         given = dict(zip(self._ids, captures, strict=True))
         with _Exchange(lambda tensor: given.get(id(tensor), tensor)):
-            return self.mod(*lanes)
+            result = self.mod(*lanes)
+        return given.get(id(result), result)  # a mod may return what it captures
 
 
 class _Exchange(TorchFunctionMode):
@@ -128,7 +129,9 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
             lanes = example_lanes(query, lane_names)
         record = _Record(fake_mode, query, lanes)
         with fake_mode, LaneIndexing(), record:
-            mod(*lanes)
+            result = mod(*lanes)
+        if isinstance(result, Tensor):
+            record.capture(result)
     captures = tuple(record.captures.values())
     return LiftedMod(mod, captures), captures
 

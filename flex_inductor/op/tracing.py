@@ -202,6 +202,7 @@ def _tidy(module: fx.GraphModule, lanes: int) -> fx.GraphModule:
                     ([], constant.item()),
                     {"dtype": constant.dtype, "device": constant.device},
                 )
+            literal.meta["val"] = constant
             node.replace_all_uses_with(literal)
             graph.erase_node(node)
         elif _is_inplace(node.target) and _storage_of(node.args[0]) not in captures:

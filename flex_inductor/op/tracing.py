@@ -15,9 +15,10 @@ from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import disable_functional_mode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
@@ -82,17 +83,24 @@ def _clamp(tensor, min=None, max=None):
 
 @contextlib.contextmanager
 def apart_from_surrounding_trace() -> Iterator[None]:
-    """Nothing around (a trace, functionalization, functorch, autocast) sees what happens inside."""
+    """Nothing around (a trace, functionalization, any mode, functorch, autocast) sees what happens inside."""
     with (
         suspend_functionalization(),
-        disable_functional_mode(),
-        disable_proxy_modes_tracing(),
+        _disable_current_modes(),
+        _plain_saved_tensors(),
         temporarily_clear_interpreter_stack(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
         torch.inference_mode(False),
     ):
         yield
+
+
+def _plain_saved_tensors() -> Any:
+    """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -161,7 +169,7 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
         args += [_fake_like(capture, fake_mode) for capture in captures]
         with fake_mode:
             module = make_fx(fn)(*args)
-    return _tidy(module, len(lanes))
+        return _tidy(module, len(lanes))
 
 
 _COPIES = (

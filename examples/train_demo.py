@@ -120,7 +120,7 @@ def main() -> None:
 
     console.print("\nattention calls compiled:")
     for decision in flex_inductor.decisions():
-        console.print(f"{decision}\n")
+        console.print(f"{decision}\n", soft_wrap=True)
     assert flex_inductor.decisions(), "no attention call was compiled by flex_inductor"
 
 

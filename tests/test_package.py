@@ -32,21 +32,27 @@ def python(*args, cwd, pythonpath=""):
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The wheel of this checkout, unpacked as an installer does; it got one kernel template to carry."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def checkout(tmp_path_factory):
+    """A copy, so that an editable install of this checkout cannot stand in for what is tested."""
+    copy = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    (source / "templates" / "cpu").mkdir(exist_ok=True)
-    (source / "templates" / "cpu" / "probe.jinja").touch()
-    python("-c", BUILD_WHEEL, cwd=source)
-    (wheel,) = source.glob("dist/*.whl")
+        shutil.copy(ROOT / name, copy)
+    (copy / "templates" / "cpu").mkdir(exist_ok=True)
+    (copy / "templates" / "cpu" / "probe.jinja").touch()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def installed(checkout, tmp_path_factory):
+    """The wheel, unpacked as an installer does."""
+    site = tmp_path_factory.mktemp("site")
+    python("-c", BUILD_WHEEL, cwd=checkout)
+    (wheel,) = checkout.glob("dist/*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+        archive.extractall(site)
+    return site
 
 
 def test_wheel_ships_every_source_and_template(installed):
@@ -90,10 +96,10 @@ def test_wheel_is_used_away_from_the_checkout(installed, tmp_path):
 
 
 @pytest.mark.parametrize("beside_wheel", [False, True], ids=["no wheel", "beside a wheel"])
-def test_checkout_is_used_from_its_root(beside_wheel, installed):
+def test_checkout_is_used_from_its_root(beside_wheel, checkout, installed):
     pythonpath = installed if beside_wheel else ""
-    assert python("-c", WHERE, cwd=ROOT, pythonpath=pythonpath) == str(ROOT / "lowerings/__init__.py")
-    output = python("-m", "flex_inductor.tools.cli", "--version", cwd=ROOT, pythonpath=pythonpath)
+    assert python("-c", WHERE, cwd=checkout, pythonpath=pythonpath) == str(checkout / "lowerings/__init__.py")
+    output = python("-m", "flex_inductor.tools.cli", "--version", cwd=checkout, pythonpath=pythonpath)
     assert output == f"flex_inductor {flex_inductor.__version__}"
 
 

@@ -4,6 +4,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from flex_inductor.tools import cli, env
 
@@ -63,19 +64,19 @@ def fake_compiler(folder, script):
     return str(path)
 
 
-def test_missing_compiler(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    fact = env.cpp_compiler()
+def test_missing_compiler():
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        fact = env.cpp_compiler()
     assert fact.ok is False
     assert "no-such-compiler" in fact.text
 
 
-def test_compiler_that_starts_but_cannot_compile(monkeypatch, tmp_path):
+def test_compiler_that_starts_but_cannot_compile(tmp_path):
     compiler = fake_compiler(
         tmp_path, '[ "$1" = --version ] && echo fake 1.0 || { echo "no cc1plus" >&2; exit 1; }'
     )
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (compiler,))
-    assert env.cpp_compiler() == env.Fact("C++ compiler", "no cc1plus", ok=False)
+    with inductor_config.patch({"cpp.cxx": (compiler,)}):
+        assert env.cpp_compiler() == env.Fact("C++ compiler", "no cc1plus", ok=False)
 
 
 def test_missing_python_headers(monkeypatch, tmp_path):

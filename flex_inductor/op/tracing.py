@@ -6,6 +6,7 @@ A mod is a function of one *lane*, that is of one score: 0-d tensors in, one 0-d
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ def apart_from_surrounding_trace() -> Iterator[None]:
         suspend_functionalization(),
         _disable_current_modes(),
         _plain_saved_tensors(),
+        _plain_backward(),
         temporarily_clear_interpreter_stack(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
@@ -101,6 +103,12 @@ def _plain_saved_tensors() -> Any:
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _plain_backward() -> Any:
+    """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return contextlib.nullcontext() if compiled_autograd is None else compiled_autograd._disable()
 
 
 def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:

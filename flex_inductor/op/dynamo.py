@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
@@ -77,6 +77,11 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             self._refuse(str(error))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, outer, len(lanes)))
+        for placeholder in graph.find_nodes(op="placeholder"):
+            # Dynamo would ask a vmapped tensor for its symbolic sizes, which torch cannot tell.
+            example = placeholder.meta["example_value"]
+            if isinstance(example, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(example):
+                del placeholder.meta["example_value"]
         module = fx.GraphModule(tx.output.nn_modules, graph)
         return make_attr(tx, tx.output.install_subgraph(name, module)), captures
 
@@ -128,7 +133,9 @@ def _float_to_tensor(tx: Any, query: Any, value: Any) -> Any:
     if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
         return value
     dtype = score_dtype(_example_of(query).dtype)
-    one = query.call_method(tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)})
+    one = query.call_method(
+        tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
+    )
     product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
     return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
 

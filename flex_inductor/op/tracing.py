@@ -6,6 +6,7 @@ A mod is a function of one *lane*, that is of one score: 0-d tensors in, one 0-d
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import disable_functional_mode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
@@ -82,17 +84,31 @@ def _clamp(tensor, min=None, max=None):
 
 @contextlib.contextmanager
 def apart_from_surrounding_trace() -> Iterator[None]:
-    """Nothing around (a trace, functionalization, functorch, autocast) sees what happens inside."""
+    """Nothing around (a trace, functionalization, any mode, functorch, autocast) sees what happens inside."""
     with (
         suspend_functionalization(),
-        disable_functional_mode(),
-        disable_proxy_modes_tracing(),
+        _disable_current_modes(),
+        _plain_saved_tensors(),
+        _plain_backward(),
         temporarily_clear_interpreter_stack(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
         torch.inference_mode(False),
     ):
         yield
+
+
+def _plain_saved_tensors() -> Any:
+    """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _plain_backward() -> Any:
+    """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return contextlib.nullcontext() if compiled_autograd is None else compiled_autograd._disable()
 
 
 def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -161,7 +177,7 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
         args += [_fake_like(capture, fake_mode) for capture in captures]
         with fake_mode:
             module = make_fx(fn)(*args)
-    return _tidy(module, len(lanes))
+        return _tidy(module, len(lanes))
 
 
 _COPIES = (

@@ -93,8 +93,11 @@ class LaneProgram(NamedTuple):
     lanes: tuple[str, ...]
     guards: tuple[tuple[str, ...], ...]  # one `live` argument for each: the axes along which it varies
     leaves: tuple[Leaf, ...]
+    gradients: tuple[bool, ...]  # which captures the epilogue gives a gradient for
     prologue: fx.GraphModule | Callable  # (*captures) -> invariants
-    lane: fx.GraphModule | Callable  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
+    lane: (
+        fx.GraphModule | Callable
+    )  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
     epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
 
     def to_text(self) -> str:
@@ -102,6 +105,7 @@ class LaneProgram(NamedTuple):
             "lanes": self.lanes,
             "guards": self.guards,
             "leaves": self.leaves,
+            "gradients": self.gradients,
             **{part: _code_of(getattr(self, part)) for part in ("prologue", "lane", "epilogue")},
         }
         return json.dumps(data)
@@ -113,7 +117,7 @@ class LaneProgram(NamedTuple):
         leaves = tuple(Leaf(tuple(s), tuple(i), n, tuple(axes)) for s, i, n, axes in data["leaves"])
         guards = tuple(tuple(axes) for axes in data["guards"])
         parts = [_function_from(data[part]) for part in ("prologue", "lane", "epilogue")]
-        return LaneProgram(tuple(data["lanes"]), guards, leaves, *parts)
+        return LaneProgram(tuple(data["lanes"]), guards, leaves, tuple(data["gradients"]), *parts)
 
 
 def split(module: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:
@@ -151,6 +155,7 @@ class _Splitter:
             self.lane_names,
             guards,
             tuple(self._leaf(node) for node in self.leaf_nodes),
+            tuple(gradient is not None for gradient in self.outputs[1:]),
             self._prologue(),
             self._lane(guards),
             self._epilogue(),
@@ -394,7 +399,11 @@ def _normalize(graph: fx.Graph) -> None:
     for node in graph.nodes:
         node.target = _SAME_AS.get(node.target, node.target)
         if node.target is torch.ops.prims.convert_element_type.default:
-            node.target, node.kwargs, node.args = aten._to_copy.default, {"dtype": node.args[1]}, node.args[:1]
+            node.target, node.kwargs, node.args = (
+                aten._to_copy.default,
+                {"dtype": node.args[1]},
+                node.args[:1],
+            )
 
 
 def _compose_indexing(graph: fx.Graph) -> None:
@@ -417,7 +426,9 @@ def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
         node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
     elif outer.value.target is aten.add.Tensor and not outer.value.kwargs:  # row[i] + row[j], with row = t[h]
         with graph.inserting_before(node):
-            parts = [graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args]
+            parts = [
+                graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args
+            ]
             total = graph.call_function(aten.add.Tensor, tuple(parts))
         for new in (*parts, total):
             new.meta = dict(node.meta)

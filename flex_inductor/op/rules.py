@@ -36,7 +36,7 @@ def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
         score = split(graph, SCORE_LANES, guarded=guarded)
     if call.mask_mod is not None:
         graph = lane_graph(call.mask_mod, "mask_mod", call.query, call.mask_captures)
-        mask = split(graph, MASK_LANES, guarded=False)
+        mask = split(graph, MASK_LANES, guarded=guarded)
     return chunked.Mods(score, mask, call.score_captures, call.mask_captures)
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
 
-from flex_inductor.backend import flex_inductor
 from tests.support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIZES = Sizes()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def block_mask_of(mask: str, sizes: Sizes):
     return MASKS[mask](sizes)
 
 
-def check(mod: str, mask: str, dtype: str, layout: str = "contiguous", sizes: Sizes = Sizes(), attend=None):
+def check(mod: str, mask: str, dtype: str, layout: str = "contiguous", sizes: Sizes = SIZES, attend=None):
     captures, build = MODS[mod]
     inputs = [LAYOUTS[layout](t) for t in sizes.inputs(DTYPES[dtype])]
     attend = attend or attention_of(build)

@@ -21,35 +21,44 @@ class TestJointGraph(expecttest.TestCase):
         def alibi(score, b, h, q_idx, kv_idx, slopes):
             return score + slopes[h] * (kv_idx - q_idx)
 
-        self.assertExpectedInline(self.joint_of(alibi, draw(2)), """\
+        self.assertExpectedInline(
+            self.joint_of(alibi, draw(2)),
+            """\
 def forward(self, arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1):
     sub = torch.ops.aten.sub.Tensor(arg4_1, arg3_1);  arg4_1 = arg3_1 = None
     mul_1 = torch.ops.aten.mul.Tensor(arg5_1, sub);  sub = None
     new_zeros = torch.ops.aten.new_zeros.default(mul_1, [2], dtype = torch.float64, layout = torch.strided, device = device(type='cpu'))
     index_put = torch.ops.aten.index_put.default(new_zeros, [arg2_1], mul_1, True);  new_zeros = arg2_1 = mul_1 = None
-    return (arg5_1, index_put)""")
+    return (arg5_1, index_put)""",
+        )
 
     def test_relative_bias(self):
         def relative(score, b, h, q_idx, kv_idx, table):
             return score + table[h, q_idx - kv_idx]
 
-        self.assertExpectedInline(self.joint_of(relative, draw(2, 12)), """\
+        self.assertExpectedInline(
+            self.joint_of(relative, draw(2, 12)),
+            """\
 def forward(self, arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1):
     sub = torch.ops.aten.sub.Tensor(arg3_1, arg4_1);  arg3_1 = arg4_1 = None
     new_zeros = torch.ops.aten.new_zeros.default(arg5_1, [2, 12], dtype = torch.float64, layout = torch.strided, device = device(type='cpu'))
     index_put = torch.ops.aten.index_put.default(new_zeros, [arg2_1, sub], arg5_1, True);  new_zeros = arg2_1 = sub = None
-    return (arg5_1, index_put)""")
+    return (arg5_1, index_put)""",
+        )
 
     def test_nested_indexing(self):
         def nested(score, b, h, q_idx, kv_idx, bias, rel):
             return score + bias[rel[q_idx, kv_idx]]
 
-        self.assertExpectedInline(self.joint_of(nested, draw(4), torch.zeros(6, 6, dtype=torch.long)), """\
+        self.assertExpectedInline(
+            self.joint_of(nested, draw(4), torch.zeros(6, 6, dtype=torch.long)),
+            """\
 def forward(self, arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1, arg7_1):
     index = torch.ops.aten.index.Tensor(arg7_1, [arg3_1, arg4_1]);  arg7_1 = arg3_1 = arg4_1 = None
     new_zeros = torch.ops.aten.new_zeros.default(arg5_1, [4], dtype = torch.float64, layout = torch.strided, device = device(type='cpu'))
     index_put = torch.ops.aten.index_put.default(new_zeros, [index], arg5_1, True);  new_zeros = index = None
-    return (arg5_1, index_put, None)""")
+    return (arg5_1, index_put, None)""",
+        )
 
 
 class Cubed(torch.autograd.Function):
@@ -129,7 +138,10 @@ def reduction():
 
 def computed_before_indexing():
     slopes, table = parameter(2), parameter(6, 6)
-    return (lambda s, b, h, q, kv: s + (-slopes.exp())[h] * (q - kv).abs() + (table @ table)[q, kv]), [slopes, table]
+    return (lambda s, b, h, q, kv: s + (-slopes.exp())[h] * (q - kv).abs() + (table @ table)[q, kv]), [
+        slopes,
+        table,
+    ]
 
 
 def list_of_tensors():

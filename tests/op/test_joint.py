@@ -1,7 +1,5 @@
 """The joint graph: what it looks like, and that it gives every captured tensor its gradient."""
 
-# ruff: noqa: E501
-
 import expecttest
 import pytest
 import torch
@@ -117,7 +115,8 @@ def unused():
 
 def a_view():
     base = parameter(4, 6, 2)
-    return (lambda s, b, h, q, kv, view=base[1:3].transpose(0, 1)[::2]: s + view[q % 3, h, b]), [base]
+    view = base[1:3].transpose(0, 1)[::2]
+    return (lambda s, b, h, q, kv: s + view[q % 3, h, b]), [base]
 
 
 def not_contiguous():

@@ -81,8 +81,10 @@ class MaskBounds:
         if step.target is aten.index.Tensor:
             read = self._gather(i, step, env)
             return read if read is not None else Interval.unknown(step.dtype, device)
-        args = [env.get(a.step) if isinstance(a, Ref) else a for a in step.args]
-        kwargs = {k: env.get(v.step) if isinstance(v, Ref) else v for k, v in step.kwargs.items()}
+        if any(j not in env for j in step.refs()):
+            return Interval.unknown(step.dtype, device)
+        args = [env[a.step] if isinstance(a, Ref) else a for a in step.args]
+        kwargs = {k: env[v.step] if isinstance(v, Ref) else v for k, v in step.kwargs.items()}
         return bound(step.target, step.dtype, device, *args, **kwargs)
 
     def _gather(self, i: int, step: Step, env: dict[int, Interval]) -> Interval | None:

@@ -499,11 +499,7 @@ def identity(a: Operand, *_: Any, dtype: torch.dtype | None = None, **__: Any) -
     return convert(a, dtype or a.dtype)
 
 
-def convert_element_type(a: Operand, dtype: torch.dtype) -> Interval | None:
-    return identity(a, dtype=dtype)
-
-
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 RULES: dict[Any, Rule] = {
     aten.add: add,
@@ -552,7 +548,6 @@ RULES: dict[Any, Rule] = {
     aten.alias: identity,
     aten.detach: identity,
     aten.lift_fresh_copy: identity,
-    prims.convert_element_type: convert_element_type,
 }
 RULES |= {
     aten.__and__: RULES[aten.bitwise_and],
@@ -563,9 +558,9 @@ RULES |= {
 }
 
 
-def bound(op: Any, dtype: torch.dtype, device: torch.device, *args: Any, **kwargs: Any) -> Interval:
+def bound(op: Any, dtype: torch.dtype, device: torch.device, /, *args: Any, **kwargs: Any) -> Interval:
     """Bounds of one step. No rule, or a rule that claims nothing, gives every value of the dtype."""
     rule = RULES.get(getattr(op, "overloadpacket", op))
-    known = all(isinstance(x, (Interval, int, float)) for x in args)
+    known = all(x is None or isinstance(x, (Interval, int, float)) for x in args)
     claimed = rule(*args, **kwargs) if rule is not None and known else None
     return claimed if claimed is not None and claimed.dtype == dtype else Interval.unknown(dtype, device)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import BlockMask
 
 from .errors import MaskArgumentError
+from .lists import block_mask_from_runs, without_full
 from .refine import tile_runs
-from .runs import FULL, PARTIAL, Runs, column_lists, merged, transposed
+from .schedule import RunSchedule
 from .tables import Extent
 from .trace import check_signature, trace_mask
 
@@ -32,11 +32,14 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
+    *,
+    compact: bool = False,
 ) -> Any:
-    """The tiles of `mask_mod` that attention has to visit, as torch's BlockMask.
+    """The tiles of `mask_mod` that attention has to visit, as torch's BlockMask or, compact, as runs.
 
     Equal to `torch.nn.attention.flex_attention.create_block_mask` with the same arguments, except that
-    the tensors have stride 0 along batch and heads where the mask does not depend on them.
+    the tensors have stride 0 along batch and heads where the mask does not depend on them. With
+    `compact=True` the result is a RunSchedule of the same tiles: memory by rows, not by rows x columns.
     """
     extent, device = check_arguments(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     if _compile:
@@ -45,11 +48,14 @@ def create_block_mask(
             DeprecationWarning,
             stacklevel=2,
         )
-    _check_write_order(separate_full_blocks, compute_dq_write_order, dq_kv_order)
+    _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     program = trace_mask(mask_mod, device)
     with torch.no_grad():
         runs = tile_runs(program, extent)
         grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
+        if compact:
+            runs = runs if separate_full_blocks else without_full(runs)
+            return RunSchedule.from_runs(runs, grids, extent, mask_mod)
         block_mask = block_mask_from_runs(runs, grids, extent, mask_mod, separate_full_blocks)
     if compute_dq_write_order:
         orders = torch_flex._compute_dq_write_order_from_block_mask(block_mask, dq_kv_order=dq_kv_order)
@@ -86,57 +92,19 @@ def check_arguments(
     return Extent(batch, heads, (q_length, kv_length), (block[0], block[1])), resolved
 
 
-def _check_write_order(separate_full_blocks: bool, compute_dq_write_order: bool, dq_kv_order: Any) -> None:
+def _check_write_order(compute_dq_write_order: bool, dq_kv_order: Any, compact: bool) -> None:
     if not isinstance(dq_kv_order, bool):
         raise MaskArgumentError(
             f"dq_kv_order: expected True or False, got {type(dq_kv_order).__name__}. "
             "A tensor order goes to BlockMask.from_kv_blocks."
+        )
+    if compute_dq_write_order and compact:
+        raise MaskArgumentError(
+            "compute_dq_write_order: a compact schedule has none: it would be as large as the index lists. "
+            "Use compact=False, or leave it False."
         )
     if compute_dq_write_order and not HAS_WRITE_ORDER:
         raise MaskArgumentError(
             f"compute_dq_write_order: torch {torch.__version__} has no write order in its BlockMask. "
             "Leave it False, or use torch 2.13 or later."
         )
-
-
-def block_mask_from_runs(
-    runs: Runs, grids: tuple[int, int], extent: Extent, mask_mod: Callable, separate_full_blocks: bool
-) -> BlockMask:
-    """torch's four pairs of lists; batch and heads are expanded, not copied."""
-    if not separate_full_blocks:
-        runs = _without_full(runs)
-    columns = transposed(runs, grids[0] * grids[1])
-    rows, cols = extent.tiles
-
-    def lists(side: Runs, kind: int, lines: int, entries: int) -> tuple[Tensor, Tensor]:
-        counts, indices = column_lists(side, kind)
-        leading = (extent.batch, extent.heads)
-        return (
-            counts.view(*grids, lines).expand(*leading, -1),
-            indices.view(*grids, lines, entries).expand(*leading, -1, -1),
-        )
-
-    kv, q = lists(runs, PARTIAL, rows, cols), lists(columns, PARTIAL, cols, rows)
-    full_kv: tuple[Tensor | None, Tensor | None] = (None, None)
-    full_q: tuple[Tensor | None, Tensor | None] = (None, None)
-    if separate_full_blocks:
-        full_kv, full_q = lists(runs, FULL, rows, cols), lists(columns, FULL, cols, rows)
-    return BlockMask(
-        seq_lengths=extent.lengths,
-        kv_num_blocks=kv[0],
-        kv_indices=kv[1],
-        full_kv_num_blocks=full_kv[0],
-        full_kv_indices=full_kv[1],
-        q_num_blocks=q[0],
-        q_indices=q[1],
-        full_q_num_blocks=full_q[0],
-        full_q_indices=full_q[1],
-        BLOCK_SIZE=extent.block,
-        mask_mod=mask_mod,
-    )
-
-
-def _without_full(runs: Runs) -> Runs:
-    """Every run partial: the kernel then applies mask_mod everywhere."""
-    kind = torch.full_like(runs.kind, PARTIAL)
-    return merged(runs.lines, runs.columns, runs.line, runs.start, runs.stop, kind)

@@ -38,9 +38,7 @@ class Interval:
     def unknown(dtype: torch.dtype, device: torch.device) -> Interval:
         """Every value of the dtype."""
         if dtype == torch.bool:
-            return Interval.boolean(
-                torch.tensor(False, device=device), torch.tensor(True, device=device)
-            )
+            return Interval.boolean(torch.tensor(False, device=device), torch.tensor(True, device=device))
         if dtype in FLOAT_DTYPES:
             ends = torch.tensor([-math.inf, math.inf], dtype=dtype, device=device)
             return Interval(ends[0], ends[1], dtype, -math.inf, math.inf, nan=True)
@@ -87,7 +85,9 @@ def _integers(lo: Tensor, hi: Tensor, dtype: torch.dtype, least: Number, most: N
     return Interval(lo, hi, dtype, least, most) if _fits(least, most, dtype) else None
 
 
-def _result(lo: Tensor, hi: Tensor, dtype: torch.dtype, bounds: tuple[Number, Number], nan: bool) -> Interval | None:
+def _result(
+    lo: Tensor, hi: Tensor, dtype: torch.dtype, bounds: tuple[Number, Number], nan: bool
+) -> Interval | None:
     """An interval of either kind; `bounds` are exact and used for integers only."""
     if dtype in INT_DTYPES:
         return _integers(lo, hi, dtype, *bounds)
@@ -113,13 +113,13 @@ def convert(x: Interval | None, dtype: torch.dtype) -> Interval | None:
         return None
     if x.dtype in FLOAT_DTYPES:
         # 2**63 is a float and one more than the largest int64.
-        if x.nan or not (-(2.0**62) < x.least and x.most < 2.0**62):
+        if x.nan or not (x.least > -(2.0**62) and x.most < 2.0**62):
             return None
         return _integers(x.lo.long(), x.hi.long(), dtype, math.trunc(x.least), math.trunc(x.most))
     return _integers(x.lo, x.hi, dtype, x.least, x.most)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _promoted(kinds: tuple[torch.dtype | type, ...], default: torch.dtype) -> torch.dtype:
     """torch's promotion of 0-d tensors and Python numbers; `default` is part of the cache key."""
     tensors = [torch.empty((), dtype=k) for k in kinds if isinstance(k, torch.dtype)]
@@ -137,7 +137,8 @@ def _operands(dtype: torch.dtype, *operands: Operand) -> list[Interval] | None:
     """The operands in one dtype, or None if one of them does not go into it unchanged."""
     device = next(x.lo.device for x in operands if isinstance(x, Interval))
     made = [
-        convert(x, dtype) if isinstance(x, Interval) else Interval.constant(x, dtype, device) for x in operands
+        convert(x, dtype) if isinstance(x, Interval) else Interval.constant(x, dtype, device)
+        for x in operands
     ]
     return None if any(x is None for x in made) else made  # type: ignore[return-value]
 
@@ -366,7 +367,7 @@ def _rounding(op: Callable) -> Rule:
 
 
 def square_root(a: Operand) -> Interval | None:
-    if not isinstance(a, Interval) or a.dtype not in FLOAT_DTYPES or not (0 <= a.least and a.most < math.inf):
+    if not isinstance(a, Interval) or a.dtype not in FLOAT_DTYPES or not (a.least >= 0 and a.most < math.inf):
         return None
     return Interval.floating(a.lo.sqrt(), a.hi.sqrt(), a.nan)
 
@@ -400,7 +401,9 @@ def _comparison(always: Callable, possible: Callable, with_nan: bool) -> Rule:
         a, b = made
         surely, maybe = always(a, b), possible(a, b)
         if a.nan or b.nan:
-            surely, maybe = (surely, torch.ones_like(maybe)) if with_nan else (torch.zeros_like(surely), maybe)
+            surely, maybe = (
+                (surely, torch.ones_like(maybe)) if with_nan else (torch.zeros_like(surely), maybe)
+            )
         return Interval.boolean(surely, maybe)
 
     return rule

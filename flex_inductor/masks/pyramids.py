@@ -41,9 +41,7 @@ class Pyramid:
         self.starts = torch.tensor(
             [0, *itertools.accumulate(s.numel() for s in shapes)][:-1], device=values.device
         )
-        self.least, self.most = (
-            (0, 1) if self.dtype == torch.bool else (low.min().item(), high.max().item())
-        )
+        self.least, self.most = (0, 1) if self.dtype == torch.bool else (low.min().item(), high.max().item())
 
     def over(self, indices: list[Interval]) -> Interval:
         """Bounds over the box of `indices`, one for each dimension; a negative index counts from the end."""

@@ -34,7 +34,6 @@ class _Refinement:
         self.program = program
         self.extent = extent
         self.device = program.device
-        self.bounds = MaskBounds(program, extent)
         self.batch = extent.batch if "b" in program.reads else 1
         self.heads = extent.heads if "h" in program.reads else 1
         self.segments: list[Segments] = []
@@ -42,8 +41,14 @@ class _Refinement:
     def run(self) -> Runs:
         rows, columns = self.extent.tiles
         grids = self.batch * self.heads
+        if rows * columns == 0:
+            nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
+            return Runs(grids * rows, columns, nothing, nothing, nothing, nothing.to(torch.int8))
+        self.bounds = MaskBounds(self.program, self.extent)
         scale = 1
-        while _cells(rows, scale) * _cells(columns, scale) * grids > FIRST_RECTANGLES and scale < max(rows, columns):
+        while _cells(rows, scale) * _cells(columns, scale) * grids > FIRST_RECTANGLES and scale < max(
+            rows, columns
+        ):
             scale *= SPLIT
         per_grid = _cells(rows, scale) * _cells(columns, scale)
         grids_at_once = max(1, RECTANGLES_AT_ONCE // per_grid)
@@ -97,13 +102,15 @@ class _Refinement:
         return children
 
     def _keep(self, r: Rectangles, which: Tensor, kind: int) -> None:
-        """Records the chosen rectangles: merged along each row of rectangles, then one segment a row of tiles."""
+        """Records the chosen rectangles as segments of tile rows, neighbours merged first."""
         chosen = r[which.nonzero().squeeze(-1)]
         rows, columns = self.extent.tiles
         grid_rows, grid_columns = _cells(rows, r.scale), _cells(columns, r.scale)
         line = (chosen.b * self.heads + chosen.h) * grid_rows + chosen.q
         kinds = torch.full_like(line, kind, dtype=torch.int8)
-        runs = merged(self.batch * self.heads * grid_rows, grid_columns, line, chosen.kv, chosen.kv + 1, kinds)
+        runs = merged(
+            self.batch * self.heads * grid_rows, grid_columns, line, chosen.kv, chosen.kv + 1, kinds
+        )
         if r.scale == 1:
             self.segments.append((runs.line, runs.start, runs.stop, runs.kind))
             return
@@ -142,7 +149,9 @@ class _Refinement:
             ((n * 0.5698402909980532 % 1) * block_kv).long(),
         )
 
-    def _witness(self, tiles: Rectangles, seen: Tensor, which: Tensor, points: tuple[Tensor, Tensor]) -> Tensor:
+    def _witness(
+        self, tiles: Rectangles, seen: Tensor, which: Tensor, points: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """Evaluates the points of each tile; returns the tiles that have not shown both values yet."""
         function = torch.vmap(self.program.function(self.program.output))
         count = points[0].numel()

@@ -28,7 +28,9 @@ class Runs:
 
     def of_kind(self, kind: int) -> Runs:
         keep = self.kind == kind
-        return Runs(self.lines, self.columns, self.line[keep], self.start[keep], self.stop[keep], self.kind[keep])
+        return Runs(
+            self.lines, self.columns, self.line[keep], self.start[keep], self.stop[keep], self.kind[keep]
+        )
 
     def offsets(self) -> Tensor:
         """Where each line's runs begin, and one more entry for the end; int32."""
@@ -76,7 +78,9 @@ def covering(runs: Runs) -> Runs:
     line = torch.cat([runs.line, runs.line, every])
     start = torch.cat([runs.start, gap_start, ends])
     stop = torch.cat([runs.stop, runs.start, torch.full_like(ends, runs.columns)])
-    kind = torch.cat([runs.kind, torch.full_like(runs.kind, EMPTY), torch.full_like(every, EMPTY, dtype=runs.kind.dtype)])
+    kind = torch.cat(
+        [runs.kind, torch.full_like(runs.kind, EMPTY), torch.full_like(every, EMPTY, dtype=runs.kind.dtype)]
+    )
     keep = start < stop
     return merged(runs.lines, runs.columns, line[keep], start[keep], stop[keep], kind[keep])
 
@@ -86,7 +90,9 @@ def overlay(a: Runs, b: Runs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     a, b = covering(a), covering(b)
     keys = [r.line * r.columns + r.start for r in (a, b)]
     cuts = torch.unique(torch.cat(keys))
-    kinds = [r.kind[torch.searchsorted(key, cuts, right=True) - 1] for r, key in zip((a, b), keys, strict=True)]
+    kinds = [
+        r.kind[torch.searchsorted(key, cuts, right=True) - 1] for r, key in zip((a, b), keys, strict=True)
+    ]
     line, start = cuts // a.columns, cuts % a.columns
     stop = start + (following(cuts, a.lines * a.columns) - cuts)
     return line, start, stop, kinds[0], kinds[1]
@@ -99,6 +105,8 @@ def transposed(runs: Runs, grids: int) -> Runs:
     ones above them, and only the columns that change are spelled out.
     """
     rows = runs.lines // grids
+    if runs.lines == 0:
+        return Runs(grids * runs.columns, rows, runs.line, runs.start, runs.stop, runs.kind)
     # Line r of `above` is row r - 1; the first row of each grid, and one line after the last, are empty.
     stretched = rows + 1
     place = runs.line + runs.line // rows
@@ -167,3 +175,18 @@ def column_lists(runs: Runs, kind: int, entries_at_once: int = 1 << 20) -> tuple
     for rows in indices.split(rows_at_once):
         torch.cumsum(rows, dim=1, dtype=torch.int32, out=rows)
     return counts, indices
+
+
+def density(runs: Runs, first_line: int, lines: int, cells: tuple[int, int], kind: int) -> Tensor:
+    """The share of tiles of `kind` in each cell of a coarse picture of `lines` lines from `first_line` on."""
+    rows, columns = cells
+    inside = (runs.kind == kind) & (runs.line >= first_line) & (runs.line < first_line + lines)
+    line, start, stop = runs.line[inside] - first_line, runs.start[inside], runs.stop[inside]
+    device = line.device
+    row_edges = torch.arange(rows + 1, device=device) * lines // rows
+    edges = torch.arange(columns + 1, device=device) * runs.columns // columns
+    overlap = torch.minimum(stop[:, None], edges[1:]) - torch.maximum(start[:, None], edges[:-1])
+    row = torch.searchsorted(row_edges, line, right=True) - 1
+    total = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+    total.index_add_(0, row, overlap.clamp(min=0))
+    return total / (row_edges.diff()[:, None] * edges.diff())

@@ -129,7 +129,9 @@ class MaskProgram:
 
 
 def _resolve(tree: Any, env: dict[int, Any]) -> Any:
-    return tree_map(lambda x: env[x.step] if isinstance(x, Ref) else x, tree, is_leaf=lambda x: isinstance(x, Ref))
+    return tree_map(
+        lambda x: env[x.step] if isinstance(x, Ref) else x, tree, is_leaf=lambda x: isinstance(x, Ref)
+    )
 
 
 def name_of(mask_mod: Callable) -> str:
@@ -148,7 +150,9 @@ def check_signature(mask_mod: Any) -> None:
     except (TypeError, ValueError):
         return
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p.name for p in signature.parameters.values() if p.kind in positional and p.default is p.empty]
+    required = [
+        p.name for p in signature.parameters.values() if p.kind in positional and p.default is p.empty
+    ]
     try:
         signature.bind(*INDEX_NAMES)
     except TypeError:
@@ -318,5 +322,6 @@ def _check_device(value: Tensor, mask_mod: Callable, device: torch.device) -> No
     if value.device != device and not (value.dim() == 0 and value.device.type == "cpu"):
         raise MaskModError(
             f"mask_mod {name_of(mask_mod)}: captures a {value.dtype} tensor of shape {tuple(value.shape)} "
-            f"on {value.device}, but the mask is built on {device}. Move it there, or pass device={str(value.device)!r}."
+            f"on {value.device}, but the mask is built on {device}. Move it there, or pass "
+            f"device={str(value.device)!r}."
         )

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from .errors import MaskArgumentError
+from .errors import MaskArgumentError, MaskModError
 from .lists import block_mask_from_runs, without_full
 from .refine import tile_runs
+from .runs import Runs
 from .schedule import RunSchedule
 from .tables import Extent
-from .trace import check_signature, trace_mask
+from .trace import INDEX_NAMES, MaskProgram, check_signature, trace_mask
 
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 
@@ -51,7 +52,7 @@ def create_block_mask(
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     program = trace_mask(mask_mod, device)
     with torch.no_grad():
-        runs = tile_runs(program, extent)
+        runs = _evaluated(program, extent)
         grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
         if compact:
             runs = runs if separate_full_blocks else without_full(runs)
@@ -62,6 +63,18 @@ def create_block_mask(
         block_mask.dq_write_order, block_mask.dq_write_order_full = orders
         block_mask.dq_kv_order_spt = dq_kv_order
     return block_mask
+
+
+def _evaluated(program: MaskProgram, extent: Extent) -> Runs:
+    try:
+        return tile_runs(program, extent)
+    except (RuntimeError, IndexError, ValueError) as error:
+        sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
+        where = ", ".join(f"{name} < {size}" for name, size in sizes)
+        raise MaskModError(
+            f"mask_mod {program.name}: fails at some {where}: {error}. "
+            "A captured tensor needs an entry for every index it is read at."
+        ) from error
 
 
 def check_arguments(

@@ -190,3 +190,14 @@ def density(runs: Runs, first_line: int, lines: int, cells: tuple[int, int], kin
     total = torch.zeros(rows, columns, dtype=torch.int64, device=device)
     total.index_add_(0, row, overlap.clamp(min=0))
     return total / (row_edges.diff()[:, None] * edges.diff())
+
+
+def repeated(runs: Runs, source: Tensor, rows: int) -> Runs:
+    """The grids of `rows` lines numbered by `source`, one after the other; a grid may come several times."""
+    grids = runs.lines // rows
+    counts = torch.bincount(runs.line // rows, minlength=grids)
+    first = counts.cumsum(0) - counts
+    grid, within = counted(counts[source])
+    at = first[source][grid] + within
+    line = grid * rows + runs.line[at] % rows
+    return Runs(source.numel() * rows, runs.columns, line, runs.start[at], runs.stop[at], runs.kind[at])

@@ -77,7 +77,8 @@ def document(
 ) -> MaskMod:
     """Several documents in one sequence; tokens see their own only.
 
-    Give one of the three: `ids` is [length] or [batch, length], in any order; the other two describe consecutive documents.
+    Give one of the three: `ids` is [length] or [batch, length], in any order; the other two describe
+    consecutive documents.
 
     ##....
     ##....

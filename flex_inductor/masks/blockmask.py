@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask
 
 from .errors import MaskArgumentError, MaskModError
+from .in_graph import traced_block_lists
 from .lists import block_mask_from_runs, without_full
 from .refine import tile_runs
 from .runs import Runs
 from .schedule import RunSchedule
 from .tables import Extent
-from .trace import INDEX_NAMES, MaskProgram, check_signature, trace_mask
+from .trace import INDEX_NAMES, check_signature, trace_mask
 
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 
@@ -50,13 +52,17 @@ def create_block_mask(
             stacklevel=2,
         )
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
-    program = trace_mask(mask_mod, device)
-    with torch.no_grad():
-        runs = _evaluated(program, extent)
-        grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
-        if compact:
-            runs = runs if separate_full_blocks else without_full(runs)
-            return RunSchedule.from_runs(runs, grids, extent, mask_mod)
+    if compact:
+        return _compact(mask_mod, extent, device, separate_full_blocks)
+    if torch.compiler.is_compiling():
+        sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
+        like = torch.empty((), device=device)
+        lists = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
+        if not separate_full_blocks:
+            lists = [*lists[:2], None, None, *lists[2:], None, None]
+        block_mask = BlockMask(extent.lengths, *lists, extent.block, mask_mod)
+    else:
+        runs, grids = analysed(mask_mod, extent, device)
         block_mask = block_mask_from_runs(runs, grids, extent, mask_mod, separate_full_blocks)
     if compute_dq_write_order:
         orders = torch_flex._compute_dq_write_order_from_block_mask(block_mask, dq_kv_order=dq_kv_order)
@@ -65,9 +71,24 @@ def create_block_mask(
     return block_mask
 
 
-def _evaluated(program: MaskProgram, extent: Extent) -> Runs:
+@torch.compiler.disable
+def _compact(
+    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+) -> RunSchedule:
+    """Not for compiled graphs: how many runs there are depends on the values of captures."""
+    runs, grids = analysed(mask_mod, extent, device)
+    return RunSchedule.from_runs(
+        runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
+    )
+
+
+def analysed(mask_mod: Callable, extent: Extent, device: torch.device) -> tuple[Runs, tuple[int, int]]:
+    """The runs of all rows of tiles, and the (batch, heads) for which they are kept."""
+    program = trace_mask(mask_mod, device)
+    grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
     try:
-        return tile_runs(program, extent)
+        with torch.no_grad():
+            return tile_runs(program, extent), grids
     except (RuntimeError, IndexError, ValueError) as error:
         sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
         where = ", ".join(f"{name} < {size}" for name, size in sizes)
@@ -80,7 +101,8 @@ def _evaluated(program: MaskProgram, extent: Extent) -> Runs:
 def check_arguments(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any
 ) -> tuple[Extent, torch.device]:
-    check_signature(mask_mod)
+    if not torch.compiler.is_compiling():
+        check_signature(mask_mod)
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in sizes.items():
         least = 1 if name in ("B", "H") else 0
@@ -100,7 +122,7 @@ def check_arguments(
         )
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
-    resolved = torch.empty(0, device=device).device
+    resolved = torch.empty((), device=device).device
     batch, heads, q_length, kv_length = sizes.values()
     return Extent(batch, heads, (q_length, kv_length), (block[0], block[1])), resolved
 

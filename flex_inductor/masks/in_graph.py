@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .lists import lists_from_runs
 from .tables import Extent
@@ -21,6 +22,7 @@ from .tables import Extent
 # Traced mask functions by the hash of their code. Dynamo traces in every process, cached kernels or not, so
 # a graph that names a function here has always put it here first.
 _TRACED: dict[str, Callable] = {}
+_PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
 class _BlockLists(HigherOrderOperator):
@@ -55,7 +57,9 @@ def block_lists(
 
     bound.__name__ = getattr(traced, "__name__", "mask_mod")
     extent = _extent(sizes)
-    runs, grids = analysed(bound, extent, like.device)
+    # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
+    with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
+        runs, grids = analysed(bound, extent, like.device)
     lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
     return [x.contiguous() for x in lists if x is not None]

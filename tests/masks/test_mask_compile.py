@@ -16,6 +16,18 @@ def lists_of(block_mask):
     return tuple(getattr(block_mask, name) for name in LISTS)
 
 
+def documents(ids):
+    return lambda b, h, q, kv: ids[q] == ids[kv]
+
+
+def documents_of_batch(ids):
+    return lambda b, h, q, kv: ids[b, q] == ids[b, kv]
+
+
+def within(width):
+    return lambda b, h, q, kv: q - kv < width
+
+
 class Counter:
     """A backend that runs the graph as it is and counts how often it was asked."""
 
@@ -37,15 +49,8 @@ def test_fullgraph_with_new_documents_each_step(backend):
     for width in (100, 77, 300):
         ids = torch.stack([torch.arange(500) // width, torch.arange(500) // 50])
         got, total = build(ids)
-        expected = torch_create_block_mask(
-            lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]),
-            2,
-            3,
-            500,
-            500,
-            "cpu",
-            64,  # noqa: B023
-        )
+        mask_mod = and_masks(library.causal(), documents_of_batch(ids))
+        expected = torch_create_block_mask(mask_mod, 2, 3, 500, 500, "cpu", 64)
         assert total == ids.sum()
         for a, b in zip(got, lists_of(expected), strict=True):
             assert a.shape == b.shape and torch.equal(a, b)
@@ -60,15 +65,7 @@ def test_new_values_of_a_capture_do_not_recompile():
 
     for width in (100, 77, 300):
         ids = torch.arange(500) // width
-        expected = torch_create_block_mask(
-            lambda b, h, q, kv: ids[q] == ids[kv],
-            None,
-            None,
-            500,
-            500,
-            "cpu",
-            64,  # noqa: B023
-        )
+        expected = torch_create_block_mask(documents(ids), None, None, 500, 500, "cpu", 64)
         assert_same_block_mask(build(ids), expected)
     assert len(counter.graphs) == 1
 
@@ -81,15 +78,7 @@ def test_numbers_in_closures_stay_apart():
         return create_block_mask(lambda b, h, q, kv: q - kv < width, None, None, 500, 500, "cpu", 64)
 
     for width in (100, 77, -300, 12):
-        expected = torch_create_block_mask(
-            lambda b, h, q, kv: q - kv < width,
-            None,
-            None,
-            500,
-            500,
-            "cpu",
-            64,  # noqa: B023
-        )
+        expected = torch_create_block_mask(within(width), None, None, 500, 500, "cpu", 64)
         assert_same_block_mask(build(width), expected)
     assert len(counter.graphs) <= 2
 

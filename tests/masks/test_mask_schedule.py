@@ -10,6 +10,7 @@ from mask_helpers import assert_same_block_mask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 from torch.utils import _pytree as pytree
 
+from flex_inductor.masks import library
 from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.errors import MaskArgumentError
 from flex_inductor.masks.runs import (
@@ -226,8 +227,7 @@ def test_goes_through_compile_with_changing_lengths():
 
     for width in (100, 210, 300, 370, 430, 555):
         documents = torch.arange(2048) // width
-        mask = lambda b, h, q, kv: (documents[q] == documents[kv]) & (q >= kv)  # noqa: B023, E731
-        schedule = create_block_mask(mask, None, None, 2048, 2048, "cpu", compact=True)
+        schedule = create_block_mask(library.document(documents), None, None, 2048, 2048, "cpu", compact=True)
         lists = schedule.to_block_mask()
         expected = lists.kv_num_blocks.sum() + lists.full_kv_num_blocks.sum()
         assert visited(schedule, torch.tensor(2)) == 2 * expected

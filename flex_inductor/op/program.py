@@ -313,10 +313,13 @@ class _Splitter:
         return self._module(graph, self._copy(graph, given, self.outputs[1:]))
 
     def _loads(self) -> list[fx.Node]:
+        """What looks up by lane indices, and the scatters that stay within a lane."""
         return [
             node
             for node in self.graph.nodes
-            if node.target is aten.index.Tensor and any(self._is_lane(n) for n in _nodes_in(node.args[1]))
+            if node.target in (aten.index.Tensor, aten.index_put.default)
+            and node not in self.leaf_nodes
+            and any(self._is_lane(n) for n in _nodes_in(node.args[1]))
         ]
 
     def _load_axes(self, node: fx.Node) -> tuple[str, ...]:
@@ -339,7 +342,7 @@ class _Splitter:
                     else index
                     for index in load.args[1]
                 ]
-            load.args = (load.args[0], indices)
+            load.args = (load.args[0], indices, *load.args[2:])
 
 
 def _guard_name(axes: Sequence[str]) -> str:

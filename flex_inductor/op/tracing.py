@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .lookups import as_indexing
+
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
 JOINT_LANES = (*SCORE_LANES, "grad_score")
@@ -53,7 +55,8 @@ class LaneIndexing(TorchFunctionMode):
                 return _index_by_lanes(tensor, key, *value)
         if func in (torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip):
             return _clamp(*args, **kwargs)
-        return func(*args, **kwargs)
+        found = as_indexing(func, args, kwargs)
+        return func(*args, **kwargs) if found is None else found
 
 
 def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:

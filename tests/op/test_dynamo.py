@@ -220,7 +220,7 @@ def test_selective_checkpointing(policy, expected, monkeypatch):
     def choose(ctx, op, *args, **kwargs):
         return CheckpointPolicy[policy] if op is attention else CheckpointPolicy.PREFER_RECOMPUTE
 
-    @torch.compile(backend="inductor", fullgraph=True)
+    @torch.compile(backend="aot_eager", fullgraph=True)
     def checkpointed(q, k, v):
         contexts = functools.partial(create_selective_checkpoint_contexts, choose)
         return checkpoint(block, q, k, v, use_reentrant=False, context_fn=contexts)

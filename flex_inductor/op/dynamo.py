@@ -89,6 +89,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             self._refuse(f"{name} cannot be called as {', '.join(lanes)}: {error}")
         self._check(errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
+        outer += _lift_lengths(tx, graph, outer, len(lanes))
         names = [_name_of(capture, mod, function) for capture in outer]
         self._check(_check_captures, name, graph, names, _example_of(query))
         captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, outer, len(lanes)))
@@ -212,6 +213,51 @@ def _float_to_tensor(tx: Any, query: Any, value: Any) -> Any:
     )
     product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
     return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
+
+
+def _lift_lengths(tx: Any, graph: fx.Graph, captures: Sequence[Any], lanes: int) -> list[fx.Proxy]:
+    """Where a mod only reads dynamic sizes of a tensor, such as q.shape[2], the numbers are the captures."""
+    graph.eliminate_dead_code()  # Dynamo asks for every size where the mod uses one
+    placeholders = graph.find_nodes(op="placeholder")
+    first_operation = next(node for node in graph.nodes if node.op != "placeholder")
+    lengths = []
+    for placeholder, capture in zip(placeholders[lanes:], captures, strict=True):
+        for read, dim in _size_reads(placeholder):
+            length = tx.output.create_proxy("call_function", torch.ops.aten.sym_size.int, (capture, dim), {})
+            with graph.inserting_before(first_operation):
+                inner = graph.placeholder(f"{placeholder.name}_size_{dim}")
+            length.node.meta["example_value"] = inner.meta["example_value"] = read.meta["example_value"]
+            read.replace_all_uses_with(inner)
+            lengths.append(length)
+    graph.eliminate_dead_code()
+    for placeholder in placeholders[lanes:]:
+        for user in list(placeholder.users):
+            if user.target == "size" and not user.users:
+                graph.erase_node(user)
+    return lengths
+
+
+def _size_reads(placeholder: fx.Node) -> list[tuple[fx.Node, int]]:
+    """(node, dim) for each size that is read, if nothing else of the tensor is and each is a number to reckon with."""
+    reads = []
+    for user in placeholder.users:
+        if user.target not in ("size", torch.ops.aten.sym_size.int):
+            return []
+        if len(user.args) == 2:
+            reads.append((user, user.args[1]))
+        else:
+            reads += [(item, item.args[1]) for item in user.users]
+    return reads if all(isinstance(dim, int) and _is_operand(read) for read, dim in reads) else []
+
+
+def _is_operand(size: fx.Node) -> bool:
+    """Whether a size only goes into scalar arithmetic: no shape, slice or range is made of it."""
+    for user in size.users:
+        example = user.meta.get("example_value")
+        is_scalar = isinstance(example, Tensor) and example.dim() == 0 and user.target is not operator.getitem
+        if not is_scalar and not (isinstance(example, (torch.SymInt, torch.SymFloat)) and _is_operand(user)):
+            return False
+    return True
 
 
 def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:

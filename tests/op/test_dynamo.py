@@ -122,14 +122,16 @@ def test_changing_numbers_compile_twice(make, values):
     assert compiles == [1, 2, 2, 2]
 
 
-def test_a_length_inside_a_mod_lifts_no_tensor():
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_length_inside_a_mod_lifts_no_tensor(dynamic):
     record = Recorder()
-    torch.compile(
-        lambda q, k, v: flex_attention(q, k, v, lambda score, b, h, i, j: score * q.shape[2] / k.size(1)),
-        backend=record,
-        fullgraph=True,
-    )(*qkv())
-    assert record.call().score_captures == ()
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, lambda score, b, h, i, j: score * q.shape[2] / k.size(2))
+
+    torch.compile(attend, backend=record, fullgraph=True, dynamic=dynamic)(*qkv())
+    lifted = [node.meta["example_value"] for node in record.call().score_captures]
+    assert not [example for example in lifted if isinstance(example, torch.Tensor)]
 
 
 def test_a_dynamic_length_inside_a_mod():
@@ -140,6 +142,18 @@ def test_a_dynamic_length_inside_a_mod():
     for length in (6, 9):
         equivalent = lambda score, b, h, q_idx, kv_idx, n=length: score + kv_idx / n  # noqa: E731
         check(attend, qkv(2, 2, length, 4), (), equivalent)
+
+
+def test_a_dynamic_length_that_cuts_a_tensor():
+    bias = parameter(12)
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def attend(q, k, v):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[-q.shape[2] :][kv_idx])
+
+    for length in (6, 9):
+        equivalent = lambda score, b, h, q_idx, kv_idx, n=length: score + bias[12 - n :][kv_idx]  # noqa: E731
+        check(attend, qkv(2, 2, length, 4), [bias], equivalent)
 
 
 class Bias(torch.nn.Module):

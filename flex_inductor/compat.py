@@ -83,3 +83,10 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
     return VariableTracker.build(tx, value)
+
+
+def outside_graphs(function: Callable) -> Callable:
+    """torch.compiler.disable without importing Dynamo where the function is defined."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(function)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..compat import outside_graphs
 from .errors import MaskArgumentError, MaskModError
 from .in_graph import traced_block_lists
 from .lists import block_mask_from_runs, without_full
@@ -71,7 +72,7 @@ def create_block_mask(
     return block_mask
 
 
-@torch.compiler.disable
+@outside_graphs
 def _compact(
     mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
 ) -> RunSchedule:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..op.tracing import LaneIndexing
 from .errors import MaskModError
 
 INDEX_NAMES = ("b", "h", "q", "kv")
@@ -169,7 +169,7 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
     zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
 
     def flat(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
-        with TransformGetItemToIndex():
+        with LaneIndexing():
             return mask_mod(b, h, q, kv)
 
     with torch.no_grad():

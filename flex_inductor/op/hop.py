@@ -7,6 +7,7 @@ What torch's dispatcher, tracers and transforms do with the ops is in `autograd`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,8 +110,14 @@ def capture_names(mod: Any, count: int) -> tuple[str, ...]:
     """What a person calls the last `count` arguments of `mod`."""
     if isinstance(mod, fx.GraphModule):
         names = [node.name for node in mod.graph.nodes if node.op == "placeholder"]
-        return tuple(names[len(names) - count :])
+        return tuple(readable_name(name) for name in names[len(names) - count :])
     return getattr(mod, "names", ()) or tuple(f"capture_{i}" for i in range(count))
+
+
+def readable_name(placeholder: str) -> str:
+    """`bias` from Dynamo's l_bias_, `self.table` from l_self_parameters_table_."""
+    name = re.sub(r"^[lg]_(.*?)_*$", r"\1", placeholder.lower() if placeholder[:2] == "L_" else placeholder)
+    return re.sub(r"_*(parameters|buffers|modules)_+", ".", name)
 
 
 _CHECKED = "flex_inductor_lane_graph"

@@ -68,7 +68,9 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
     if all(map(is_lane_index, key)):
         return torch.ops.aten.index.Tensor(tensor, list(key))
     # What is not a lane index applies first; the dimensions the lanes index then come to the front.
-    tensor = tensor[tuple(slice(None) if is_lane_index(index) else index for index in key)]
+    others = tuple(slice(None) if is_lane_index(index) else index for index in key)
+    if not all(isinstance(index, slice) and index == slice(None) for index in others):
+        tensor = tensor[others]
     surviving = [index for index in key if not isinstance(index, int)]
     dims = [dim for dim, index in enumerate(surviving) if is_lane_index(index)]
     if dims != list(range(len(dims))):

@@ -2,7 +2,7 @@
 
 `table[q - kv + n]` and `mask[q, kv]` read a range that belongs to no single tile. A pyramid holds minima
 and maxima of cells of 2, 4, 8, ... entries along every dimension that is read by range; a range is covered
-by at most two cells of the first level whose cells are as long as the range.
+by at most two cells of the first level whose cells are nearly as long as the range.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Pyramid:
         flat_ends = torch.broadcast_tensors(*itertools.chain(*clipped))
         ends = list(zip(flat_ends[::2], flat_ends[1::2], strict=True))
         span = torch.stack([hi - lo for (lo, hi), r in zip(ends, self.ranged, strict=True) if r]).amax(0)
-        # The first level whose cells hold span + 1 entries.
+        # Ends that lie at most one cell's length apart are in one cell or in neighbouring ones.
         level = torch.zeros_like(span)
         for k in range(len(self.starts) - 1):
-            level += span >= (1 << k)
+            level += span > (1 << k)
         corners = itertools.product(*[(0, 1) if r else (0,) for r in self.ranged])
         lo = hi = None
         for corner in corners:
@@ -78,7 +78,7 @@ def _in_range(index: Interval, size: int) -> tuple[Tensor, Tensor]:
     lo, hi = index.lo, index.hi
     if index.least < 0:
         negative, crossing = hi < 0, (lo < 0) & (hi >= 0)
-        lo = torch.where(negative, lo + size, torch.where(crossing, 0, lo))
+        lo = torch.where(negative, lo + size, lo)
         hi = torch.where(negative, hi + size, torch.where(crossing, size - 1, hi))
     return lo.clamp(0, size - 1), hi.clamp(0, size - 1)
 

@@ -24,6 +24,10 @@ def documents_of_batch(ids):
     return lambda b, h, q, kv: ids[b, q] == ids[b, kv]
 
 
+def between(starts, ends, shift):
+    return lambda b, h, q, kv: (kv >= starts[q]) & (kv < ends[q]) & (q - kv != shift)
+
+
 def within(width):
     return lambda b, h, q, kv: q - kv < width
 
@@ -81,6 +85,22 @@ def test_numbers_in_closures_stay_apart():
         expected = torch_create_block_mask(within(width), None, None, 500, 500, "cpu", 64)
         assert_same_block_mask(build(width), expected)
     assert len(counter.graphs) <= 2
+
+
+def test_several_captures_keep_their_places():
+    starts = torch.arange(500) // 90 * 90
+    ends = starts + 130
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def build(ends, starts, shift):
+        def mask_mod(b, h, q, kv):
+            return (kv >= starts[q]) & (kv < ends[q]) & (q - kv != shift)
+
+        return create_block_mask(mask_mod, None, None, 500, 500, "cpu", 64)
+
+    for shift in (3, 4, 5):
+        expected = torch_create_block_mask(between(starts, ends, shift), None, None, 500, 500, "cpu", 64)
+        assert_same_block_mask(build(ends, starts, shift), expected)
 
 
 def test_without_full_blocks():

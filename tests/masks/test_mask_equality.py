@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mask_helpers import compare
+from mask_helpers import compare, small_steps
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
@@ -99,11 +100,13 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_equals_torch(mask, shape):
+@pytest.mark.parametrize("levels", ["one level", "many levels"])
+def test_equals_torch(levels, mask, shape):
     B, H = (3, 2) if shape in ("odd", "rectangular") else (None, None)
     if B is None and mask.startswith("batch"):
         B, H = 1, 1
-    compare(MASKS[mask], B, H, *SHAPES[shape])
+    with small_steps() if levels == "many levels" else contextlib.nullcontext():
+        compare(MASKS[mask], B, H, *SHAPES[shape])
 
 
 @pytest.mark.parametrize("mask", ["causal", "heads", "sorted documents"])
@@ -202,9 +205,10 @@ BLOCKS = st.one_of(
 )
 
 
-def check_generated(source: str, q_len: int, kv_len: int, block, B, H) -> None:
+def check_generated(source: str, q_len: int, kv_len: int, block, B, H, deep: bool) -> None:
     mask_mod = eval(f"lambda b, h, q, kv: {source}", {"C": CAPTURES, "torch": torch})
-    compare(mask_mod, B, H, q_len, kv_len, block)
+    with small_steps() if deep else contextlib.nullcontext():
+        compare(mask_mod, B, H, q_len, kv_len, block)
 
 
 generated = given(
@@ -214,17 +218,18 @@ generated = given(
     block=BLOCKS,
     B=st.sampled_from([None, 2]),
     H=st.sampled_from([None, 3]),
+    deep=st.booleans(),
 )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @generated
-def test_generated_masks(source, q_len, kv_len, block, B, H):
-    check_generated(source, q_len, kv_len, block, B, H)
+def test_generated_masks(source, q_len, kv_len, block, B, H, deep):
+    check_generated(source, q_len, kv_len, block, B, H, deep)
 
 
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @generated
-def test_many_generated_masks(source, q_len, kv_len, block, B, H):
-    check_generated(source, q_len, kv_len, block, B, H)
+def test_many_generated_masks(source, q_len, kv_len, block, B, H, deep):
+    check_generated(source, q_len, kv_len, block, B, H, deep)

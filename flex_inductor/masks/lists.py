@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +39,13 @@ def lists_from_runs(
 def block_mask_from_runs(
     runs: Runs, grids: tuple[int, int], extent: Extent, mask_mod: Callable, separate_full_blocks: bool
 ) -> BlockMask:
-    lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
-    return BlockMask(extent.lengths, *lists, extent.block, mask_mod)  # type: ignore[arg-type]
+    return block_mask_of(lists_from_runs(runs, grids, extent, separate_full_blocks), extent, mask_mod)
+
+
+def block_mask_of(lists: Sequence[Tensor | None], extent: Extent, mask_mod: Callable) -> BlockMask:
+    """A BlockMask of its eight lists."""
+    made: Any = lists
+    return BlockMask(extent.lengths, *made[:8], BLOCK_SIZE=extent.block, mask_mod=mask_mod)
 
 
 def without_full(runs: Runs) -> Runs:

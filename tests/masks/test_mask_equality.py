@@ -33,6 +33,8 @@ NOISE = torch.randn(700, generator=GENERATOR)
 NOISE_WITH_NAN = torch.where(NOISE > 1, torch.nan, NOISE)
 STARTS = torch.tensor([0, 100, 101, 350, 699])
 WINDOW = torch.tensor(50)
+LONE = torch.zeros(700, dtype=torch.int64)
+LONE[[127, 255, 300, 639, 699]] = 1
 
 
 def in_place(b, h, q, kv):
@@ -81,6 +83,7 @@ MASKS = {
     "where": lambda b, h, q, kv: torch.where(kv < 90, q - kv, kv - q) > 40,
     "clamp": lambda b, h, q, kv: (q - kv).clamp(-20, 20) == (kv % 64) - 20,
     "clamp to a capture": lambda b, h, q, kv: (q - kv).clamp(max=WINDOW) > 40,
+    "lone entries": lambda b, h, q, kv: LONE[q] + LONE[kv] == 0,
     "no rule": lambda b, h, q, kv: torch.sin(q - kv) > 0.9,
     "counted starts": lambda b, h, q, kv: (q >= STARTS).sum() == (kv >= STARTS).sum(),
     "joint vector": lambda b, h, q, kv: ((q - kv) == STARTS).any(),

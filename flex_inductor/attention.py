@@ -62,11 +62,10 @@ def flex_attention(
     check_kernel_options(kernel_options)
     schedule: tuple = ()
     mask_mod = None
-    if isinstance(block_mask, RunSchedule):
-        block_mask = _block_lists(block_mask)
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
-        schedule, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
+    lists = _block_lists(block_mask) if isinstance(block_mask, RunSchedule) else block_mask
+    if lists is not None:
+        _check_block_mask(lists, query, key)
+        schedule, mask_mod = compat.block_mask_parts(lists.as_tuple())
         if mask_mod is noop_mask:
             mask_mod = None
 

@@ -68,7 +68,7 @@ def block_lists(
 
 
 @block_lists.register_fake
-def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):  # type: ignore[no-untyped-def]
+def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
     extent = _extent(sizes)
     rows, columns = extent.tiles
     leading = (extent.batch, extent.heads)

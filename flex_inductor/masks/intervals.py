@@ -137,4 +137,4 @@ def as_dtype(dtype: torch.dtype, *operands: Operand) -> list[Interval] | None:
         convert(x, dtype) if isinstance(x, Interval) else Interval.constant(x, dtype, device)
         for x in operands
     ]
-    return None if any(x is None for x in made) else made  # type: ignore[return-value]
+    return None if any(x is None for x in made) else made

@@ -45,7 +45,8 @@ def block_mask_from_runs(
 def block_mask_of(lists: Sequence[Tensor | None], extent: Extent, mask_mod: Callable) -> BlockMask:
     """A BlockMask of its eight lists."""
     made: Any = lists
-    return BlockMask(extent.lengths, *made[:8], BLOCK_SIZE=extent.block, mask_mod=mask_mod)
+    rest: dict[str, Any] = {"BLOCK_SIZE": extent.block, "mask_mod": mask_mod}
+    return BlockMask(extent.lengths, *made[:8], **rest)
 
 
 def without_full(runs: Runs) -> Runs:

@@ -202,7 +202,8 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
 
 def extent_of(block_mask: BlockMask) -> Extent:
     batch, heads = block_mask.kv_indices.shape[:2] if block_mask.kv_indices.dim() == 4 else (1, 1)
-    return Extent(batch, heads, tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE))
+    (q_length, kv_length), (q_block, kv_block) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    return Extent(batch, heads, (q_length, kv_length), (q_block, kv_block))
 
 
 def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:

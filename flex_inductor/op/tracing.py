@@ -107,7 +107,7 @@ def apart_from_surrounding_trace() -> Iterator[None]:
 
 def _plain_saved_tensors() -> Any:
     """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
@@ -158,12 +158,13 @@ def trace_joint(
     def joint(score, b, h, q_idx, kv_idx, grad, *captures):
         with torch.enable_grad(), LaneIndexing():
             score = score.detach().requires_grad_()
-            captures = [
+            sources = [
                 capture.detach().requires_grad_() if want else capture
                 for capture, want in zip(captures, wanted, strict=True)
             ]
-            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *captures)
-            sources = [score, *(c for c, want in zip(captures, wanted, strict=True) if want)]
+            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *sources)
+            sources = [score, *(c for c, want in zip(sources, wanted, strict=True) if want)]
+            grads: Sequence[Tensor | None]
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
             else:

@@ -11,17 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 
 from flex_inductor.masks import refine, tables
 from flex_inductor.masks.blockmask import create_block_mask
-
-LISTS = (
-    "kv_num_blocks",
-    "kv_indices",
-    "full_kv_num_blocks",
-    "full_kv_indices",
-    "q_num_blocks",
-    "q_indices",
-    "full_q_num_blocks",
-    "full_q_indices",
-)
+from flex_inductor.masks.lists import LISTS
 
 
 def assert_same_block_mask(ours: BlockMask, theirs: BlockMask) -> None:

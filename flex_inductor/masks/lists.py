@@ -12,6 +12,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from .runs import FULL, PARTIAL, Runs, column_lists, merged, transposed
 from .tables import Extent
 
+LISTS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
+
 
 def lists_from_runs(
     runs: Runs, grids: tuple[int, int], extent: Extent, separate_full_blocks: bool
@@ -44,9 +55,8 @@ def block_mask_from_runs(
 
 def block_mask_of(lists: Sequence[Tensor | None], extent: Extent, mask_mod: Callable) -> BlockMask:
     """A BlockMask of its eight lists."""
-    made: Any = lists
-    rest: dict[str, Any] = {"BLOCK_SIZE": extent.block, "mask_mod": mask_mod}
-    return BlockMask(extent.lengths, *made[:8], **rest)
+    tensors: dict[str, Any] = dict(zip(LISTS, lists, strict=True))
+    return BlockMask(seq_lengths=extent.lengths, **tensors, BLOCK_SIZE=extent.block, mask_mod=mask_mod)
 
 
 def without_full(runs: Runs) -> Runs:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mask_helpers import LISTS, assert_same_block_mask
+from mask_helpers import assert_same_block_mask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks import library
 from flex_inductor.masks.algebra import and_masks
 from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.lists import LISTS
 
 
 def lists_of(block_mask):

@@ -115,7 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
     results = []
     if not quiet:
         print(
-            f"{'case':36} {'side':15} {'first':>9} {'median':>11} {'best':>9} {'at most':>9} {'peak':>10} {'at most':>9}"
+            f"{'case':36} {'side':15} {'first':>9} {'median':>11} {'best':>9} {'at most':>9} "
+            f"{'peak':>10} {'at most':>9}"
         )
     for case in chosen:
         for side in SIDES:
@@ -142,7 +143,8 @@ def line_of(case: Case, result: Result | str) -> str:
         return f"{case.name:36} {result}"
     limits = (f"{case.most_ms:7.0f}ms", f"{case.most_mb:7.0f}MB") if result.side == SIDES[0] else ("", "")
     return (
-        f"{case.name:36} {result.side:15} {result.first_ms:7.0f}ms {result.median_ms:9.1f}ms {result.best_ms:7.1f}ms {limits[0]:>9} "
+        f"{case.name:36} {result.side:15} {result.first_ms:7.0f}ms {result.median_ms:9.1f}ms "
+        f"{result.best_ms:7.1f}ms {limits[0]:>9} "
         f"{result.peak_mb:8.1f}MB {limits[1]:>9}"
     )
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import BlockMask
 
+from ..compat import outside_graphs
 from .errors import MaskArgumentError, MaskModError
 from .in_graph import traced_block_lists
-from .lists import block_mask_from_runs, without_full
+from .lists import block_mask_from_runs, block_mask_of, without_full
 from .refine import tile_runs
 from .runs import Runs
 from .schedule import RunSchedule
@@ -57,10 +57,10 @@ def create_block_mask(
     if torch.compiler.is_compiling():
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
-        lists = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
+        lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
         if not separate_full_blocks:
             lists = [*lists[:2], None, None, *lists[2:], None, None]
-        block_mask = BlockMask(extent.lengths, *lists, extent.block, mask_mod)
+        block_mask = block_mask_of(lists, extent, mask_mod)
     else:
         runs, grids = analysed(mask_mod, extent, device)
         block_mask = block_mask_from_runs(runs, grids, extent, mask_mod, separate_full_blocks)
@@ -71,7 +71,7 @@ def create_block_mask(
     return block_mask
 
 
-@torch.compiler.disable
+@outside_graphs
 def _compact(
     mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
 ) -> RunSchedule:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .intervals import INT_DTYPES, Interval, bound
+from .intervals import INT_DTYPES, Interval
 from .pyramids import Pyramid, readable
+from .rules import bound
 from .tables import Extent, build_tables
 from .trace import INDEX_NAMES, MaskProgram, Ref, Step
 
@@ -60,7 +61,7 @@ class MaskBounds:
         for i in self.joint:
             step = self.program.steps[i]
             if step.is_scalar and step.dtype is not None:
-                env[i] = self._bound(i, step, env)
+                env[i] = self._bound(i, step, step.dtype, env)
         answer = env[self.program.output]
         count = len(rectangles)
         return answer.lo.expand(count), answer.hi.expand(count)
@@ -76,24 +77,24 @@ class MaskBounds:
             made.append(Interval(start, end, torch.int64, 0, length - 1))
         return made
 
-    def _bound(self, i: int, step: Step, env: dict[int, Interval]) -> Interval:
+    def _bound(self, i: int, step: Step, dtype: torch.dtype, env: dict[int, Interval]) -> Interval:
         device = self.program.device
         if step.target is aten.index.Tensor:
             read = self._gather(i, step, env)
-            return read if read is not None else Interval.unknown(step.dtype, device)
+            return read if read is not None else Interval.unknown(dtype, device)
         if any(j not in env for j in step.refs()):
-            return Interval.unknown(step.dtype, device)
+            return Interval.unknown(dtype, device)
         args = [env[a.step] if isinstance(a, Ref) else a for a in step.args]
         kwargs = {k: env[v.step] if isinstance(v, Ref) else v for k, v in step.kwargs.items()}
-        return bound(step.target, step.dtype, device, *args, **kwargs)
+        return bound(step.target, dtype, device, *args, **kwargs)
 
     def _gather(self, i: int, step: Step, env: dict[int, Interval]) -> Interval | None:
         source, places = step.args
         values = self.constants.get(source.step) if isinstance(source, Ref) else None
-        indices = [env.get(p.step) if isinstance(p, Ref) else None for p in places]
-        if not isinstance(values, Tensor) or len(indices) != values.dim():
+        indices = [env[p.step] for p in places if isinstance(p, Ref) and p.step in env]
+        if not isinstance(values, Tensor) or not len(indices) == len(places) == values.dim():
             return None
-        if any(index is None or index.dtype not in INT_DTYPES for index in indices):
+        if any(index.dtype not in INT_DTYPES for index in indices):
             return None
         ranged = tuple(bool(self.program.steps[p.step].reads & {"q", "kv"}) for p in places)
         if not readable(values, ranged):

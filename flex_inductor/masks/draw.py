@@ -105,10 +105,11 @@ def _draw_tiles(axis: Any, schedule: RunSchedule, b: int, h: int) -> None:
     partial, full = tile_shares(schedule, b, h)
     empty = 1 - partial - full
     colours = {"full": FULL_COLOUR, "partial": PARTIAL_COLOUR, "empty": EMPTY_COLOUR}
-    image = sum(
+    layers = [
         share[..., None] * torch.tensor(to_rgb(colours[name]))
         for name, share in (("full", full), ("partial", partial), ("empty", empty))
-    )
+    ]
+    image = torch.stack(layers).sum(0)
     q_len, kv_len = schedule.seq_lengths
     axis.imshow(
         image.clamp(0, 1).numpy(), extent=(0, kv_len, q_len, 0), interpolation="nearest", aspect="auto"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from ..errors import FlexError, FlexTypeError, FlexValueError
+
 __all__ = ["FlexError", "MaskArgumentError", "MaskModError"]
 
 
-class FlexError(Exception):
-    """Base of every error this package raises on purpose."""
-
-
-class MaskArgumentError(FlexError, ValueError):
+class MaskArgumentError(FlexValueError):
     """An argument of a mask function has a value that cannot be served."""
 
 
-class MaskModError(FlexError, TypeError):
+class MaskModError(FlexTypeError):
     """The mask_mod itself is not a function of (b, h, q_idx, kv_idx) to one boolean."""

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import compat
+from ..op.tracing import LaneIndexing
 from .lists import lists_from_runs
 from .tables import Extent
 
@@ -66,7 +68,7 @@ def block_lists(
 
 
 @block_lists.register_fake
-def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):  # type: ignore[no-untyped-def]
+def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
     extent = _extent(sizes)
     rows, columns = extent.tiles
     leading = (extent.batch, extent.heads)
@@ -82,7 +84,6 @@ def _extent(sizes: Sequence[int]) -> Extent:
 
 def _register() -> None:
     """Teaches Dynamo to trace the mask_mod of `traced_block_lists`."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables import higher_order_ops
     from torch._dynamo.variables.base import VariableTracker
@@ -100,7 +101,7 @@ def _register() -> None:
                     like.call_method(tx, "new_zeros", [build(tx, [])], {"dtype": build(tx, torch.int64)})
                     for _ in range(4)
                 ]
-            with TransformGetItemToIndex():
+            with LaneIndexing():
                 _, graph, lifted = higher_order_ops.speculate_subgraph(
                     tx,
                     mask_mod,
@@ -135,7 +136,7 @@ def _register() -> None:
             target = torch.ops.flex_inductor.block_lists.default
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))
 
-    higher_order_ops._hop_name_to_variable_class[traced_block_lists.__name__] = BlockListsVariable
+    compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
 
 
 def _remember(graph: fx.Graph, kinds: str) -> str:
@@ -153,4 +154,4 @@ def _remember(graph: fx.Graph, kinds: str) -> str:
     return name
 
 
-_register()
+compat.when_imported("torch._dynamo", lambda _: _register())

@@ -91,7 +91,7 @@ def document(
             f"document: expected exactly one of ids, lengths and cu_seqlens, got {sum(given)} of them."
         )
     if ids is None:
-        counts = torch.as_tensor(lengths) if lengths is not None else torch.diff(cu_seqlens)
+        counts = torch.as_tensor(lengths) if cu_seqlens is None else torch.diff(cu_seqlens)
         if counts.dim() != 1 or bool((counts < 0).any()):
             raise MaskArgumentError(
                 "document: lengths: expected a 1-d list of lengths (cu_seqlens: ascending ends from 0 on), "
@@ -184,13 +184,12 @@ def neighborhood(shape: Sizes, window: Sizes, tile: Sizes | None = None) -> Mask
     .###..                .###.
     ..###.                .###.
     """
-    shape, window, tile = _grid("neighborhood", shape, window, tile)
+    sizes, widths, tiles = _grid("neighborhood", shape, window, tile)
 
     def neighborhood(b, h, q_idx, kv_idx):
+        q_place, kv_place = (_coordinates(index, sizes, tiles) for index in (q_idx, kv_idx))
         inside = None
-        for q, kv, size, width in zip(
-            _coordinates(q_idx, shape, tile), _coordinates(kv_idx, shape, tile), shape, window, strict=True
-        ):
+        for q, kv, size, width in zip(q_place, kv_place, sizes, widths, strict=True):
             center = q.clamp(width // 2, size - 1 - (width - 1) // 2)
             near = (kv - center >= -(width // 2)) & (kv - center <= (width - 1) // 2)
             inside = near if inside is None else inside & near
@@ -201,12 +200,12 @@ def neighborhood(shape: Sizes, window: Sizes, tile: Sizes | None = None) -> Mask
 
 def neighborhood_order(shape: Sizes, tile: Sizes) -> Tensor:
     """For each position of the tiled order, the row-major index of its token: `x[:, :, order]` reorders."""
-    shape, _, tile = _grid("neighborhood_order", shape, 1, tile)
+    sizes, _, tiles = _grid("neighborhood_order", shape, 1, tile)
     count = 1
-    for size in shape:
+    for size in sizes:
         count *= size
     order = torch.zeros(count, dtype=torch.int64)
-    for coordinate, size in zip(_coordinates(torch.arange(count), shape, tile), shape, strict=True):
+    for coordinate, size in zip(_coordinates(torch.arange(count), sizes, tiles), sizes, strict=True):
         order = order * size + coordinate
     return order
 

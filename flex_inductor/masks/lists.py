@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,17 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .runs import FULL, PARTIAL, Runs, column_lists, merged, transposed
 from .tables import Extent
+
+LISTS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
 
 
 def lists_from_runs(
@@ -38,8 +50,13 @@ def lists_from_runs(
 def block_mask_from_runs(
     runs: Runs, grids: tuple[int, int], extent: Extent, mask_mod: Callable, separate_full_blocks: bool
 ) -> BlockMask:
-    lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
-    return BlockMask(extent.lengths, *lists, extent.block, mask_mod)  # type: ignore[arg-type]
+    return block_mask_of(lists_from_runs(runs, grids, extent, separate_full_blocks), extent, mask_mod)
+
+
+def block_mask_of(lists: Sequence[Tensor | None], extent: Extent, mask_mod: Callable) -> BlockMask:
+    """A BlockMask of its eight lists."""
+    tensors: dict[str, Any] = dict(zip(LISTS, lists, strict=True))
+    return BlockMask(seq_lengths=extent.lengths, **tensors, BLOCK_SIZE=extent.block, mask_mod=mask_mod)
 
 
 def without_full(runs: Runs) -> Runs:

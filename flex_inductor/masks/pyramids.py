@@ -2,11 +2,12 @@
 
 `table[q - kv + n]` and `mask[q, kv]` read a range that belongs to no single tile. A pyramid holds minima
 and maxima of cells of 2, 4, 8, ... entries along every dimension that is read by range; a range is covered
-by at most two cells of the first level whose cells are as long as the range.
+by at most two cells of the first level whose cells are nearly as long as the range.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -27,8 +28,8 @@ class Pyramid:
         if values.dtype in INT_DTYPES:
             values = values.long()
         missing = values.isnan() if values.is_floating_point() else None
-        self.nan = bool(missing.any()) if missing is not None else False
-        low = high = values.masked_fill(missing, 0) if self.nan else values
+        self.nan = missing is not None and bool(missing.any())
+        low = high = values if missing is None else values.masked_fill(missing, 0)
         lows, highs, shapes = [low.reshape(-1)], [high.reshape(-1)], [low.shape]
         while any(n > 1 and r for n, r in zip(low.shape, ranged, strict=True)):
             for dim in (d for d, r in enumerate(ranged) if r):
@@ -49,26 +50,27 @@ class Pyramid:
         flat_ends = torch.broadcast_tensors(*itertools.chain(*clipped))
         ends = list(zip(flat_ends[::2], flat_ends[1::2], strict=True))
         span = torch.stack([hi - lo for (lo, hi), r in zip(ends, self.ranged, strict=True) if r]).amax(0)
-        # The first level whose cells hold span + 1 entries.
+        # Ends that lie at most one cell's length apart are in one cell or in neighbouring ones.
         level = torch.zeros_like(span)
         for k in range(len(self.starts) - 1):
-            level += span >= (1 << k)
+            level += span > (1 << k)
         corners = itertools.product(*[(0, 1) if r else (0,) for r in self.ranged])
-        lo = hi = None
+        lows, highs = [], []
         for corner in corners:
             flat = torch.zeros_like(level)
             for dim, which in enumerate(corner):
                 cell = ends[dim][which] >> level if self.ranged[dim] else ends[dim][0]
                 flat = flat * self.sizes[level, dim] + cell
             flat += self.starts[level]
-            lo = self.low[flat] if lo is None else torch.minimum(lo, self.low[flat])
-            hi = self.high[flat] if hi is None else torch.maximum(hi, self.high[flat])
+            lows.append(self.low[flat])
+            highs.append(self.high[flat])
+        lo, hi = functools.reduce(torch.minimum, lows), functools.reduce(torch.maximum, highs)
         return Interval(lo, hi, self.dtype, self.least, self.most, self.nan)
 
 
 def _halved(values: Tensor, dim: int, op: Callable) -> Tensor:
-    every = [slice(None)] * dim
-    even, odd = values[(*every, slice(0, None, 2))], values[(*every, slice(1, None, 2))]
+    every_second = [(*[slice(None)] * dim, slice(first, None, 2)) for first in (0, 1)]
+    even, odd = (values[entries] for entries in every_second)
     pairs = op(even.narrow(dim, 0, odd.shape[dim]), odd)
     return torch.cat([pairs, even.narrow(dim, odd.shape[dim], even.shape[dim] - odd.shape[dim])], dim=dim)
 
@@ -78,7 +80,7 @@ def _in_range(index: Interval, size: int) -> tuple[Tensor, Tensor]:
     lo, hi = index.lo, index.hi
     if index.least < 0:
         negative, crossing = hi < 0, (lo < 0) & (hi >= 0)
-        lo = torch.where(negative, lo + size, torch.where(crossing, 0, lo))
+        lo = torch.where(negative, lo + size, lo)
         hi = torch.where(negative, hi + size, torch.where(crossing, size - 1, hi))
     return lo.clamp(0, size - 1), hi.clamp(0, size - 1)
 

@@ -202,17 +202,18 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
 
 def extent_of(block_mask: BlockMask) -> Extent:
     batch, heads = block_mask.kv_indices.shape[:2] if block_mask.kv_indices.dim() == 4 else (1, 1)
-    return Extent(batch, heads, tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE))
+    (q_length, kv_length), (q_block, kv_block) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    return Extent(batch, heads, (q_length, kv_length), (q_block, kv_block))
 
 
 def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
     """The runs of a BlockMask's rows, and the (batch, heads) they are kept for; expanded ones count once."""
     rows, columns = extent_of(block_mask).tiles
-    pairs = [
+    listed = [
         (block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL),
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL),
     ]
-    pairs = [pair for pair in pairs if pair[0] is not None]
+    pairs = [(c, i, kind) for c, i, kind in listed if c is not None and i is not None]
     shapes = [(1, 1) if counts.dim() < 3 else counts.shape[:2] for counts, _, _ in pairs]
     expanded = [all(i.dim() == 4 and i.stride(d) == 0 for _, i, _ in pairs) for d in (0, 1)]
     grids = tuple(1 if alone else size for alone, size in zip(expanded, shapes[0], strict=True))

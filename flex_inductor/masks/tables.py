@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .intervals import FLOAT_DTYPES, INT_DTYPES, Interval
+from .intervals import FLOAT_DTYPES, INT_DTYPES, Interval, Number
 from .trace import MaskProgram
 
 POINTS_AT_ONCE = 1 << 18
@@ -39,6 +39,8 @@ class Table:
     def __init__(self, lo: Tensor, hi: Tensor, dtype: torch.dtype, nan: bool) -> None:
         self.dtype = dtype
         self.levels = {1: (lo, hi)}
+        self.least: Number
+        self.most: Number
         if dtype == torch.bool:
             self.least, self.most = 0, 1
         else:
@@ -116,6 +118,7 @@ def _tabulate(program: MaskProgram, members: list[int], reads: frozenset[str], e
     tables = []
     for i, member in enumerate(members):
         dtype = program.steps[member].dtype
+        assert dtype is not None  # build_tables asks for steps of known dtypes only
         kept = dtype if dtype in (*FLOAT_DTYPES, torch.bool) else torch.int64
         lo, hi = (torch.cat(ends).view(batch, heads, -1).to(kept) for ends in zip(*pieces[i], strict=True))
         tables.append(Table(lo, hi, dtype, nans[i]))

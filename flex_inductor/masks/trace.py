@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..op.tracing import LaneIndexing
 from .errors import MaskModError
 
 INDEX_NAMES = ("b", "h", "q", "kv")
@@ -169,7 +169,7 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
     zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
 
     def flat(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
-        with TransformGetItemToIndex():
+        with LaneIndexing():
             return mask_mod(b, h, q, kv)
 
     with torch.no_grad():
@@ -290,6 +290,11 @@ def _program_from_graph(graph: torch.fx.Graph, mask_mod: Callable, device: torch
     return MaskProgram(builder.steps, output, name_of(mask_mod), device)
 
 
+def _with_refs(arguments: Any, number: dict[torch.fx.Node, int]) -> Any:
+    as_ref: Any = lambda node: Ref(number[node])  # noqa: E731
+    return torch.fx.map_arg(arguments, as_ref)
+
+
 def _step_of(
     node: torch.fx.Node, steps: list[Step], number: dict[torch.fx.Node, int], mask_mod: Callable
 ) -> tuple[Step, Any]:
@@ -299,10 +304,10 @@ def _step_of(
             f"mask_mod {name_of(mask_mod)}: draws random numbers ({target}). "
             "Draw them once outside, and capture the tensor."
         )
-    args = torch.fx.map_arg(node.args, lambda n: Ref(number[n]))
-    kwargs = torch.fx.map_arg(node.kwargs, lambda n: Ref(number[n]))
+    args = _with_refs(node.args, number)
+    kwargs = _with_refs(node.kwargs, number)
     meta = node.meta.get("tensor_meta")
-    dtype, shape = (meta.dtype, tuple(meta.shape)) if hasattr(meta, "dtype") else (None, (-1,))
+    dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", (-1,)))
     step = Step(target, tuple(args), dict(kwargs), dtype, shape, frozenset())
     if getattr(target, "overloadpacket", None) not in _VALUE_FREE:
         reads = frozenset().union(*(steps[i].reads for i in step.refs()))

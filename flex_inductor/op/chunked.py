@@ -375,7 +375,7 @@ class _Accumulators:
             if leaf.indices:
                 self._scatter(i, leaf, indices, contribution, live)
             else:
-                total = contribution.sum((0, 1, 2, 3))
+                total = _sum(contribution, range(4)).squeeze((0, 1, 2, 3))
                 self.sums[i] = total if self.sums[i] is None else self.sums[i] + total
         return d_raw.to(raw.dtype)
 
@@ -383,8 +383,7 @@ class _Accumulators:
         self, i: int, leaf: Leaf, indices: Sequence[Tensor], value: Tensor, live: Tensor | None
     ) -> None:
         still = [dim for dim, axis in enumerate(AXES) if axis not in leaf.axes]
-        if still:
-            value = value.sum(still, keepdim=True)
+        value = _sum(value, still)
         flat = torch.zeros((), dtype=torch.int64, device=value.device)
         for index, size in zip(indices, self.shapes[i], strict=True):
             for dim in still:
@@ -408,6 +407,13 @@ class _Accumulators:
             None if grad is None else grad.to(capture.dtype).expand(capture.shape).contiguous()
             for grad, capture in zip(grads, self.captures, strict=True)
         )
+
+
+def _sum(lanes: Tensor, dims: Sequence[int]) -> Tensor:
+    """Sum along `dims`, kept, one at a time: torch cuts a sum to a single number up by the number of threads."""
+    for dim in reversed(dims):
+        lanes = lanes.sum(dim, keepdim=True)
+    return lanes
 
 
 def _ranges(length: int, step: int) -> Iterator[slice]:

@@ -142,7 +142,7 @@ def _python_function(variable: Any) -> Any:
     if isinstance(variable, functions.NestedUserFunctionVariable):
         code = variable.get_code()
         closure = tuple(types.CellType(None) for _ in code.co_freevars)
-        defaults = tuple(None for _ in variable.defaults.items) if variable.defaults else None
+        defaults = tuple(None for _ in variable.defaults.items) if variable.defaults else None  # type: ignore[attr-defined]
         return types.FunctionType(code, {}, code.co_name, defaults, closure)
     return getattr(variable, "fn", None)
 

@@ -102,7 +102,8 @@ def _lift_captures(call: AttentionCall) -> AttentionCall:
             continue
         errors.check_arity(name, mod, lanes)
         lifted, captures = lift(mod, lanes, call.query)
-        call = call._replace(**{name: lifted, f"{field}_captures": captures})
+        changed: dict[str, Any] = {name: lifted, f"{field}_captures": captures}
+        call = call._replace(**changed)
     return call
 
 
@@ -175,10 +176,13 @@ def with_score_graph(call: AttentionCall) -> AttentionCall:
 def _number_to_tensor(capture: Any, query: Tensor) -> Any:
     """A Python number that Dynamo lifted, because it changes from call to call, becomes a 0-d tensor."""
     if isinstance(capture, (float, torch.SymFloat)):
-        return torch.scalar_tensor(capture, dtype=score_dtype(query.dtype), device=query.device)
-    if isinstance(capture, (int, torch.SymInt)):
-        return torch.scalar_tensor(capture, dtype=torch.int64, device=query.device)
-    return capture
+        dtype = score_dtype(query.dtype)
+    elif isinstance(capture, (int, torch.SymInt)):
+        dtype = torch.int64
+    else:
+        return capture
+    number: Any = capture
+    return torch.scalar_tensor(number, dtype=dtype, device=query.device)
 
 
 def _scale_as_capture(call: AttentionCall) -> AttentionCall:

@@ -67,12 +67,12 @@ class _Exchange(TorchFunctionMode):
             return self.torchs_apply.__func__(function, *args, **kwargs)
 
         # No torch function sees the tensors that autograd.Function.apply takes.
-        Function.apply = classmethod(apply)
+        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        Function.apply = self.torchs_apply
+        Function.apply = self.torchs_apply  # type: ignore[method-assign]
         _apply_lock.release()
 
 

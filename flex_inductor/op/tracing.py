@@ -65,6 +65,8 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         at = next(i for i, index in enumerate(key) if index is Ellipsis)
         named = sum(index is not None for index in key) - 1
         key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
+    if all(map(is_lane_index, key)):
+        return torch.ops.aten.index.Tensor(tensor, list(key))
     # What is not a lane index applies first; the dimensions the lanes index then come to the front.
     others = tuple(slice(None) if is_lane_index(index) else index for index in key)
     if not all(isinstance(index, slice) and index == slice(None) for index in others):
@@ -105,7 +107,7 @@ def apart_from_surrounding_trace() -> Iterator[None]:
 
 def _plain_saved_tensors() -> Any:
     """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
@@ -156,12 +158,13 @@ def trace_joint(
     def joint(score, b, h, q_idx, kv_idx, grad, *captures):
         with torch.enable_grad(), LaneIndexing():
             score = score.detach().requires_grad_()
-            captures = [
+            sources = [
                 capture.detach().requires_grad_() if want else capture
                 for capture, want in zip(captures, wanted, strict=True)
             ]
-            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *captures)
-            sources = [score, *(c for c, want in zip(captures, wanted, strict=True) if want)]
+            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *sources)
+            sources = [score, *(c for c, want in zip(sources, wanted, strict=True) if want)]
+            grads: Sequence[Tensor | None]
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
             else:

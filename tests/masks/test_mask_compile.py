@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mask_helpers import LISTS, assert_same_block_mask
+from mask_helpers import assert_same_block_mask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks import library
 from flex_inductor.masks.algebra import and_masks
 from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.lists import LISTS
 
 
 def lists_of(block_mask):
@@ -22,6 +23,10 @@ def documents(ids):
 
 def documents_of_batch(ids):
     return lambda b, h, q, kv: ids[b, q] == ids[b, kv]
+
+
+def between(starts, ends, shift):
+    return lambda b, h, q, kv: (kv >= starts[q]) & (kv < ends[q]) & (q - kv != shift)
 
 
 def within(width):
@@ -81,6 +86,22 @@ def test_numbers_in_closures_stay_apart():
         expected = torch_create_block_mask(within(width), None, None, 500, 500, "cpu", 64)
         assert_same_block_mask(build(width), expected)
     assert len(counter.graphs) <= 2
+
+
+def test_several_captures_keep_their_places():
+    starts = torch.arange(500) // 90 * 90
+    ends = starts + 130
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def build(ends, starts, shift):
+        def mask_mod(b, h, q, kv):
+            return (kv >= starts[q]) & (kv < ends[q]) & (q - kv != shift)
+
+        return create_block_mask(mask_mod, None, None, 500, 500, "cpu", 64)
+
+    for shift in (3, 4, 5):
+        expected = torch_create_block_mask(between(starts, ends, shift), None, None, 500, 500, "cpu", 64)
+        assert_same_block_mask(build(ends, starts, shift), expected)
 
 
 def test_without_full_blocks():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mask_helpers import compare
+from mask_helpers import compare, small_steps
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
@@ -32,6 +33,8 @@ NOISE = torch.randn(700, generator=GENERATOR)
 NOISE_WITH_NAN = torch.where(NOISE > 1, torch.nan, NOISE)
 STARTS = torch.tensor([0, 100, 101, 350, 699])
 WINDOW = torch.tensor(50)
+LONE = torch.zeros(700, dtype=torch.int64)
+LONE[[127, 255, 300, 639, 699]] = 1
 
 
 def in_place(b, h, q, kv):
@@ -80,6 +83,7 @@ MASKS = {
     "where": lambda b, h, q, kv: torch.where(kv < 90, q - kv, kv - q) > 40,
     "clamp": lambda b, h, q, kv: (q - kv).clamp(-20, 20) == (kv % 64) - 20,
     "clamp to a capture": lambda b, h, q, kv: (q - kv).clamp(max=WINDOW) > 40,
+    "lone entries": lambda b, h, q, kv: LONE[q] + LONE[kv] == 0,
     "no rule": lambda b, h, q, kv: torch.sin(q - kv) > 0.9,
     "counted starts": lambda b, h, q, kv: (q >= STARTS).sum() == (kv >= STARTS).sum(),
     "joint vector": lambda b, h, q, kv: ((q - kv) == STARTS).any(),
@@ -99,11 +103,13 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_equals_torch(mask, shape):
+@pytest.mark.parametrize("levels", ["one level", "many levels"])
+def test_equals_torch(levels, mask, shape):
     B, H = (3, 2) if shape in ("odd", "rectangular") else (None, None)
     if B is None and mask.startswith("batch"):
         B, H = 1, 1
-    compare(MASKS[mask], B, H, *SHAPES[shape])
+    with small_steps() if levels == "many levels" else contextlib.nullcontext():
+        compare(MASKS[mask], B, H, *SHAPES[shape])
 
 
 @pytest.mark.parametrize("mask", ["causal", "heads", "sorted documents"])
@@ -202,9 +208,10 @@ BLOCKS = st.one_of(
 )
 
 
-def check_generated(source: str, q_len: int, kv_len: int, block, B, H) -> None:
+def check_generated(source: str, q_len: int, kv_len: int, block, B, H, deep: bool) -> None:
     mask_mod = eval(f"lambda b, h, q, kv: {source}", {"C": CAPTURES, "torch": torch})
-    compare(mask_mod, B, H, q_len, kv_len, block)
+    with small_steps() if deep else contextlib.nullcontext():
+        compare(mask_mod, B, H, q_len, kv_len, block)
 
 
 generated = given(
@@ -214,17 +221,18 @@ generated = given(
     block=BLOCKS,
     B=st.sampled_from([None, 2]),
     H=st.sampled_from([None, 3]),
+    deep=st.booleans(),
 )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @generated
-def test_generated_masks(source, q_len, kv_len, block, B, H):
-    check_generated(source, q_len, kv_len, block, B, H)
+def test_generated_masks(source, q_len, kv_len, block, B, H, deep):
+    check_generated(source, q_len, kv_len, block, B, H, deep)
 
 
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @generated
-def test_many_generated_masks(source, q_len, kv_len, block, B, H):
-    check_generated(source, q_len, kv_len, block, B, H)
+def test_many_generated_masks(source, q_len, kv_len, block, B, H, deep):
+    check_generated(source, q_len, kv_len, block, B, H, deep)

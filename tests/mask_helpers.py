@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
+from flex_inductor.masks import refine, tables
 from flex_inductor.masks.blockmask import create_block_mask
-
-LISTS = (
-    "kv_num_blocks",
-    "kv_indices",
-    "full_kv_num_blocks",
-    "full_kv_indices",
-    "q_num_blocks",
-    "q_indices",
-    "full_q_num_blocks",
-    "full_q_indices",
-)
+from flex_inductor.masks.lists import LISTS
 
 
 def assert_same_block_mask(ours: BlockMask, theirs: BlockMask) -> None:
@@ -31,6 +25,16 @@ def assert_same_block_mask(ours: BlockMask, theirs: BlockMask) -> None:
         if a is not None:
             assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), name
             assert torch.equal(a, b), name
+
+
+@contextlib.contextmanager
+def small_steps():
+    """Limits so small that a short sequence goes through every level, strip and chunk of a long one."""
+    with (
+        mock.patch.multiple(refine, FIRST_RECTANGLES=4, RECTANGLES_AT_ONCE=64, POINTS_AT_ONCE=4096),
+        mock.patch.object(tables, "POINTS_AT_ONCE", 200),
+    ):
+        yield
 
 
 def compare(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=128, **kwargs) -> BlockMask:

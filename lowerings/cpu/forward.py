@@ -19,7 +19,7 @@ class ForwardConfig(NamedTuple):
     tile_m: int = 128
     tile_n: int = 128
     sub_m: int = 32
-    packed_bytes: int = 32 << 20
+    packed_bytes: int = 8 << 20
 
 
 class CpuForwardRoute:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._inductor import ir
-from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
@@ -15,6 +14,9 @@ from flex_inductor.op.hop import AttentionCall, BackwardCall
 from .decision import decide, record
 from .problem import AttentionProblem
 from .routes import ROUTES
+
+if TYPE_CHECKING:
+    from torch._inductor.graph import GraphLowering
 
 
 @register_lowering(attention, type_promotion_kind=None)

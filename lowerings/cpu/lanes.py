@@ -6,6 +6,7 @@ loaded arrays, so a captured tensor indexed by `kv_idx` is read with vector load
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -177,4 +178,4 @@ def loops(body: ir.TensorBox, args: KernelArgs, names: dict[str, str]) -> str:
         # A tile belongs to one thread.
         with patch.object(proxy.loop_nest, "max_parallel_depth", lambda: ParallelDepth(0, 0)):
             group.finalize_kernel(proxy, [])
-    return group.loops_code.getvalue()
+    return re.sub(r"(at::vec::Vectorized(?:N)?<[^<>]*>)::arange\(", r"progression<\1>(", group.loops_code.getvalue())

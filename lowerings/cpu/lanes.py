@@ -42,7 +42,18 @@ def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any)
     return value if dtype is None else to_dtype(value, dtype)
 
 
-_LOWERINGS = {aten._to_copy.default: _to_copy}
+def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+    assert not size, "lanes hold 0-d tensors"
+    dtype = torch.tensor(value).dtype if dtype is None else dtype
+    return _tile(lambda i: ops.constant(value, dtype), dtype)
+
+
+# Inductor would broadcast a 0-d value to a tile of unknown size with questions about that size.
+_LOWERINGS = {
+    aten._to_copy.default: _to_copy,
+    aten.full.default: _full,
+    aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
+}
 
 
 def refusal(program: LaneProgram, field: str) -> str | None:
@@ -78,7 +89,7 @@ def realized(value: Any) -> Any:
     """`value` as something with an address and fixed strides."""
     value = ir.ExternKernel.realize_input(value)
     ir.as_storage_and_layout(value, freeze=True)
-    return value
+    return ir.TensorBox(value)
 
 
 class Lanes:
@@ -93,7 +104,8 @@ class Lanes:
         """The lane graph over a tile, as a Pointwise. `first` is [score] or []."""
         lowering = PointwiseSubgraphLowering(self.program.lane, V.graph, additional_lowerings=_LOWERINGS)
         with V.set_graph_handler(lowering):
-            lowering.run(*first, *_indices(), *(live for _ in self.program.guards), *self.tensors)
+            tensors = [_spread(t) if not t.get_size() else t for t in self.tensors]
+            lowering.run(*first, *_indices(), *(live for _ in self.program.guards), *tensors)
         return lowering.graph_outputs[0]
 
 
@@ -130,6 +142,11 @@ def _tile(inner_fn: Callable, dtype: torch.dtype) -> ir.TensorBox:
     )
 
 
+def _spread(scalar: ir.TensorBox) -> ir.TensorBox:
+    load = scalar.make_loader()
+    return _tile(lambda i: load([]), scalar.get_dtype())
+
+
 def _indices() -> list[ir.TensorBox]:
     """b, h, q_idx, kv_idx of a tile's lanes."""
     of = (lambda i: _B, lambda i: _H, lambda i: _Q + i[0], lambda i: _KV + i[1])
@@ -148,6 +165,13 @@ def tile_body(score: Lanes | None, mask: Lanes | None) -> ir.TensorBox:
     if live is not None:
         scores = lowerings[aten.where.self](live, scores, _tile(lambda i: ops.constant(-float("inf"), torch.float32), torch.float32))
     return scores
+
+
+# What the template has a faster function for.
+_FASTER = (
+    (r"(at::vec::Vectorized(?:N)?<[^<>]*>)::arange\(", r"progression<\1>("),
+    (r"\b(\w+)\.tanh\(\)", r"hyperbolic_tangent(\1)"),
+)
 
 
 def loops(body: ir.TensorBox, args: KernelArgs, names: dict[str, str]) -> str:
@@ -178,4 +202,7 @@ def loops(body: ir.TensorBox, args: KernelArgs, names: dict[str, str]) -> str:
         # A tile belongs to one thread.
         with patch.object(proxy.loop_nest, "max_parallel_depth", lambda: ParallelDepth(0, 0)):
             group.finalize_kernel(proxy, [])
-    return re.sub(r"(at::vec::Vectorized(?:N)?<[^<>]*>)::arange\(", r"progression<\1>(", group.loops_code.getvalue())
+    code = group.loops_code.getvalue()
+    for slow, fast in _FASTER:
+        code = re.sub(slow, fast, code)
+    return code

@@ -4,9 +4,9 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import Any as _Any
 
-_root = _Path(__file__).parent.parent
-if (_root / "pyproject.toml").exists() and (_root / "lowerings").is_dir():
-    __path__.append(str(_root))  # a source checkout: lowerings, templates and tools lie beside this folder
+# A wheel has lowerings/, templates/ and tools/ inside this folder; a source checkout has them beside it.
+if not (_Path(__path__[0]) / "lowerings").is_dir():
+    __path__.append(str(_Path(__path__[0]).parent))
 
 from torch.nn.attention.flex_attention import (
     AuxOutput,

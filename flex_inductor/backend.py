@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import fx
 
+from . import errors
+from .lowerings.routes import ROUTES
 from .options import split_options
 from .takeover import replace_torch_nodes
 
@@ -22,6 +24,9 @@ def flex_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     own, inductors = split_options(options)
+    names = [route.name for route in ROUTES]
+    if own.route not in (None, *names):
+        raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
     replace_torch_nodes(module, own)
     return compile_fx(module, example_inputs, config_patches=config or None)

@@ -38,17 +38,18 @@ def inductor_option_names() -> frozenset[str]:
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Runs a callback once a module has been imported, and stays out of the way otherwise."""
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]):
+    def __init__(self, name: str, callback: Callable[[ModuleType], Any]):
         self.name, self.callback = name, callback
 
-    def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002
+    def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is None:
+        if spec is None or spec.loader is None:
             return None
-        self.loader, spec.loader = spec.loader, self
+        self.loader: importlib.abc.Loader = spec.loader
+        spec.loader = self
         return spec
 
     def create_module(self, spec):
@@ -60,7 +61,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.callback(module)
 
 
-def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
     """Call `callback(module)` when `name` is imported, or now if it has been.
 
     Dynamo and Inductor take a second to import, so nothing of ours imports them before they are used.
@@ -71,7 +72,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, callback))
 
 
-def register_dynamo_variable(op: Any, variable_class: type) -> None:
+def register_dynamo_variable(op: Any, variable_class: Any) -> None:
     from torch._dynamo.variables import higher_order_ops
 
     higher_order_ops._hop_name_to_variable_class[op.__name__] = variable_class

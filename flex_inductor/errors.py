@@ -281,7 +281,9 @@ def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueErr
 
 def route_refused(demanded: str, reasons: Iterable[tuple[str, str]]) -> FlexRuntimeError:
     lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons)
-    return FlexRuntimeError(f"route {demanded!r} was asked for and cannot serve this call. Every route:{lines}")
+    return FlexRuntimeError(
+        f"route {demanded!r} was asked for and cannot serve this call. Every route:{lines}"
+    )
 
 
 # ---- Derivatives ----------------------------------------------------------------------------------

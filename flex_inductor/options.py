@@ -40,7 +40,10 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
     if kernel_options is None:
         return
     for name in kernel_options:
-        if not isinstance(name, str) or name.removeprefix("fwd_").removeprefix("bwd_") not in compat.KERNEL_HINTS:
+        if (
+            not isinstance(name, str)
+            or name.removeprefix("fwd_").removeprefix("bwd_") not in compat.KERNEL_HINTS
+        ):
             raise errors.unknown_option("kernel_options", name, compat.KERNEL_HINTS)
     backend = kernel_options.get("BACKEND", "AUTO")
     if backend not in _BACKENDS:

@@ -32,15 +32,16 @@ def reference(
         if block_mask is not None:
             schedule, mask_mod = block_mask_parts(block_mask.as_tuple())
             everything = (slice(0, len(b)), slice(0, len(h)), slice(0, len(m)), slice(0, len(n)))
-            visited, full = BlockMap(BlockLists(*schedule)).tokens(*everything)
+            visited, full = BlockMap(BlockLists(*schedule)).lanes(*everything)
             live = _over_lanes(mask_mod, ())(b, h, m, n)
-            live = (live if full is None else live | full) & visited
+            live = (live | full) & visited
             score = torch.where(live, score, -math.inf)
     peak = score.amax(-1) if len(n) else score.new_full(score.shape[:3], -math.inf)
     alive = (peak != -math.inf).unsqueeze(-1)
     weight = torch.softmax(torch.where(alive, score, 0.0), -1) * alive
     lse = torch.where(alive.squeeze(-1), torch.logsumexp(torch.where(alive, score, 0.0), -1), -math.inf)
-    return weight @ value, lse, peak
+    # A captured tensor of a wider dtype may have promoted the scores.
+    return weight.to(value.dtype) @ value, lse, peak
 
 
 def _over_lanes(mod: Any, prefix: tuple) -> Any:

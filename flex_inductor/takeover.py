@@ -36,6 +36,8 @@ def replace_torch_nodes(module: fx.GraphModule, options: BackendOptions) -> None
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     query, key, value, score_mod, block_mask, scale, options, score_captures, mask_captures = node.args
+    schedule: tuple
+    mask_mod: Any
     schedule, mask_mod = compat.block_mask_parts(block_mask)
     if schedule[:2] == (_LARGE_BLOCK, _LARGE_BLOCK):
         schedule, mask_mod, mask_captures = (), None, ()
@@ -88,7 +90,7 @@ def _trampoline(
     )  # fmt: skip
 
 
-class take_over:  # noqa: N801 - used like a function
+class take_over:
     """Make torch.nn.attention.flex_attention.flex_attention ours, until `undo()` or the `with` block ends.
 
     Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function object

@@ -31,7 +31,7 @@ class ChunkedRoute:
         call = inputs
         guarded = problem.mask_mod is not None or problem.blocks is not None
         score, mask, joint = (
-            "" if graph is None else split(graph, lanes, guarded=guarded and lanes is not MASK_LANES).to_text()
+            "" if graph is None else split(graph, lanes, guarded=guarded).to_text()
             for graph, lanes in (
                 (problem.score_mod, SCORE_LANES),
                 (problem.mask_mod, MASK_LANES),

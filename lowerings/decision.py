@@ -75,11 +75,11 @@ def decisions(*, clear: bool = False) -> list[Decision]:
 
 def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, Decision]:
     """Ask the routes in order; an explicitly demanded one serves or raises."""
-    demanded = problem.options.get("route")
-    rejected = []
+    demanded: str = problem.options.get("route", "")
+    rejected: list[tuple[str, str]] = []
     for route in routes:
         usable, why = route.can_use(problem)
-        if usable and demanded in (None, route.name):
+        if usable and demanded in ("", route.name):
             why = f"asked for; {why}" if demanded else why
             notes = tuple(route.notes(problem))
             return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)

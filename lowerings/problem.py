@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-import sympy
 import torch
 from torch import fx
 
-Size = int | sympy.Expr
+Size: TypeAlias = Any  # int, or sympy.Expr where it is dynamic
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from importlib import import_module
 
 from .. import compat
+from . import autograd, rules  # noqa: F401 - their rules register themselves
 from .hop import AttentionCall, attention, attention_backward
 
 __all__ = ["AttentionCall", "attention", "attention_backward"]
 
 compat.when_imported("torch._dynamo", lambda _: import_module(f"{__name__}.dynamo"))
+compat.when_imported("torch.utils.flop_counter", lambda _: import_module(f"{__name__}.flops"))

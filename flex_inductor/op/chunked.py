@@ -1,7 +1,6 @@
 """Attention in chunks with an online softmax: the route that serves every device, dtype and mod.
 
 Memory is bounded by CHUNK_ELEMENTS scores at a time. What the schedule rules out is not computed.
-Also here: the two functional ops that compiled code calls, with mods given as text.
 
     B batch  H query heads  K key/value heads  G = H / K  M queries  N keys  D, V head dims
 """
@@ -21,9 +20,11 @@ from .program import AXES, LaneProgram, Leaf
 from .schedule import BlockMap
 from .tracing import INDEX_DTYPE, score_dtype
 
-CHUNK_ELEMENTS = 1 << 21
-MAX_CHUNK_KEYS = 1024
-MAX_CHUNK_QUERIES = 512
+# A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
+# level near the cores; narrow tiles rule out more of a causal mask.
+CHUNK_ELEMENTS = 1 << 20
+MAX_CHUNK_KEYS = 512
+MAX_CHUNK_QUERIES = 256
 
 
 class Mods(NamedTuple):
@@ -44,29 +45,35 @@ class _Tile(NamedTuple):
     m: slice
     n: slice
 
+    @property
+    def lanes(self) -> tuple[slice, slice, slice, slice]:
+        """Where it lies along AXES."""
+        return self.b, self.h, self.m, self.n
+
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, lists: BlockMap | None, mods: Mods, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value)
-    run = _Run(query, key, value, lists, mods, scale)
+    run = _Run(query, key, value, lists, mods, scale, factors=(value,))
     for rows in run.row_tiles():
-        acc = query.new_zeros((*run.shape(rows), value.size(-1)), dtype=run.dtype)
-        total = query.new_zeros(run.shape(rows), dtype=run.dtype)
+        acc = run.zeros(rows, value.size(-1))
+        total = run.zeros(rows, 1)
         peak = torch.full_like(total, -math.inf)
-        for tile in run.tiles(rows):
-            score, _, _ = run.scores(tile)
-            new_peak = torch.maximum(peak, score.amax(-1))
+        for tile, _, score, live in run.score_tiles(rows, run.scaled_query(rows)):
+            if live is not None:
+                score = torch.where(live, score, -math.inf)
+            new_peak = torch.maximum(peak, score.amax(-1, keepdim=True))
             safe_peak = torch.where(new_peak == -math.inf, 0.0, new_peak)
             shrink = torch.exp(peak - safe_peak)
-            weight = (score - safe_peak.unsqueeze(-1)).exp_()
-            total = total * shrink + weight.sum(-1)
-            acc = acc * shrink.unsqueeze(-1) + run.per_query_head(weight, run.value(tile))
+            weight = (score - safe_peak).exp_()
+            total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
+            acc = acc.mul_(shrink).add_(run.per_query_head(weight, run.value(tile), live))
             peak = new_peak
-        out[rows.b, rows.h, rows.m] = (acc / torch.where(total == 0, 1.0, total).unsqueeze(-1)).to(out.dtype)
-        lse[rows.b, rows.h, rows.m] = peak + total.log()
-        row_max[rows.b, rows.h, rows.m] = peak
+        out[rows.b, rows.h, rows.m] = (acc / torch.where(total == 0, 1.0, total)).to(out.dtype)
+        lse[rows.b, rows.h, rows.m] = (peak + total.log()).squeeze(-1)
+        row_max[rows.b, rows.h, rows.m] = peak.squeeze(-1)
     return out, lse, row_max
 
 
@@ -85,7 +92,8 @@ def backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
-    run = _Run(query, key, value, lists, mods, scale)
+    factors = (query, key) if grad_out is None else (query, key, grad_out)
+    run = _Run(query, key, value, lists, mods, scale, factors)
     d_query, d_key, d_value = (
         torch.zeros(t.shape, dtype=run.dtype, device=t.device) if want else None
         for t, want in zip((query, key, value), wants, strict=True)
@@ -93,26 +101,28 @@ def backward(
     leaves = _Accumulators(joint, mods.score_captures, run.dtype, query.device) if joint else None
     for rows in run.row_tiles():
         row_lse = lse[rows.b, rows.h, rows.m].unsqueeze(-1)
-        dead = row_lse == -math.inf
-        row_lse = torch.where(dead, 0.0, row_lse)
+        row_lse = torch.where(row_lse == -math.inf, math.inf, row_lse)  # no lane of a dead row has weight
         d_out = run.zeros(rows, value.size(-1)) if grad_out is None else run.rows(grad_out, rows)
         delta = (d_out * run.rows(out, rows)).sum(-1, keepdim=True)
         if grad_lse is not None:
             delta = delta - grad_lse[rows.b, rows.h, rows.m].unsqueeze(-1)
-        for tile in run.tiles(rows):
-            score, raw, live = run.scores(tile)
-            weight = torch.where(dead, 0.0, (score - row_lse).exp_())
+        scaled_query = run.scaled_query(rows)
+        for tile, raw, score, live in run.score_tiles(rows, scaled_query):
+            weight = (score - row_lse).exp_()
+            dead = None if live is None else ~live
+            if dead is not None:
+                weight.masked_fill_(dead, 0.0)
             if d_value is not None:
-                run.add_per_kv_head(d_value, tile, weight, d_out)
-            d_score = weight * (run.per_query_head(d_out, run.value(tile).transpose(-1, -2)) - delta)
+                run.add_per_kv_head(d_value, tile, weight, d_out, live)
+            d_score = run.per_query_head(d_out, run.value(tile).transpose(-1, -2)).sub_(delta).mul_(weight)
             if leaves is not None:
                 d_score = leaves.add(run, tile, raw, d_score, live)
-            if live is not None:
-                d_score = torch.where(live, d_score, 0.0)
+            if dead is not None:
+                d_score = d_score.masked_fill(dead, 0.0)
             if d_query is not None:
-                d_query[tile.b, tile.h, tile.m] += run.per_query_head(d_score, run.key(tile)) * scale
+                d_query[tile.b, tile.h, tile.m] += run.per_query_head(d_score, run.key(tile), live) * scale
             if d_key is not None:
-                run.add_per_kv_head(d_key, tile, d_score, run.rows(query, tile) * scale)
+                run.add_per_kv_head(d_key, tile, d_score, scaled_query, live)
     grads = [
         None if grad is None else empty_like_layout(like, like.shape).copy_(grad)
         for grad, like in zip((d_query, d_key, d_value), (query, key, value), strict=True)
@@ -130,18 +140,31 @@ def empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 class _Run:
-    """One call's tensors, cut into tiles."""
+    """One call's tensors, cut into tiles.
+
+    `factors` are the tensors that rows of other tokens are multiplied with.
+    """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, lists: BlockMap | None, mods: Mods, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lists: BlockMap | None,
+        mods: Mods,
+        scale: float,
+        factors: Sequence[Tensor],
     ):
         self.query, self.kv, self.scale, self.mods, self.lists = query, (key, value), scale, mods, lists
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
         self.kv_heads, self.keys = key.shape[1:3]
         self.group = self.heads // max(self.kv_heads, 1)
+        self.width = max(query.size(-1), value.size(-1))
         self.score_invariants = mods.score.prologue(*mods.score_captures) if mods.score else ()
         self.mask_invariants = mods.mask.prologue(*mods.mask_captures) if mods.mask else ()
+        masked = lists is not None or mods.mask is not None
+        self.all_finite = not masked or _all_finite(factors)
 
     def row_tiles(self) -> Iterator[_Tile]:
         """Tiles of batches, heads and queries; each is walked along the keys."""
@@ -149,29 +172,62 @@ class _Run:
             return
         keys = min(max(self.keys, 1), MAX_CHUNK_KEYS)
         queries = max(1, min(self.queries, MAX_CHUNK_QUERIES, CHUNK_ELEMENTS // (keys * self.group)))
-        kv_heads = max(1, min(self.kv_heads, CHUNK_ELEMENTS // (keys * queries * self.group)))
-        batches = max(1, min(self.batch, CHUNK_ELEMENTS // (keys * queries * self.group * kv_heads)))
+        rows = queries * self.group
+        per_head = max(rows * keys, rows * self.width, keys * self.width)
+        kv_heads = max(1, min(self.kv_heads, CHUNK_ELEMENTS // per_head))
+        batches = max(1, min(self.batch, CHUNK_ELEMENTS // (per_head * kv_heads)))
         for b in _ranges(self.batch, batches):
             for k in _ranges(self.kv_heads, kv_heads):
                 h = slice(k.start * self.group, k.stop * self.group)
                 for m in _ranges(self.queries, queries):
                     yield _Tile(b, k, h, m, slice(0, self.keys))
 
-    def tiles(self, rows: _Tile) -> Iterator[_Tile]:
-        """The tiles of `rows` that the schedule does not rule out."""
+    def score_tiles(
+        self, rows: _Tile, scaled_query: Tensor
+    ) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor | None]]:
+        """Tiles of `rows` with any live lane: scores before and after score_mod, live lanes (None for all)."""
         for n in _ranges(self.keys, MAX_CHUNK_KEYS):
             tile = rows._replace(n=n)
-            if self.lists is None or self.lists.visits(tile.b, tile.h, tile.m, tile.n):
-                yield tile
+            if self.lists is not None and not self.lists.visits_any(*tile.lanes):
+                continue
+            live = self.live(tile)
+            if live is not None and not live.any():
+                continue
+            raw = score = self.per_query_head(scaled_query, self.key(tile).transpose(-1, -2))
+            if self.mods.score is not None:
+                lanes = {"score": raw, **self.indices(tile)}
+                captures = self.mods.score_captures
+                (score,) = run_lanes(self.mods.score, lanes, live, captures, self.score_invariants)
+            yield tile, raw, score.to(self.dtype), live
 
-    def shape(self, tile: _Tile) -> tuple[int, int, int]:
-        return (_length(tile.b), _length(tile.h), _length(tile.m))
+    def live(self, tile: _Tile) -> Tensor | None:
+        """Which lanes both the schedule and mask_mod leave, as a tensor that broadcasts; None for all."""
+        if self.lists is None:
+            return None if self.mods.mask is None else self._mask(tile, None)
+        if self.lists.all_full(*tile.lanes):
+            return None
+        if self.mods.mask is None and self.lists.visits_all(*tile.lanes):
+            return None
+        visited, full = self.lists.lanes(*tile.lanes)
+        partial = visited & ~full
+        if self.mods.mask is None or not partial.any():
+            return visited
+        return (self._mask(tile, partial) & partial) | full
+
+    def _mask(self, tile: _Tile, partial: Tensor | None) -> Tensor:
+        captures = self.mods.mask_captures
+        (live,) = run_lanes(self.mods.mask, self.indices(tile), partial, captures, self.mask_invariants)
+        return _unexpanded(live)
 
     def zeros(self, tile: _Tile, width: int) -> Tensor:
-        return self.query.new_zeros((*self.shape(tile), width), dtype=self.dtype)
+        shape = (_length(tile.b), _length(tile.h), _length(tile.m), width)
+        return self.query.new_zeros(shape, dtype=self.dtype)
 
     def rows(self, tensor: Tensor, tile: _Tile) -> Tensor:
         return tensor[tile.b, tile.h, tile.m].to(self.dtype)
+
+    def scaled_query(self, tile: _Tile) -> Tensor:
+        return self.rows(self.query, tile) * self.scale
 
     def key(self, tile: _Tile) -> Tensor:
         return self._of_kv(self.kv[0], tile)
@@ -183,51 +239,48 @@ class _Run:
         b = tile.b if tensor.size(0) == self.batch else slice(None)
         return tensor[b, tile.k, tile.n].to(self.dtype)
 
-    def per_query_head(self, left_BHMx: Tensor, right_BKxy: Tensor) -> Tensor:
+    def per_query_head(self, left_BHMx: Tensor, right_BKxy: Tensor, live: Tensor | None = None) -> Tensor:
         """Every query head times what its KV head holds, without repeating the latter."""
-        b, h, m, x = left_BHMx.shape
-        folded = left_BHMx.reshape(b, h // self.group, self.group * m, x) @ right_BKxy
-        return folded.view(b, h, m, right_BKxy.size(-1))
+        b, h, m, _ = left_BHMx.shape
+        product = self._matmul(self._fold(left_BHMx), right_BKxy, self._fold_live(live, left_BHMx))
+        return product.view(b, h, m, right_BKxy.size(-1))
 
-    def add_per_kv_head(self, into_BKNy: Tensor, tile: _Tile, left_BHMN: Tensor, right_BHMy: Tensor) -> None:
+    def add_per_kv_head(
+        self, into_BKNy: Tensor, tile: _Tile, left_BHMN: Tensor, right_BHMy: Tensor, live: Tensor | None
+    ) -> None:
         """into += left^T @ right, summed over the query heads of each KV head."""
-        b, h, m, n = left_BHMN.shape
-        fold = (b, h // self.group, self.group * m)
-        product = left_BHMN.reshape(*fold, n).transpose(-1, -2) @ right_BHMy.reshape(*fold, -1)
+        live = self._fold_live(live, left_BHMN)
+        live = None if live is None else live.transpose(-1, -2)
+        product = self._matmul(self._fold(left_BHMN).transpose(-1, -2), self._fold(right_BHMy), live)
         if into_BKNy.size(0) != self.batch:
             into_BKNy[:, tile.k, tile.n] += product.sum(0, keepdim=True)
         else:
             into_BKNy[tile.b, tile.k, tile.n] += product
 
-    def scores(self, tile: _Tile) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Scores after both mods, before them, and which lanes are live (None for all)."""
-        raw = self.per_query_head(self.rows(self.query, tile), self.key(tile).transpose(-1, -2)) * self.scale
-        live = self.live(tile)
-        score = raw
-        if self.mods.score is not None:
-            program, captures = self.mods.score, self.mods.score_captures
-            lanes = {"score": raw, **self.indices(tile)}
-            (score,) = run_lanes(program, lanes, live, captures, self.score_invariants)
-            score = score.to(self.dtype)
-        if live is not None:
-            score = torch.where(live, score, -math.inf)
-        return score, raw, live
+    def _fold(self, tensor_BHMx: Tensor) -> Tensor:
+        """The query heads of one KV head as more rows: [B, K, G * M, x]."""
+        b, h, m, x = tensor_BHMx.shape
+        return tensor_BHMx.reshape(b, h // self.group, self.group * m, x)
 
-    def live(self, tile: _Tile) -> Tensor | None:
-        """Which lanes both the schedule and mask_mod leave, as a tensor that broadcasts."""
-        visited, full = (None, None) if self.lists is None else self.lists.tokens(tile.b, tile.h, tile.m, tile.n)
-        if self.mods.mask is None:
-            return visited
-        program, captures = self.mods.mask, self.mods.mask_captures
-        (live,) = run_lanes(program, self.indices(tile), None, captures, self.mask_invariants)
-        if full is not None:
-            live = live | full
-        return live if visited is None else live & visited
+    def _fold_live(self, live: Tensor | None, like_BHMN: Tensor) -> Tensor | None:
+        return None if live is None or self.all_finite else self._fold(live.expand(like_BHMN.shape))
+
+    def _matmul(self, left: Tensor, right: Tensor, live: Tensor | None) -> Tensor:
+        """left @ right, where a lane that is not live adds nothing: its 0 times NaN or infinity would be NaN."""
+        if live is None:
+            return left @ right
+        finite = right.isfinite()
+        product = left @ torch.where(finite, right, 0.0)
+        for x in (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist():
+            at = slice(x, x + 1)
+            affected = live[..., at] & ~finite[..., at, :]
+            product += torch.where(affected, left[..., at] * right[..., at, :], 0.0)
+        return product
 
     def indices(self, tile: _Tile) -> dict[str, Tensor]:
         return {
             axis: torch.arange(at.start, at.stop, dtype=INDEX_DTYPE, device=self.query.device)
-            for axis, at in zip(AXES, (tile.b, tile.h, tile.m, tile.n), strict=True)
+            for axis, at in zip(AXES, tile.lanes, strict=True)
         }
 
 
@@ -239,16 +292,17 @@ def run_lanes(
     invariants: Sequence[Any],
 ) -> tuple[Tensor, ...]:
     """The lane program on every lane of a tile: results have the shape [b, h, q_idx, kv_idx]."""
-    varies = [(name,) if name in AXES else AXES for name in program.lanes] + list(program.guards)
-    shape = [lanes[axis].numel() for axis in AXES]
-    guards = [_reduce_to(live, axes, shape, lanes["b"].device) for axes in program.guards]
+    guards = [_guard(live, axes, lanes["b"].device) for axes in program.guards]
+    varies = [(name,) if name in AXES else AXES for name in program.lanes] + [axes for _, axes in guards]
     fixed = (None,) * (len(captures) + len(invariants))
     function = program.lane
     for axis in reversed(AXES):
         in_dims = tuple(0 if axis in axes else None for axes in varies) + fixed
         function = torch.vmap(function, in_dims=in_dims)
     with _vmap_allowed():
-        return function(*(lanes[name] for name in program.lanes), *guards, *captures, *invariants)
+        return function(
+            *(lanes[name] for name in program.lanes), *(flags for flags, _ in guards), *captures, *invariants
+        )
 
 
 _VMAP_KEYS = (
@@ -268,20 +322,37 @@ def _vmap_allowed() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def _reduce_to(live: Tensor | None, axes: Sequence[str], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Whether any lane is live, for each position along `axes`."""
+def _guard(live: Tensor | None, axes: Sequence[str], device: torch.device) -> tuple[Tensor, tuple[str, ...]]:
+    """Whether any lane is live at each position along `axes`, and those of `axes` along which that varies."""
     if live is None:
-        return torch.ones([n for n, axis in zip(shape, AXES, strict=True) if axis in axes], dtype=torch.bool, device=device)
-    live = live.expand(shape)
-    for dim in reversed([dim for dim, axis in enumerate(AXES) if axis not in axes]):
-        live = live.any(dim)
-    return live
+        return torch.ones((), dtype=torch.bool, device=device), ()
+    varies = [axis in axes and live.size(dim) > 1 for dim, axis in enumerate(AXES)]
+    for dim in reversed(range(len(AXES))):
+        if not varies[dim]:
+            live = live.any(dim)
+    return live, tuple(axis for axis, kept in zip(AXES, varies, strict=True) if kept)
+
+
+def _unexpanded(lanes: Tensor) -> Tensor:
+    """Without the repetition that vmap gives a result along axes it does not depend on."""
+    for dim in range(len(AXES)):
+        if lanes.stride(dim) == 0:
+            lanes = lanes.narrow(dim, 0, 1)
+    return lanes
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    # A sum is not finite if any element is not; where finite ones overflow, the careful way is taken in vain.
+    sums = [tensor.sum(dtype=score_dtype(tensor.dtype)) for tensor in tensors]
+    return bool(torch.stack(sums).isfinite().all())
 
 
 class _Accumulators:
     """Sums what lanes contribute to captured tensors; the order of additions is fixed on CPU."""
 
-    def __init__(self, joint: LaneProgram, captures: Sequence[Tensor], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, joint: LaneProgram, captures: Sequence[Tensor], dtype: torch.dtype, device: torch.device
+    ):
         self.joint, self.captures = joint, captures
         self.invariants = joint.prologue(*captures)
         self.sums: list[Tensor | None] = []
@@ -308,7 +379,9 @@ class _Accumulators:
                 self.sums[i] = total if self.sums[i] is None else self.sums[i] + total
         return d_raw.to(raw.dtype)
 
-    def _scatter(self, i: int, leaf: Leaf, indices: Sequence[Tensor], value: Tensor, live: Tensor | None) -> None:
+    def _scatter(
+        self, i: int, leaf: Leaf, indices: Sequence[Tensor], value: Tensor, live: Tensor | None
+    ) -> None:
         still = [dim for dim, axis in enumerate(AXES) if axis not in leaf.axes]
         if still:
             value = value.sum(still, keepdim=True)
@@ -316,17 +389,20 @@ class _Accumulators:
         for index, size in zip(indices, self.shapes[i], strict=True):
             for dim in still:
                 index = index.narrow(dim, 0, 1)
-            index = index.to(torch.int64)
+            index = _unexpanded(index).to(torch.int64)
             flat = flat * size + torch.where(index < 0, index + size, index)
         if live is not None:
             flat = torch.where(live.any(still, keepdim=True) if still else live, flat, 0)
-        self.sums[i].index_add_(0, flat.expand(value.shape).reshape(-1), value.reshape(-1).to(self.sums[i].dtype))
+        self.sums[i].index_add_(
+            0, flat.expand(value.shape).reshape(-1), value.reshape(-1).to(self.sums[i].dtype)
+        )
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        sums = [
-            None if total is None else total.view(shape)
-            for total, shape in zip(self.sums, self.shapes, strict=True)
-        ]
+        if None in self.sums:  # no lane is live anywhere
+            given = zip(self.joint.gradients, self.captures, strict=True)
+            return tuple(torch.zeros_like(capture) if wanted else None for wanted, capture in given)
+        leaves = zip(self.joint.leaves, self.sums, self.shapes, strict=True)
+        sums = [total.view(shape) if leaf.indices else total for leaf, total, shape in leaves]
         grads = self.joint.epilogue(*sums, *self.captures, *self.invariants)
         return tuple(
             None if grad is None else grad.to(capture.dtype).expand(capture.shape).contiguous()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
     def _call_function(self, tx, args, kwargs):
         query, key, value, schedule, score_mod, mask_mod, scale, options = args[:8]
-        score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES)
-        mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES)
+        # A graph that was traced before has its captures among the arguments already.
+        given_score, given_mask = (captures.items for captures in args[8:]) if args[8:] else ((), ())
+        score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES, given_score)
+        mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES, given_mask)
         lists = _with_static_block_sizes(tx, schedule)
         call = (
             *(arg.as_proxy() for arg in (query, key, value, lists)),
@@ -51,7 +54,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         proxy = tx.output.create_proxy("call_function", self.value, args=call, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
-    def _subgraph(self, tx, query, mod, name, lanes) -> tuple[Any, tuple]:
+    def _subgraph(self, tx, query, mod, name, lanes, given) -> tuple[Any, tuple]:
         if mod.is_python_constant() and mod.as_python_constant() is None:
             return None, ()
         lane_args = self._lane_args(tx, query, lanes)
@@ -60,7 +63,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                 (result, _), graph, lifted = speculate_subgraph(
                     tx,
                     mod,
-                    lane_args,
+                    [*lane_args, *given],
                     {},
                     description=f"flex_attention's {name}",
                     source_target=self.value,
@@ -72,7 +75,8 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             errors.check_mod_result(name, _example_of(result))
         except errors.FlexError as error:
             self._refuse(str(error))
-        captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, lifted, len(lanes)))
+        outer = [*(capture.as_proxy() for capture in given), *lifted]
+        captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, outer, len(lanes)))
         module = fx.GraphModule(tx.output.nn_modules, graph)
         return make_attr(tx, tx.output.install_subgraph(name, module)), captures
 
@@ -129,11 +133,11 @@ def _float_to_tensor(tx: Any, query: Any, value: Any) -> Any:
     return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
 
 
-def _drop_unused(graph: fx.Graph, lifted: Any, lanes: int) -> tuple:
+def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:
     """Captures that the mod turned out not to read, such as a query of which it only used the length."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     kept = []
-    for placeholder, outer in zip(placeholders, lifted, strict=True):
+    for placeholder, outer in zip(placeholders, captures, strict=True):
         if placeholder.users:
             kept.append(outer)
         else:
@@ -156,7 +160,9 @@ class AttentionBackwardVariable(TorchHigherOrderOperatorVariable):
         if isinstance(arg, (ListVariable, TupleVariable)):
             return arg.python_type()(self._to_proxy(tx, item) for item in arg.items)
         if isinstance(module := getattr(arg, "value", None), torch.nn.Module):
-            node = make_attr(tx, tx.output.install_subgraph("graph", module))
+            known = (name for name, other in tx.output.nn_modules.items() if other is module)
+            name = next(known, None) or tx.output.install_subgraph("graph", module)
+            node = make_attr(tx, name)
             node.node.meta["example_value"] = module
             return node
         return arg.as_proxy()

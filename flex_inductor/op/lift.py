@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -25,88 +27,97 @@ from .tracing import LaneIndexing, apart_from_surrounding_trace, example_lanes
 class LiftedMod:
     """A mod as a function of its lanes and of the tensors it captures."""
 
-    def __init__(self, mod: Callable, captures: Sequence[Tensor], names: Sequence[str]):
+    def __init__(self, mod: Callable, captures: Sequence[Tensor]):
         self.mod = mod
-        self.names = tuple(names)
         self._ids = [id(capture) for capture in captures]
         self._kept_alive = tuple(captures)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the mod's author calls the captures."""
+        known = dict(_names_in(self.mod))
+        return tuple(known.get(capture, f"capture_{i}") for i, capture in enumerate(self._ids))
 
     def __call__(self, *args: Any) -> Tensor:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
         given = dict(zip(self._ids, captures, strict=True))
-        with _Substitute(given):
-            return _with_cells(self.mod, given)(*lanes)
+        with _Exchange(lambda tensor: given.get(id(tensor), tensor)):
+            return self.mod(*lanes)
 
 
-class _Substitute(TorchFunctionMode):
-    """Hands `given[id(tensor)]` to every torch function that is called with `tensor`."""
+class _Exchange(TorchFunctionMode):
+    """Torch functions called inside get `instead_of(tensor)` for every tensor they are called with."""
 
-    def __init__(self, given: dict[int, Any]):
+    def __init__(self, instead_of: Callable[[Tensor], Any]):
         super().__init__()
-        self.given = given
+        self.instead_of = instead_of
+        self.thread = threading.get_ident()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
-        args, kwargs = tree_map_only(Tensor, lambda t: self.given.get(id(t), t), (args, kwargs or {}))
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __enter__(self) -> Any:
+        _apply_lock.acquire()
+        self.torchs_apply = Function.__dict__["apply"]
 
-class _Record(TorchFunctionMode):
-    """Collects the tensors that reach torch functions without being made by one."""
+        def apply(function, *args, **kwargs):
+            if threading.get_ident() == self.thread:
+                args = tree_map_only(Tensor, self.instead_of, args)
+            return self.torchs_apply.__func__(function, *args, **kwargs)
 
-    def __init__(self, fake_mode: FakeTensorMode, made: Sequence[Tensor]):
-        super().__init__()
+        # No torch function sees the tensors that autograd.Function.apply takes.
+        Function.apply = classmethod(apply)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        Function.apply = self.torchs_apply
+        _apply_lock.release()
+
+
+_apply_lock = threading.RLock()
+
+
+class _Record(_Exchange):
+    """Collects the tensors that are computed with and that nothing inside has made."""
+
+    def __init__(self, fake_mode: FakeTensorMode, query: Tensor, made: Sequence[Tensor]):
+        super().__init__(self.capture)
         self.fake_mode = fake_mode
+        self.device = query.device
         self.made = {id(tensor): tensor for tensor in made}
         self.captures: dict[int, Tensor] = {}
         self.stand_ins: dict[int, Tensor] = {}
 
+    def capture(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self.made:
+            return tensor
+        self.captures[id(tensor)] = tensor
+        return self.stand_in(tensor)
+
     def stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self.made:
             return tensor
-        if id(tensor) not in self.captures:
-            self.captures[id(tensor)] = tensor
+        if id(tensor) not in self.stand_ins:
             with temporarily_clear_interpreter_stack(), self.fake_mode:
+                # On the query's device, so that a capture that is elsewhere can be named in an error.
                 self.stand_ins[id(tensor)] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
         return self.stand_ins[id(tensor)]
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
-        args, kwargs = tree_map_only(Tensor, self.stand_in, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                self.made[id(tensor)] = tensor
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(
+            *tree_map_only(Tensor, self.stand_in, args), **tree_map_only(Tensor, self.stand_in, kwargs)
+        )
+        made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        # Whoever asks for a shape or a dtype computes with no tensor; `t[i] = x` gives None and does.
+        if made or result is None:
+            tree_map_only(Tensor, self.capture, (args, kwargs))
+        self.made.update((id(tensor), tensor) for tensor in made)
         return result
-
-
-def _with_cells(mod: Any, given: dict[int, Any], seen: tuple = ()) -> Any:
-    """`mod` with captured tensors in its closure, and in closures it calls, replaced.
-
-    torch.autograd.Function.apply takes its tensors without any torch function seeing them.
-    """
-    if isinstance(mod, functools.partial):
-        args = [given.get(id(a), a) if isinstance(a, Tensor) else a for a in mod.args]
-        keywords = {k: given.get(id(a), a) if isinstance(a, Tensor) else a for k, a in mod.keywords.items()}
-        return functools.partial(_with_cells(mod.func, given, seen), *args, **keywords)
-    if not isinstance(mod, types.FunctionType) or mod.__closure__ is None or mod in seen:
-        return mod
-
-    def replaced(cell: types.CellType) -> types.CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            return cell
-        if isinstance(content, Tensor):
-            return types.CellType(given.get(id(content), content))
-        if isinstance(content, (types.FunctionType, functools.partial)):
-            return types.CellType(_with_cells(content, given, (*seen, mod)))
-        return cell
-
-    closure = tuple(replaced(cell) for cell in mod.__closure__)
-    copy = types.FunctionType(mod.__code__, mod.__globals__, mod.__name__, mod.__defaults__, closure)
-    copy.__kwdefaults__ = mod.__kwdefaults__
-    return copy
 
 
 def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple[Tensor, ...]]:
@@ -115,54 +126,51 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             lanes = example_lanes(query, lane_names)
-        record = _Record(fake_mode, lanes)
+        record = _Record(fake_mode, query, lanes)
         with fake_mode, LaneIndexing(), record:
-            _with_cells(mod, _ClosureStandIns(record))(*lanes)
+            mod(*lanes)
     captures = tuple(record.captures.values())
-    known = dict(_named_tensors(mod))
-    names = [known.get(id(capture), f"capture_{i}") for i, capture in enumerate(captures)]
-    return LiftedMod(mod, captures, names), captures
+    return LiftedMod(mod, captures), captures
 
 
-class _ClosureStandIns(dict):
-    """Closure tensors seen by `_with_cells`, recorded when the mod is rebuilt."""
-
-    def __init__(self, record: _Record):
-        super().__init__()
-        self.record = record
-
-    def get(self, key, default=None):
-        return self.record.stand_in(default)
-
-
-def _named_tensors(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
-    """Pairs of (id, name) for the tensors that `mod` reaches by a name a person would know."""
-    if mod in seen:
+def _names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
+    """Pairs of (id, name) for the tensors that `mod` reaches by a name."""
+    if any(mod is other for other in seen):
         return
     seen = (*seen, mod)
     if isinstance(mod, functools.partial):
-        yield from _named_tensors(mod.func, seen)
+        yield from _names_in(mod.func, seen)
         for i, argument in enumerate(mod.args):
-            yield id(argument), f"partial argument {i}"
+            yield from _names_of(f"partial argument {i}", argument)
         for name, argument in mod.keywords.items():
-            yield id(argument), name
+            yield from _names_of(name, argument)
     elif isinstance(mod, types.MethodType):
-        yield from ((id(value), f"self.{name}") for name, value in _attributes(mod.__self__))
-        yield from _named_tensors(mod.__func__, seen)
+        yield from _names_of("self", mod.__self__)
+        yield from _names_in(mod.__func__, seen)
     elif isinstance(mod, types.FunctionType):
-        inner = inspect.getclosurevars(mod)
-        for name, value in {**inner.globals, **inner.nonlocals}.items():
-            yield id(value), name
-            if isinstance(value, torch.nn.Module):
-                yield from ((id(attribute), f"{name}.{at}") for at, attribute in _attributes(value))
-            elif isinstance(value, (types.FunctionType, functools.partial)):
-                yield from _named_tensors(value, seen)
-    elif callable(mod):
-        yield from ((id(value), f"self.{name}") for name, value in _attributes(mod))
+        variables = inspect.getclosurevars(mod)
+        defaults = {name: p.default for name, p in inspect.signature(mod).parameters.items()}
+        for name, value in {**variables.globals, **variables.nonlocals, **defaults}.items():
+            yield from _names_of(name, value)
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                yield from _names_in(value, seen)
+    else:
+        yield from _names_of("self", mod)
 
 
-def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(owner, torch.nn.Module):
-        yield from owner.named_parameters()
-        yield from owner.named_buffers()
-    yield from getattr(owner, "__dict__", {}).items()
+def _names_of(name: str, value: Any) -> Iterator[tuple[int, str]]:
+    """The same for a variable: a tensor, a container of tensors, or an object that has some."""
+    if isinstance(value, Tensor):
+        yield id(value), name
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _names_of(f"{name}[{i}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _names_of(f"{name}[{key!r}]", item)
+    elif not isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, torch.nn.Module):
+            yield from ((id(p), f"{name}.{at}") for at, p in (*value.named_parameters(), *value.named_buffers()))
+        for at, attribute in getattr(value, "__dict__", {}).items():
+            if isinstance(attribute, Tensor):
+                yield id(attribute), f"{name}.{at}"

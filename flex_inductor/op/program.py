@@ -93,8 +93,11 @@ class LaneProgram(NamedTuple):
     lanes: tuple[str, ...]
     guards: tuple[tuple[str, ...], ...]  # one `live` argument for each: the axes along which it varies
     leaves: tuple[Leaf, ...]
+    gradients: tuple[bool, ...]  # which captures the epilogue gives a gradient for
     prologue: fx.GraphModule | Callable  # (*captures) -> invariants
-    lane: fx.GraphModule | Callable  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
+    lane: (
+        fx.GraphModule | Callable
+    )  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
     epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
 
     def to_text(self) -> str:
@@ -102,6 +105,7 @@ class LaneProgram(NamedTuple):
             "lanes": self.lanes,
             "guards": self.guards,
             "leaves": self.leaves,
+            "gradients": self.gradients,
             **{part: _code_of(getattr(self, part)) for part in ("prologue", "lane", "epilogue")},
         }
         return json.dumps(data)
@@ -113,7 +117,7 @@ class LaneProgram(NamedTuple):
         leaves = tuple(Leaf(tuple(s), tuple(i), n, tuple(axes)) for s, i, n, axes in data["leaves"])
         guards = tuple(tuple(axes) for axes in data["guards"])
         parts = [_function_from(data[part]) for part in ("prologue", "lane", "epilogue")]
-        return LaneProgram(tuple(data["lanes"]), guards, leaves, *parts)
+        return LaneProgram(tuple(data["lanes"]), guards, leaves, tuple(data["gradients"]), *parts)
 
 
 def split(module: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:
@@ -151,6 +155,7 @@ class _Splitter:
             self.lane_names,
             guards,
             tuple(self._leaf(node) for node in self.leaf_nodes),
+            tuple(gradient is not None for gradient in self.outputs[1:]),
             self._prologue(),
             self._lane(guards),
             self._epilogue(),
@@ -186,10 +191,9 @@ class _Splitter:
 
     def _accumulate(self, node: fx.Node, leaves: list[fx.Node], accumulated: set[fx.Node]) -> bool:
         """Whether `node`, summed over lanes, is a linear map of sums of leaves: find those leaves."""
-        if (scatter := _scatter(node)) and not any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
-            if all(n.meta["val"].dim() == 0 for n in (scatter.value, *scatter.indices)):
-                leaves.append(node)
-                return True
+        if self._lane_scatter(node):
+            leaves.append(node)
+            return True
         if node.meta["val"].dim() == 0 and not self._comes_from_scatter(node):
             leaves.append(node)
             return True
@@ -215,8 +219,16 @@ class _Splitter:
                 stack.extend(current.all_input_nodes)
         return False
 
+    def _lane_scatter(self, node: fx.Node) -> _Scatter | None:
+        """The parts of `node` if each lane adds one number into a tensor whose shape does not depend on it."""
+        scatter = _scatter(node)
+        if scatter is None or any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
+            return None
+        scalar = all(n.meta["val"].dim() == 0 for n in (scatter.value, *scatter.indices))
+        return scatter if scalar and len(scatter.shape) == len(scatter.indices) else None
+
     def _leaf_parts(self, node: fx.Node) -> tuple[list[Any], list[fx.Node], fx.Node]:
-        shape, indices, value = _scatter(node) or ([], [], node)
+        shape, indices, value = self._lane_scatter(node) or ([], [], node)
         # A contribution is rounded to the capture's dtype after they are summed, not before.
         while value.target is aten._to_copy.default and _narrows(value.args[0], value):
             value = value.args[0]
@@ -301,10 +313,13 @@ class _Splitter:
         return self._module(graph, self._copy(graph, given, self.outputs[1:]))
 
     def _loads(self) -> list[fx.Node]:
+        """What looks up by lane indices, and the scatters that stay within a lane."""
         return [
             node
             for node in self.graph.nodes
-            if node.target is aten.index.Tensor and any(self._is_lane(n) for n in _nodes_in(node.args[1]))
+            if node.target in (aten.index.Tensor, aten.index_put.default)
+            and node not in self.leaf_nodes
+            and any(self._is_lane(n) for n in _nodes_in(node.args[1]))
         ]
 
     def _load_axes(self, node: fx.Node) -> tuple[str, ...]:
@@ -327,7 +342,7 @@ class _Splitter:
                     else index
                     for index in load.args[1]
                 ]
-            load.args = (load.args[0], indices)
+            load.args = (load.args[0], indices, *load.args[2:])
 
 
 def _guard_name(axes: Sequence[str]) -> str:
@@ -387,7 +402,11 @@ def _normalize(graph: fx.Graph) -> None:
     for node in graph.nodes:
         node.target = _SAME_AS.get(node.target, node.target)
         if node.target is torch.ops.prims.convert_element_type.default:
-            node.target, node.kwargs, node.args = aten._to_copy.default, {"dtype": node.args[1]}, node.args[:1]
+            node.target, node.kwargs, node.args = (
+                aten._to_copy.default,
+                {"dtype": node.args[1]},
+                node.args[:1],
+            )
 
 
 def _compose_indexing(graph: fx.Graph) -> None:
@@ -397,9 +416,28 @@ def _compose_indexing(graph: fx.Graph) -> None:
             indices = [*inner.args[1], *node.args[1]]
             if all(isinstance(i, fx.Node) and i.meta["val"].dim() == 0 for i in indices):
                 node.args = (inner.args[0], indices)
-        elif (outer := _scatter(node)) and (inner := _scatter(outer.value)):
-            node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+        else:
+            _compose_scatter(graph, node)
     graph.eliminate_dead_code()
+
+
+def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    outer = _scatter(node)
+    if outer is None:
+        return
+    if inner := _scatter(outer.value):
+        node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+    elif outer.value.target is aten.add.Tensor and not outer.value.kwargs:  # row[i] + row[j], with row = t[h]
+        with graph.inserting_before(node):
+            parts = [
+                graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args
+            ]
+            total = graph.call_function(aten.add.Tensor, tuple(parts))
+        for new in (*parts, total):
+            new.meta = dict(node.meta)
+        for part in parts:
+            _compose_scatter(graph, part)
+        node.replace_all_uses_with(total)
 
 
 def _code_of(module: fx.GraphModule) -> dict[str, Any]:

@@ -43,20 +43,26 @@ class BlockMap:
     def __init__(self, lists: BlockLists):
         self.q_block, self.kv_block = lists.q_block, lists.kv_block
         self.visited = _dense(lists.kv_num_blocks, lists.kv_indices)
-        self.full = None
-        if lists.full_kv_num_blocks is not None:
+        if lists.full_kv_num_blocks is None:
+            self.full = torch.zeros_like(self.visited)
+        else:
             self.full = _dense(lists.full_kv_num_blocks, lists.full_kv_indices)
             self.visited = self.visited | self.full
-        self._on_host = self.visited.cpu()
+        self._visited_on_host, self._full_on_host = self.visited.cpu(), self.full.cpu()
 
-    def visits(self, b: slice, h: slice, m: slice, n: slice) -> bool:
+    def visits_any(self, b: slice, h: slice, m: slice, n: slice) -> bool:
         """Whether any block in the tile is visited."""
-        return bool(self._blocks(self._on_host, b, h, m, n).any())
+        return bool(self._blocks(self._visited_on_host, b, h, m, n).any())
 
-    def tokens(self, b: slice, h: slice, m: slice, n: slice) -> tuple[Tensor, Tensor | None]:
+    def visits_all(self, b: slice, h: slice, m: slice, n: slice) -> bool:
+        return bool(self._blocks(self._visited_on_host, b, h, m, n).all())
+
+    def all_full(self, b: slice, h: slice, m: slice, n: slice) -> bool:
+        return bool(self._blocks(self._full_on_host, b, h, m, n).all())
+
+    def lanes(self, b: slice, h: slice, m: slice, n: slice) -> tuple[Tensor, Tensor]:
         """Flags for each lane of a tile: in a visited block, and in a full one."""
-        visited = self._lanes(self.visited, b, h, m, n)
-        return visited, None if self.full is None else self._lanes(self.full, b, h, m, n)
+        return self._lanes(self.visited, b, h, m, n), self._lanes(self.full, b, h, m, n)
 
     def _blocks(self, flags: Tensor, b: slice, h: slice, m: slice, n: slice) -> Tensor:
         return _broadcast(flags, b, h)[
@@ -66,9 +72,12 @@ class BlockMap:
         ]
 
     def _lanes(self, flags: Tensor, b: slice, h: slice, m: slice, n: slice) -> Tensor:
-        rows = torch.arange(m.start, m.stop, device=flags.device) // self.q_block
-        columns = torch.arange(n.start, n.stop, device=flags.device) // self.kv_block
-        return _broadcast(flags, b, h)[..., rows, :][..., columns]
+        blocks = self._blocks(flags, b, h, m, n)
+        rows, columns = blocks.shape[2:]
+        lanes = blocks[..., :, None, :, None].expand(-1, -1, -1, self.q_block, -1, self.kv_block)
+        lanes = lanes.reshape(*blocks.shape[:2], rows * self.q_block, columns * self.kv_block)
+        first_row, first_column = m.start % self.q_block, n.start % self.kv_block
+        return lanes.narrow(2, first_row, m.stop - m.start).narrow(3, first_column, n.stop - n.start)
 
 
 def _broadcast(flags: Tensor, b: slice, h: slice) -> Tensor:

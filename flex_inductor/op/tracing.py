@@ -6,6 +6,7 @@ A mod is a function of one *lane*, that is of one score: 0-d tensors in, one 0-d
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import disable_functional_mode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import errors
+from .lookups import as_indexing
 
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
@@ -44,18 +46,21 @@ def is_lane_index(index: Any) -> bool:
 class LaneIndexing(TorchFunctionMode):
     """Lets a mod index a captured tensor by 0-d tensors without turning them into Python numbers."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.__getitem__:
-            key = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            tensor, key, *value = args
+            key = key if isinstance(key, tuple) else (key,)
             if any(is_lane_index(index) for index in key):
-                return _index_by_lanes(args[0], key)
+                return _index_by_lanes(tensor, key, *value)
         if func in (torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip):
             return _clamp(*args, **kwargs)
-        return func(*args, **kwargs)
+        found = as_indexing(func, args, kwargs)
+        return func(*args, **kwargs) if found is None else found
 
 
-def _index_by_lanes(tensor: Tensor, key: tuple) -> Tensor:
+def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
+    """`tensor[key]`, or `tensor[key] = value`."""
     if Ellipsis in [index for index in key if not isinstance(index, Tensor)]:
         at = next(i for i, index in enumerate(key) if index is Ellipsis)
         named = sum(index is not None for index in key) - 1
@@ -66,7 +71,11 @@ def _index_by_lanes(tensor: Tensor, key: tuple) -> Tensor:
     dims = [dim for dim, index in enumerate(surviving) if is_lane_index(index)]
     if dims != list(range(len(dims))):
         tensor = tensor.permute(*dims, *(dim for dim in range(tensor.dim()) if dim not in dims))
-    return torch.ops.aten.index.Tensor(tensor, [surviving[dim] for dim in dims])
+    indices = [surviving[dim] for dim in dims]
+    if value:
+        filler = torch.as_tensor(value[0], dtype=tensor.dtype, device=tensor.device)
+        return torch.ops.aten.index_put_(tensor, indices, filler)
+    return torch.ops.aten.index.Tensor(tensor, indices)
 
 
 def _clamp(tensor, min=None, max=None):
@@ -78,11 +87,12 @@ def _clamp(tensor, min=None, max=None):
 
 @contextlib.contextmanager
 def apart_from_surrounding_trace() -> Iterator[None]:
-    """Nothing around (a trace, functionalization, functorch, autocast) sees what happens inside."""
+    """Nothing around (a trace, functionalization, any mode, functorch, autocast) sees what happens inside."""
     with (
         suspend_functionalization(),
-        disable_functional_mode(),
-        disable_proxy_modes_tracing(),
+        _disable_current_modes(),
+        _plain_saved_tensors(),
+        _plain_backward(),
         temporarily_clear_interpreter_stack(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
@@ -91,11 +101,25 @@ def apart_from_surrounding_trace() -> Iterator[None]:
         yield
 
 
+def _plain_saved_tensors() -> Any:
+    """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _plain_backward() -> Any:
+    """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return contextlib.nullcontext() if compiled_autograd is None else compiled_autograd._disable()
+
+
 def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
     """One 0-d tensor for each lane argument, with the dtypes the kernels use."""
     floats = score_dtype(like.dtype)
     return [
-        torch.zeros((), dtype=floats if "score" in name else INDEX_DTYPE, device=like.device) for name in names
+        torch.zeros((), dtype=floats if "score" in name else INDEX_DTYPE, device=like.device)
+        for name in names
     ]
 
 
@@ -103,7 +127,9 @@ def _fake_like(capture: Any, fake_mode: FakeTensorMode) -> Any:
     if not isinstance(capture, Tensor):
         return capture
     with fake_mode:
-        return torch.empty_strided(capture.size(), capture.stride(), dtype=capture.dtype, device=capture.device)
+        return torch.empty_strided(
+            capture.size(), capture.stride(), dtype=capture.dtype, device=capture.device
+        )
 
 
 def trace_mod(mod: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
@@ -132,12 +158,10 @@ def trace_joint(
                 capture.detach().requires_grad_() if want else capture
                 for capture, want in zip(captures, wanted, strict=True)
             ]
-            new_score = score_mod(score, b, h, q_idx, kv_idx, *captures)
+            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *captures)
             sources = [score, *(c for c, want in zip(captures, wanted, strict=True) if want)]
             if new_score.requires_grad:
-                grads = torch.autograd.grad(
-                    new_score, sources, grad.to(new_score.dtype), allow_unused=True
-                )
+                grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
             else:
                 grads = (None,) * len(sources)
         d_score = torch.zeros_like(score) if grads[0] is None else grads[0]
@@ -156,46 +180,71 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
         args += [_fake_like(capture, fake_mode) for capture in captures]
         with fake_mode:
             module = make_fx(fn)(*args)
-    return tidy(module)
+        return _tidy(module, len(lanes))
 
 
-def tidy(module: fx.GraphModule) -> fx.GraphModule:
-    """Drop what tracing leaves behind: detaches, and 0-d constants kept as attributes."""
+_COPIES = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh_copy.default,
+)
+
+
+def _is_inplace(target: Any) -> bool:
+    """Whether `target` is the in-place form of a pointwise op, such as add_."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return target._schema.is_mutable and target._schema.name.endswith("_")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _tidy(module: fx.GraphModule, lanes: int) -> fx.GraphModule:
+    """Drop what tracing leaves behind: copies, 0-d constants kept as attributes, writes to a lane's own values."""
     graph = module.graph
+    captures = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     for node in list(graph.nodes):
-        if node.target in (
-            torch.ops.aten.detach.default,
-            torch.ops.aten.alias.default,
-            torch.ops.aten.lift_fresh_copy.default,
+        if node.target in _COPIES or (
+            node.target is torch.ops.aten.clone.default and _is_number(node.meta["val"])
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "get_attr" and isinstance(constant := getattr(module, node.target), Tensor):
-            if constant.dim() == 0:
-                with graph.inserting_before(node):
-                    literal = graph.call_function(
-                        torch.ops.aten.full.default,
-                        ([], constant.item()),
-                        {"dtype": constant.dtype, "device": constant.device},
-                    )
-                node.replace_all_uses_with(literal)
-                graph.erase_node(node)
+        elif node.op == "get_attr" and _is_number(constant := getattr(module, node.target)):
+            with graph.inserting_before(node):
+                literal = graph.call_function(
+                    torch.ops.aten.full.default,
+                    ([], constant.item()),
+                    {"dtype": constant.dtype, "device": constant.device},
+                )
+            node.replace_all_uses_with(literal)
+            graph.erase_node(node)
+        elif _is_inplace(node.target) and _storage_of(node.args[0]) not in captures:
+            packet = getattr(torch.ops.aten, node.target._schema.name.removeprefix("aten::")[:-1])
+            node.target = getattr(packet, node.target._overloadname)
     graph.eliminate_dead_code()
     module.recompile()
     return module
 
 
-def refuse_mutation(name: str, module: fx.GraphModule, capture_names: Sequence[str], lanes: int) -> None:
-    """A captured tensor is read by every lane in any order, so a mod must not write to it."""
-    named = dict(zip([n for n in module.graph.nodes if n.op == "placeholder"][lanes:], capture_names, strict=True))
+def written_placeholder(module: fx.GraphModule) -> tuple[int, str] | None:
+    """The first placeholder that the graph writes to, by position, and the op that does.
+
+    In-place operations on what a lane computes itself are gone from a traced graph.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        arguments = node.target._schema.arguments
+        given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+        for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                source = _storage_of(value)
-                if source in named:
-                    raise errors.capture_mutated(name, named[source], str(node.target))
+                storage = _storage_of(given.get(argument.name))
+                if storage in placeholders:
+                    return placeholders.index(storage), str(node.target)
+    return None
 
 
 def _storage_of(node: Any) -> Any:

@@ -1,0 +1,42 @@
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+
+bin := $(VENV)/bin
+
+.PHONY: help demo test test-all test-2.11 lint clean
+
+help:
+	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo: $(VENV)/.ready  ## train a small transformer on the CPU
+	$(bin)/python examples/train_demo.py
+	@echo "flex_inductor: demo finished"
+
+test: $(VENV)/.ready  ## the tests, without the long matrix
+	$(bin)/python -m pytest -n 2 -m "not slow and not gpu"
+	@echo "flex_inductor: tests passed"
+
+test-all: $(VENV)/.ready  ## the tests, with the long matrix
+	$(bin)/python -m pytest -n 2 -m "not gpu"
+	@echo "flex_inductor: all tests passed"
+
+test-2.11:  ## the tests in an environment with torch 2.11
+	@$(MAKE) --no-print-directory test VENV=.venv-2.11 CONSTRAINTS=constraints-2.11.txt
+
+lint: $(VENV)/.ready  ## formatting, rules and types
+	$(bin)/python -m ruff format --check .
+	$(bin)/python -m ruff check .
+	rm -rf build/mypy && mkdir -p build/mypy/flex_inductor
+	ln -s $(addprefix ../../../,$(wildcard flex_inductor/*) lowerings templates tools) build/mypy/flex_inductor
+	$(bin)/python -m mypy
+	@echo "flex_inductor: lint passed"
+
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,lint,draw]'
+	touch $@
+
+clean:  ## remove environments, builds and caches
+	rm -rf .venv .venv-2.11 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,55 @@
+"""What FlopCounterMode counts: the matrix products, two forward and five backward, over visited blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import _FlopCounterMode, flop_registry
+
+from .hop import AttentionCall, BackwardCall, attention, attention_backward
+from .schedule import BlockLists, BlockMap
+
+
+def _forward_flops(*args: Any, out_val: Any = None) -> int:
+    """Scores and output."""
+    call = AttentionCall(*args)
+    return 2 * _visited_lanes(call) * (call.query.size(-1) + call.value.size(-1))
+
+
+def _backward_flops(*args: Any, out_val: Any = None) -> int:
+    """Scores again, d query and d key along the head dim of queries; d value and d scores along that of values."""
+    call = BackwardCall(*args)
+    return 2 * _visited_lanes(call) * (3 * call.query.size(-1) + 2 * call.value.size(-1))
+
+
+def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
+    batch, heads, queries, _ = call.query.shape
+    lanes = batch * heads * queries * call.key.size(2)
+    lists = BlockLists.of(call.schedule)
+    if lists is None or not _has_values(lists.kv_num_blocks):
+        return lanes
+    blocks = BlockMap(lists)
+    rows = _tokens_in_blocks(queries, blocks.q_block, blocks.visited.size(2))
+    columns = _tokens_in_blocks(call.key.size(2), blocks.kv_block, blocks.visited.size(3))
+    visited = (blocks.visited.cpu() * rows.unsqueeze(-1) * columns).sum()
+    return int(visited) * (batch // blocks.visited.size(0)) * (heads // blocks.visited.size(1))
+
+
+def _tokens_in_blocks(length: int, block: int, blocks: int) -> Tensor:
+    """How many tokens each block holds: the last may be short."""
+    return (length - torch.arange(blocks) * block).clamp(max=block)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+
+
+def _count(op: Any, mode: _FlopCounterMode, *args: Any) -> Any:
+    return mode.counter._count_flops(op, op(*args), args, {})
+
+
+for _op, _flops in ((attention, _forward_flops), (attention_backward, _backward_flops)):
+    flop_registry[_op] = _flops
+    _op.py_impl(_FlopCounterMode)(lambda mode, *args, op=_op: _count(op, mode, *args))

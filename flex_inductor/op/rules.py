@@ -1,0 +1,128 @@
+"""What the ops do eagerly, and how tracers, fake tensors, functionalization and checkpointing see them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._higher_order_ops.utils import redirect_to_mode, reenter_make_fx, register_fake
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    set_original_aten_op,
+    track_tensor_tree,
+)
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from . import chunked
+from .chunked_ops import wanted_gradients
+from .hop import AttentionCall, BackwardCall, attention, attention_backward, lane_graph, mark_checked, prepare
+from .layout import empty_like_layout
+from .program import split
+from .schedule import BlockLists, BlockMap
+from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes
+
+
+def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
+    """Both mods, ready for the chunked route."""
+    guarded = call.mask_mod is not None or bool(call.schedule)
+    score = mask = None
+    if call.score_mod is not None:
+        graph = lane_graph(call.score_mod, "score_mod", call.query, call.score_captures)
+        score = split(graph, SCORE_LANES, guarded=guarded)
+    if call.mask_mod is not None:
+        graph = lane_graph(call.mask_mod, "mask_mod", call.query, call.mask_captures)
+        mask = split(graph, MASK_LANES, guarded=guarded)
+    return chunked.Mods(score, mask, call.score_captures, call.mask_captures)
+
+
+def _block_map(schedule: tuple) -> BlockMap | None:
+    lists = BlockLists.of(schedule)
+    return None if lists is None else BlockMap(lists)
+
+
+@attention.py_impl(DispatchKey.CompositeExplicitAutograd)
+@torch.no_grad()
+def _eager(*args):
+    call = prepare(AttentionCall(*args))
+    return chunked.forward(
+        call.query, call.key, call.value, _block_map(call.schedule), programs(call), call.scale
+    )
+
+
+@attention_backward.py_impl(DispatchKey.CompositeExplicitAutograd)
+@torch.no_grad()
+def _eager_backward(*args):
+    call = BackwardCall(*args)
+    mods = programs(call)
+    guarded = call.mask_mod is not None or bool(call.schedule)
+    joint = None if call.joint is None else split(call.joint, JOINT_LANES, guarded=guarded)
+    return chunked.backward(
+        call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse,
+        _block_map(call.schedule), mods, joint, call.scale, [name in call.options["wants"] for name in "qkv"],
+    )  # fmt: skip
+
+
+def _functionalize(op: HigherOrderOperator, ctx, *args):
+    with ctx.redispatch_to_next():
+        return ctx.wrap_tensors(op(*ctx.unwrap_tensors(args)))
+
+
+@register_fake(attention)
+def _fake(*args):
+    call = AttentionCall(*args)
+    return chunked.empty_outputs(call.query, call.value)
+
+
+@register_fake(attention_backward)
+def _fake_backward(*args):
+    call = BackwardCall(*args)
+    grads = [
+        empty_like_layout(tensor, tensor.shape) if name in call.options["wants"] else None
+        for name, tensor in zip("qkv", (call.query, call.key, call.value), strict=True)
+    ]
+    captured = tuple(
+        torch.empty(capture.shape, dtype=capture.dtype, device=capture.device) if wanted else None
+        for capture, wanted in zip(
+            call.score_captures, wanted_gradients(call.joint, len(call.score_captures)), strict=True
+        )
+    )
+    return grads[0], grads[1], grads[2], captured
+
+
+_GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}
+
+
+def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, *args):
+    call = layout(*args)
+    example = op(*call)
+    graphs: dict[str, Any] = {}
+    for field, lanes in _GRAPH_FIELDS.items():
+        mod = getattr(call, field, None)
+        if mod is None:
+            continue
+        captures = call.mask_captures if field == "mask_mod" else call.score_captures
+        with disable_proxy_modes_tracing():
+            lanes = example_lanes(call.query, lanes)
+        with LaneIndexing():
+            graph = mark_checked(reenter_make_fx(mod)(*lanes, *captures))
+        name = mode.tracer.get_fresh_qualname(field)
+        mode.tracer.root.register_module(name, graph)
+        graphs[field] = graph
+    traced = call._replace(**graphs)
+    proxies = tree_map(mode.tracer.unwrap_proxy, tuple(traced))
+    with set_original_aten_op(op):
+        proxy = mode.tracer.create_proxy("call_function", op, proxies, {})
+    return track_tensor_tree(example, proxy, constant=None, tracer=mode.tracer)
+
+
+for _op, _layout in zip((attention, attention_backward), (AttentionCall, BackwardCall), strict=True):
+    _op.py_functionalize_impl(functools.partial(_functionalize, _op))
+    _op.py_impl(ProxyTorchDispatchMode)(functools.partial(_proxy, _op, _layout))
+
+redirect_to_mode(attention, _CachingTorchDispatchMode)
+redirect_to_mode(attention, _CachedTorchDispatchMode)

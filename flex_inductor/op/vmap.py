@@ -1,0 +1,180 @@
+"""torch.func.vmap: the vmapped dimension becomes part of the batch.
+
+With N examples of batch B, lane `b` runs over N * B: it is row `b % B` of example `b // B`. Tensors of
+the call are laid out so, and mods are wrapped so that they see their own example's captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .chunked_ops import wanted_gradients
+from .hop import AttentionCall, BackwardCall, WrappedMod, capture_names, lane_graph
+from .tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES, trace_mod
+
+aten = torch.ops.aten
+
+
+def fold_forward(
+    call: AttentionCall, joint: fx.GraphModule | None, dims: AttentionCall, examples: int
+) -> tuple[AttentionCall, fx.GraphModule | None, Callable[[Tensor], Tensor]]:
+    """The call on all examples at once, its joint graph, and what separates an output into examples."""
+    fold = _Fold(examples, call.query, dims.query)
+    score = _FoldedMod(fold, call.score_captures, dims.score_captures)
+    mask = _FoldedMod(fold, call.mask_captures, dims.mask_captures)
+    query = fold.tensor(call.query, dims.query)
+    folded = call._replace(
+        query=query,
+        key=fold.tensor(call.key, dims.key),
+        value=fold.tensor(call.value, dims.value),
+        schedule=fold.schedule(call.schedule, dims.schedule),
+        score_mod=score.graph(call.score_mod, "score_mod", query),
+        mask_mod=mask.graph(call.mask_mod, "mask_mod", query),
+        score_captures=score.captures,
+        mask_captures=mask.captures,
+    )
+    return folded, score.joint(joint, query), fold.separate
+
+
+def fold_backward(
+    call: BackwardCall, dims: BackwardCall, examples: int
+) -> tuple[BackwardCall, Callable[[Sequence[Any]], tuple]]:
+    """The backward call on all examples at once, and what separates its gradients into examples."""
+    fold = _Fold(examples, call.query, dims.query)
+    wanted = wanted_gradients(call.joint, len(call.score_captures))
+    score = _FoldedMod(fold, call.score_captures, dims.score_captures, separate=wanted)
+    mask = _FoldedMod(fold, call.mask_captures, dims.mask_captures)
+    tensors = {
+        name: fold.tensor(getattr(call, name), getattr(dims, name))
+        for name in ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
+    }
+    query = tensors["query"]
+    folded = call._replace(
+        **tensors,
+        schedule=fold.schedule(call.schedule, dims.schedule),
+        score_mod=score.graph(call.score_mod, "score_mod", query),
+        joint=score.joint(call.joint, query),
+        mask_mod=mask.graph(call.mask_mod, "mask_mod", query),
+        score_captures=score.captures,
+        mask_captures=mask.captures,
+    )
+
+    def separate(grads: Sequence[Any]) -> tuple:
+        *d_qkv, d_captures = grads
+        inputs = zip(
+            d_qkv, (call.query, call.key, call.value), (dims.query, dims.key, dims.value), strict=True
+        )
+        d_qkv = [fold.gradient(grad, tensor, dim) for grad, tensor, dim in inputs]
+        return *d_qkv, *d_captures[: len(call.score_captures)]
+
+    return folded, separate
+
+
+class _Fold:
+    """N examples of batch B as one batch of N * B."""
+
+    def __init__(self, examples: int, query: Tensor, query_dim: int | None):
+        self.examples = examples
+        self.batch = _examples_first(query, query_dim, examples).size(1)
+        self.device = query.device
+
+    def tensor(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        """[N, B or 1, ...], with N at `dim` or absent, as [N * B, ...]."""
+        if tensor is None:
+            return None
+        tensor = _examples_first(tensor, dim, self.examples)
+        rest = tensor.shape[2:]
+        return tensor.expand(self.examples, self.batch, *rest).reshape(self.examples * self.batch, *rest)
+
+    def separate(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (self.examples, self.batch))
+
+    def gradient(self, grad: Tensor | None, tensor: Tensor, dim: int | None) -> Tensor | None:
+        """The gradient of `tensor` for each example, from that of `self.tensor(tensor, dim)`."""
+        if grad is None:
+            return None
+        grad = self.separate(grad)
+        shared = _examples_first(tensor, dim, self.examples).size(1) != self.batch
+        return grad.sum(1, keepdim=True) if shared else grad
+
+    def schedule(self, schedule: tuple, dims: tuple) -> tuple:
+        if all(t.size(0) == 1 for t in schedule[2:] if t is not None) and not any(
+            d is not None for d in dims
+        ):
+            return schedule  # the same for every example and batch
+        lists = (self.tensor(tensor, dim) for tensor, dim in zip(schedule[2:], dims[2:], strict=True))
+        return (*schedule[:2], *lists)
+
+
+class _FoldedMod:
+    """The captures of a mod, those that differ between examples as [N, ...], and its graphs on them."""
+
+    def __init__(
+        self,
+        fold: _Fold,
+        captures: Sequence[Tensor],
+        dims: Sequence[int | None],
+        separate: Sequence[bool] = (),
+    ):
+        separate = separate or [False] * len(captures)
+        self.per_example = [dim is not None or sep for dim, sep in zip(dims, separate, strict=True)]
+        self.captures = tuple(
+            _examples_first(capture, dim, fold.examples) if per_example else capture
+            for capture, dim, per_example in zip(captures, dims, self.per_example, strict=True)
+        )
+        self.batch = fold.batch
+        if isinstance(self.batch, torch.SymInt):  # graphs hold no sizes that change from call to call
+            self.captures += (torch.scalar_tensor(self.batch, dtype=torch.int64, device=fold.device),)
+
+    def graph(self, mod: Callable | None, field: str, query: Tensor) -> fx.GraphModule | None:
+        if mod is None:
+            return None
+        names = SCORE_LANES if field == "score_mod" else MASK_LANES
+
+        def folded(*args):
+            lanes, captures, _ = self._of_one_example(names, args)
+            return mod(*lanes, *captures)
+
+        capture_count = len(self.per_example)
+        wrapped = WrappedMod(folded, (*capture_names(mod, capture_count), "batch")[: len(self.captures)])
+        return lane_graph(wrapped, field, query, self.captures)
+
+    def joint(self, joint: fx.GraphModule | None, query: Tensor) -> fx.GraphModule | None:
+        if joint is None:
+            return None
+
+        def folded(*args):
+            lanes, captures, example = self._of_one_example(JOINT_LANES, args)
+            d_score, *grads = joint(*lanes, *captures)
+            grads += [None] * (len(self.captures) - len(grads))
+            given = args[len(JOINT_LANES) :]
+            per_example = (*self.per_example, False)[: len(given)]
+            return d_score, *(
+                aten.index_put(capture.new_zeros(capture.shape), [example], grad, True)
+                if grad is not None and per_example
+                else grad
+                for capture, grad, per_example in zip(given, grads, per_example, strict=True)
+            )
+
+        return trace_mod(folded, JOINT_LANES, query, self.captures)
+
+    def _of_one_example(self, names: Sequence[str], args: Sequence[Tensor]) -> tuple[list, list, Tensor]:
+        """The lanes and captures that the example of a lane has to itself, and which example that is."""
+        lanes, captures = list(args[: len(names)]), args[len(names) :]
+        batch = captures[-1] if isinstance(self.batch, torch.SymInt) else self.batch
+        b = names.index("b")
+        example = (lanes[b] // batch).to(INDEX_DTYPE)
+        lanes[b] = (lanes[b] % batch).to(INDEX_DTYPE)
+        own = [
+            aten.index(capture, [example]) if per_example else capture
+            for capture, per_example in zip(captures, self.per_example, strict=False)
+        ]
+        return lanes, own, example
+
+
+def _examples_first(tensor: Tensor, dim: int | None, examples: int) -> Tensor:
+    return tensor.expand(examples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

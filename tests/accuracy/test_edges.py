@@ -1,0 +1,298 @@
+"""Corner cases of meaning: what must not crash, what must not leak, what must be refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from flex_inductor import BlockMask, create_block_mask, flex_attention
+from flex_inductor.backend import flex_inductor
+from flex_inductor.op import chunked
+from tests.support import Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
+
+SMALL = Sizes(batch=1, heads=2, kv_heads=2, queries=24, keys=24, head_dim=8, value_dim=8)
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def compiled(request):
+    if request.param == "eager":
+        yield lambda attend: attend
+        return
+    torch._dynamo.reset()
+    yield lambda attend: torch.compile(attend, backend=flex_inductor, fullgraph=True)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles each way, some of them fully masked."""
+    monkeypatch.setattr(chunked, "MAX_CHUNK_KEYS", 7)
+    monkeypatch.setattr(chunked, "MAX_CHUNK_QUERIES", 10)
+
+
+def mask_of(mask_mod, sizes=SMALL, block=8) -> BlockMask:
+    return create_block_mask(mask_mod, None, None, sizes.queries, sizes.keys, device="cpu", BLOCK_SIZE=block)
+
+
+def normal(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def test_masked_lanes_may_hold_any_index(compiled):
+    """Lanes above the diagonal read far behind the end of `bias`, forward and backward."""
+    bias = normal(SMALL.queries)
+
+    def unsafe(bias):
+        return lambda score, b, h, q_idx, kv_idx: (
+            score + bias[torch.where(q_idx >= kv_idx, q_idx - kv_idx, 10**6)]
+        )
+
+    def safe(bias):
+        return lambda score, b, h, q_idx, kv_idx: score + bias[(q_idx - kv_idx).clamp(min=0)]
+
+    judge(
+        compiled(attention_of(unsafe)), dense_of(safe), SMALL.inputs(torch.float64), [bias], mask_of(causal)
+    )
+
+
+def test_mask_mod_reads_only_where_its_block_is_visited(compiled):
+    """`visible` is too short for keys from 16 on, in blocks that are either whole or not visited."""
+    visible = torch.arange(16) % 3 != 0
+    counts, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.tensor([1, 0, 2], dtype=torch.int32)
+    full = torch.tensor([2, 0, 1], dtype=torch.int32)
+
+    def mask_with(mask_mod):
+        row = (1, 1, 3, 3)
+        return BlockMask.from_kv_blocks(
+            counts, indices.expand(row), counts, full.expand(row), BLOCK_SIZE=8, mask_mod=mask_mod
+        )
+
+    unsafe = mask_with(lambda b, h, q_idx, kv_idx: visible[kv_idx])
+    safe = mask_with(lambda b, h, q_idx, kv_idx: visible[kv_idx.clamp(max=15)])
+    inputs = SMALL.inputs(torch.float64)
+    gold = run(dense_of(None), inputs, (), safe)
+    ours = run(compiled(attention_of(None)), inputs, (), unsafe)
+    assert_accurate(ours.named(), gold.named(), gold.named(), torch.float64)
+
+
+def test_empty_captures_in_a_fully_masked_call(compiled):
+    nothing = torch.zeros(0, dtype=torch.float64)
+    never = mask_of(lambda b, h, q_idx, kv_idx: q_idx < -1)
+
+    def build(bias):
+        return lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
+
+    ours = run(compiled(attention_of(build)), SMALL.inputs(torch.float64), [nothing], never)
+    assert (ours.out == 0).all() and (ours.lse == -math.inf).all() and (ours.d_query == 0).all()
+    assert ours.d_captures[0].shape == (0,)
+
+
+def test_live_out_of_range_raises(compiled):
+    def build(bias):
+        return lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
+
+    with pytest.raises(IndexError, match=r"out of (bounds|range)"):
+        compiled(attention_of(build))(*SMALL.inputs(torch.float32), (torch.zeros(SMALL.keys - 1),), None)
+    with pytest.raises(IndexError, match=r"out of (bounds|range)"):
+        inputs = SMALL.inputs(torch.float32)
+        compiled(attention_of(build))(*inputs, (torch.zeros(SMALL.keys - 1),), mask_of(causal))
+
+
+def test_negative_indices_wrap(compiled):
+    def wrapping(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[-1 - h, kv_idx - q_idx]
+
+    def plain(table):
+        size = table.size(1)
+        return lambda score, b, h, q_idx, kv_idx: score + table[1 - h, (kv_idx - q_idx + size) % size]
+
+    table = normal(2, 2 * SMALL.keys)
+    judge(compiled(attention_of(wrapping)), dense_of(plain), SMALL.inputs(torch.float64), [table])
+
+
+LOOKUPS = {
+    "embedding": lambda table, i: F.embedding(i, table.unsqueeze(1)).squeeze(-1),
+    "embedding with padding": lambda table, i: F.embedding(i, table.unsqueeze(1), padding_idx=3)[0],
+    "gather": lambda table, i: table.gather(0, i.long().reshape(1)).squeeze(0),
+    "gather in two dimensions": lambda table, i: torch.gather(
+        table.reshape(2, -1), 1, i.long().reshape(1, 1) // 2
+    ).reshape(()),
+    "take": lambda table, i: torch.take(table, i.long()),
+    "index_select": lambda table, i: table.index_select(0, i)[0],
+    "take of two": lambda table, i: table.take(torch.stack([i, i // 2]).long()).sum(),
+}
+INDEXED = {
+    "embedding": lambda table, i: table[i],
+    "embedding with padding": lambda table, i: torch.where(i == 3, table.detach()[i], table[i]),
+    "gather": lambda table, i: table[i],
+    "gather in two dimensions": lambda table, i: table[i // 2],
+    "take": lambda table, i: table[i],
+    "index_select": lambda table, i: table[i],
+    "take of two": lambda table, i: table[i] + table[i // 2],
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_other_ways_to_look_up(name):
+    """They give what indexing gives, and are guarded as it is."""
+
+    def unsafe(table):
+        def mod(score, b, h, q_idx, kv_idx):
+            return score + LOOKUPS[name](table, torch.where(q_idx >= kv_idx, q_idx - kv_idx, 10**6))
+
+        return mod
+
+    def safe(table):
+        return lambda score, b, h, q_idx, kv_idx: score + INDEXED[name](table, (q_idx - kv_idx).clamp(min=0))
+
+    inputs, table = SMALL.inputs(torch.float64), normal(SMALL.keys)
+    judge(attention_of(unsafe), dense_of(safe), inputs, [table], mask_of(causal))
+
+
+def test_other_ways_to_look_up_compiled():
+    torch._dynamo.reset()
+
+    def unsafe(table):
+        def mod(score, b, h, q_idx, kv_idx):
+            i = torch.where(q_idx >= kv_idx, q_idx - kv_idx, 10**6)
+            return score + F.embedding(i, table.unsqueeze(1)).squeeze(-1) * torch.take(table, i.long())
+
+        return mod
+
+    def safe(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[(q_idx - kv_idx).clamp(min=0)] ** 2
+
+    compiled = torch.compile(attention_of(unsafe), backend=flex_inductor, fullgraph=True)
+    inputs, table = SMALL.inputs(torch.float64), normal(SMALL.keys)
+    judge(compiled, dense_of(safe), inputs, [table], mask_of(causal))
+
+
+def rows_with_nan(tensor) -> set[int]:
+    return set(tensor.isnan().any(-1).any(0).any(0).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "where, out, d_query, d_key, d_value",
+    [
+        ("query", {9}, {9}, range(10), range(10)),
+        # A NaN key or value reaches the queries that attend it, and through their gradients what they attend.
+        ("key", range(9, 24), range(9, 24), range(24), range(24)),
+        ("value", range(9, 24), range(9, 24), range(24), ()),
+        ("upstream", (), {9}, range(10), range(10)),
+    ],
+)
+def test_nan_stays_where_it_belongs(where, out, d_query, d_key, d_value):
+    """Causal: query 9 attends keys 0 to 9, and key 9 is attended by queries from 9 on."""
+    inputs = dict(zip(("query", "key", "value"), SMALL.inputs(torch.float64), strict=True))
+    inputs["upstream"] = torch.ones_like(inputs["value"])
+    inputs[where][:, :, 9] = math.nan
+    *inputs, upstream = inputs.values()
+    inputs = [t.requires_grad_() for t in inputs]
+    result = flex_attention(*inputs, block_mask=mask_of(causal))
+    grads = torch.autograd.grad(result, inputs, upstream)
+    got = [rows_with_nan(t) for t in (result, *grads)]
+    assert got == [set(rows) for rows in (out, d_query, d_key, d_value)]
+
+
+def test_garbage_behind_the_mask_changes_nothing():
+    """NaN and infinity in keys, values and queries that no live lane touches."""
+    inputs = SMALL.inputs(torch.float64)
+    short = mask_of(lambda b, h, q_idx, kv_idx: (q_idx < 18) & (kv_idx < 18))
+    garbage = [t.clone() for t in inputs]
+    for t in garbage:
+        t[:, :, 18:21] = math.nan
+        t[:, :, 21:] = -math.inf
+    clean, dirty = (run(attention_of(None), given, (), short) for given in (inputs, garbage))
+    for name, want in clean.named().items():
+        assert torch.equal(dirty.named()[name], want), name
+
+
+def test_infinite_values_reach_the_rows_that_attend_them():
+    inputs = SMALL.inputs(torch.float64)
+    inputs[2][:, :, 9] = math.inf
+    inputs[2][:, :, 12] = -math.inf
+    out = flex_attention(*inputs, block_mask=mask_of(causal))
+    assert out[:, :, :9].isfinite().all()
+    assert (out[:, :, 9:12] == math.inf).all()
+    assert out[:, :, 12:].isnan().all()
+
+
+def test_infinite_score():
+    """A score of +inf makes its row NaN, as softmax does, and no other row."""
+    inputs = [t.requires_grad_() for t in SMALL.inputs(torch.float64)]
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.where((q_idx == 3) & (kv_idx == 1), math.inf, score)
+
+    out = flex_attention(*inputs, mod, mask_of(causal))
+    assert rows_with_nan(out) == {3}
+    d_query, _, _ = torch.autograd.grad(out.sum(), inputs)
+    assert rows_with_nan(d_query) == {3}
+
+
+def assert_dead(result, rows, keys):
+    """Nothing comes out of `rows` and nothing goes back into `keys`."""
+    assert (result.out[:, :, rows] == 0).all()
+    assert (result.lse[:, :, rows] == -math.inf).all() and (result.max_scores[:, :, rows] == -math.inf).all()
+    assert (result.d_query[:, :, rows] == 0).all()
+    assert (result.d_key[:, :, keys] == 0).all() and (result.d_value[:, :, keys] == 0).all()
+
+
+def test_row_that_score_mod_kills(compiled):
+    def build(bias):
+        def mod(score, b, h, q_idx, kv_idx):
+            return torch.where((q_idx < 5) | (kv_idx >= 20), -math.inf, score + bias[q_idx])
+
+        return mod
+
+    inputs, bias = SMALL.inputs(torch.float64), normal(SMALL.queries)
+    result = judge(compiled(attention_of(build)), dense_of(build), inputs, [bias])
+    assert_dead(result, slice(0, 5), slice(20, None))
+    assert (result.d_captures[0][:5] == 0).all()
+
+
+def test_rows_that_the_mask_kills(compiled):
+    mask = mask_of(lambda b, h, q_idx, kv_idx: (q_idx >= 5) & (kv_idx < 20))
+
+    def build(bias):
+        return lambda score, b, h, q_idx, kv_idx: score * bias[q_idx]
+
+    inputs, bias = SMALL.inputs(torch.float64), normal(SMALL.queries)
+    result = judge(compiled(attention_of(build)), dense_of(build), inputs, [bias], mask)
+    assert_dead(result, slice(0, 5), slice(20, None))
+    assert (result.d_captures[0][:5] == 0).all()
+
+
+def test_gradient_of_lse_alone(compiled):
+    attend = compiled(attention_of(None))
+    inputs = [t.requires_grad_() for t in SMALL.inputs(torch.float64)]
+    grads, gold = (
+        torch.autograd.grad(f(*inputs, (), mask_of(causal))[1].square().sum(), inputs[:2])
+        for f in (attend, dense_of(None))
+    )
+    for got, want in zip(grads, gold, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SMALL._replace(batch=0, kv_batch=0),
+        SMALL._replace(queries=0),
+        SMALL._replace(keys=0),
+        SMALL._replace(queries=0, keys=0),
+        SMALL._replace(batch=0, kv_batch=1),
+    ],
+    ids=["B", "S", "KV", "S and KV", "B but not KV's"],
+)
+def test_zero_lengths(sizes, compiled):
+    def build(bias):
+        return lambda score, b, h, q_idx, kv_idx: score + bias.exp() * h
+
+    ours = run(compiled(attention_of(build)), sizes.inputs(torch.float32), [torch.tensor(0.5)], None)
+    assert ours.out.shape == (sizes.batch, sizes.heads, sizes.queries, sizes.value_dim)
+    assert (ours.out == 0).all() and (ours.lse == -math.inf).all()
+    for grad in (*ours[3:6], ours.d_captures[0]):
+        assert (grad == 0).all()

@@ -1,0 +1,18 @@
+import os
+import tempfile
+
+import pytest
+import torch
+
+# xdist's controller comes here before its workers start, so they inherit the folder and share it.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    _inductor_cache = tempfile.TemporaryDirectory(prefix="flex_inductor-tests-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
+
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

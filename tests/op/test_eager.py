@@ -1,0 +1,209 @@
+"""A call without any compile: whatever a mod captures, and however, gets its gradient."""
+
+import functools
+
+import pytest
+import torch
+from op.calls import check, close, draw, parameter, qkv
+
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.op.lift import lift
+from flex_inductor.op.tracing import SCORE_LANES
+
+GLOBAL_BIAS = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
+
+
+class Bias(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(draw(2, 6))
+        self.register_buffer("distance", torch.arange(6).abs())
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.table[h, self.distance[q_idx]] * kv_idx
+
+    forward = score_mod
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the product, with a gradient of its own that says so: it is three times as large."""
+
+    @staticmethod
+    def forward(ctx, score, factor):
+        ctx.save_for_backward(score, factor)
+        return 2 * score * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        score, factor = ctx.saved_tensors
+        return 3 * grad * factor, 3 * grad * score
+
+
+def by_closure():
+    bias = parameter(6, 6)
+    return (lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx]), [bias]
+
+
+def by_global():
+    return (lambda score, b, h, q_idx, kv_idx: score + GLOBAL_BIAS[q_idx] * GLOBAL_BIAS[kv_idx]), [
+        GLOBAL_BIAS
+    ]
+
+
+def by_module_attribute():
+    bias = Bias()
+    return (lambda score, b, h, q_idx, kv_idx: score + bias.table[h, kv_idx]), [bias.table]
+
+
+def by_bound_method():
+    bias = Bias()
+    return bias.score_mod, [bias.table]
+
+
+def by_callable_module():
+    bias = Bias()
+    return bias, [bias.table]
+
+
+def by_partial():
+    def score_mod(score, b, h, q_idx, kv_idx, slopes, factor):
+        return score * factor + slopes[h] * (q_idx - kv_idx)
+
+    slopes = parameter(2)
+    return functools.partial(score_mod, slopes=slopes, factor=0.5), [slopes]
+
+
+def by_inner_function():
+    slopes = parameter(2)
+
+    def distance(h, q_idx, kv_idx):
+        return slopes[h] * (q_idx - kv_idx)
+
+    return (lambda score, b, h, q_idx, kv_idx: score + distance(h, q_idx, kv_idx)), [slopes]
+
+
+def by_default_argument():
+    slopes = parameter(2)
+
+    def score_mod(score, b, h, q_idx, kv_idx, slopes=slopes):
+        return score + slopes[h] * kv_idx
+
+    return score_mod, [slopes]
+
+
+def by_list():
+    rows = [parameter(6), parameter(6)]
+    return (lambda score, b, h, q_idx, kv_idx: score + rows[0][q_idx] * rows[1][kv_idx]), rows
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        by_closure, by_global, by_module_attribute, by_bound_method, by_callable_module, by_partial,
+        by_inner_function, by_default_argument, by_list,
+    ],
+)  # fmt: skip
+def test_captures_get_gradients(make):
+    score_mod, captures = make()
+    check(lambda q, k, v: flex_attention(q, k, v, score_mod), qkv(), captures, score_mod)
+
+
+class ScaledModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        return Doubled.apply(score, self.factor)
+
+
+def custom_function_by_closure():
+    factor = parameter()
+    return (lambda score, b, h, q_idx, kv_idx: Doubled.apply(score, factor)), factor
+
+
+def custom_function_by_module():
+    module = ScaledModule()
+    return module, module.factor
+
+
+@pytest.mark.parametrize("make", [custom_function_by_closure, custom_function_by_module])
+def test_custom_backward_is_used(make):
+    score_mod, factor = make()
+    q, k, v = qkv()
+    grads = torch.autograd.grad(flex_attention(q, k, v, score_mod).sin().sum(), (q, k, v, factor))
+    honest = flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: 2 * score * factor)
+    d_q, d_k, d_v, d_factor = torch.autograd.grad(honest.sin().sum(), (q, k, v, factor))
+    close(grads, (1.5 * d_q, 1.5 * d_k, d_v, 1.5 * d_factor))
+
+
+def test_apply_is_as_it_was():
+    before = torch.autograd.Function.__dict__["apply"]
+    score_mod, _ = custom_function_by_closure()
+    flex_attention(*qkv(), score_mod)
+
+    def fails(score, b, h, q_idx, kv_idx):
+        raise RuntimeError("from the mod")
+
+    with pytest.raises(RuntimeError, match="from the mod"):
+        flex_attention(*qkv(), fails)
+    assert torch.autograd.Function.__dict__["apply"] is before
+
+
+def test_only_what_is_computed_with_is_captured():
+    q, _, _ = qkv()
+    unused, bias = parameter(3), parameter(6)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        _ = unused
+        return score + bias[kv_idx] / q.shape[2] + q.size(0)
+
+    lifted, captures = lift(score_mod, SCORE_LANES, q)
+    assert [id(c) for c in captures] == [id(bias)]
+    assert lifted.names == ("bias",)
+
+
+def test_captures_keep_the_names_a_person_gave_them():
+    bias, slopes = Bias(), parameter(2)
+
+    def score_mod(score, b, h, q_idx, kv_idx, factor):
+        return score * factor + slopes[h] + bias.table[h, kv_idx] + GLOBAL_BIAS[q_idx]
+
+    q, _, _ = qkv()
+    lifted, _ = lift(functools.partial(score_mod, factor=parameter()), SCORE_LANES, q)
+    assert lifted.names == ("factor", "slopes", "bias.table", "GLOBAL_BIAS")
+    assert lift(bias, SCORE_LANES, q)[0].names == ("self.distance", "self.table")
+    assert lift(bias.score_mod, SCORE_LANES, q)[0].names == ("self.distance", "self.table")
+    tables = {"near": [bias.table]}
+    lifted, _ = lift(lambda score, b, h, q_idx, kv_idx: score + tables["near"][0][h, q_idx], SCORE_LANES, q)
+    assert lifted.names == ("tables['near'][0]",)
+
+
+def test_one_tensor_in_both_mods():
+    gate, limit = parameter(6), torch.tensor(3)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * gate[kv_idx] + (q_idx > limit)
+
+    mask = create_block_mask(lambda b, h, q, kv: kv <= limit + q // 2, None, None, 6, 6, "cpu", BLOCK_SIZE=2)
+    check(lambda q, k, v: flex_attention(q, k, v, score_mod, mask), qkv(), [gate], score_mod, mask)
+
+
+def test_a_mod_may_change_its_own_values_in_place():
+    bias = parameter(6)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        score += bias[kv_idx]
+        score.mul_(2).clamp_(min=-1)
+        q_idx += 1
+        return score / q_idx
+
+    def out_of_place(score, b, h, q_idx, kv_idx):
+        return ((score + bias[kv_idx]) * 2).clamp(min=-1) / (q_idx + 1)
+
+    inputs = qkv()
+    ours, expected = (
+        torch.autograd.grad(flex_attention(*inputs, mod).sin().sum(), (*inputs, bias))
+        for mod in (score_mod, out_of_place)
+    )
+    close(ours, expected)

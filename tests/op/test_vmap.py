@@ -1,0 +1,180 @@
+"""torch.func.vmap folds its dimension into the batch: every example must get what it gets alone."""
+
+import pytest
+import torch
+from op.calls import close, draw, leaf
+from torch.func import grad, vmap
+
+from flex_inductor import AuxRequest, create_block_mask, flex_attention
+from flex_inductor.op import attention
+from flex_inductor.reference import reference
+
+EXAMPLES = 3
+
+
+def one_by_one(fn, in_dims, *args):
+    """What vmap(fn, in_dims) means."""
+    results = [
+        fn(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)))
+        for i in range(EXAMPLES)
+    ]
+    if isinstance(results[0], tuple):
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return torch.stack(results)
+
+
+def causal_mask(batch=None):
+    return create_block_mask(lambda b, h, q, kv: q >= kv, batch, None, 6, 6, device="cpu", BLOCK_SIZE=4)
+
+
+@pytest.mark.parametrize("q_dim, kv_dim", [(0, 0), (0, None), (None, 0), (2, 4), (-1, 1)])
+def test_query_key_and_value(q_dim, kv_dim):
+    def stacked(dim):
+        return draw(2, 2, 6, 4) if dim is None else draw(EXAMPLES, 2, 2, 6, 4).movedim(0, dim)
+
+    q, k, v = stacked(q_dim), stacked(kv_dim), stacked(kv_dim)
+    dims = (q_dim, kv_dim, kv_dim)
+    close(vmap(flex_attention, dims)(q, k, v), one_by_one(lambda *a: reference(*a)[0], dims, q, k, v))
+
+
+@pytest.mark.parametrize("kv_dim", [0, None])
+def test_key_and_value_of_batch_one(kv_dim):
+    q = draw(EXAMPLES, 2, 2, 6, 4)
+    k, v = (draw(*[EXAMPLES] * (kv_dim == 0), 1, 2, 6, 4) for _ in range(2))
+
+    def per_example(attend):
+        return grad(lambda q, k, v: attend(q, k, v).sin().sum(), (0, 1, 2))
+
+    dims = (0, kv_dim, kv_dim)
+    ours = vmap(per_example(flex_attention), dims)(q, k, v)
+    close(ours, one_by_one(per_example(lambda *a: reference(*a)[0]), dims, q, k, v))
+
+
+def test_lse_and_max_scores():
+    q, k, v = (draw(EXAMPLES, 2, 2, 6, 4) for _ in range(3))
+
+    def attend(q, k, v):
+        out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True, max_scores=True))
+        return out, aux.lse, aux.max_scores
+
+    close(vmap(attend)(q, k, v), one_by_one(reference, (0, 0, 0), q, k, v))
+
+
+def biased(attend):
+    """A loss with every kind of capture: shared and per example, scalar, table, and indices."""
+
+    def loss(q, k, v, slopes, table, temperature, rel):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            near = table[b, q_idx] + table[b, kv_idx]
+            return score * temperature + slopes[h] * (q_idx - kv_idx) + near + table[b, rel[q_idx, kv_idx]]
+
+        return attend(q, k, v, score_mod).sin().sum()
+
+    return loss
+
+
+def biased_inputs(capture_dim):
+    shared = capture_dim is None
+    lead = [] if shared else [EXAMPLES]
+    captures = [
+        draw(*lead, 2).movedim(0, 0 if shared else -1),
+        draw(*lead, 2, 6),
+        draw(*lead),
+        torch.randint(6, (6, 6)),
+    ]
+    dims = (0, 0, 0, None if shared else -1, capture_dim, capture_dim, None)
+    return [draw(EXAMPLES, 2, 2, 6, 4) for _ in range(3)] + captures, dims
+
+
+@pytest.mark.parametrize("capture_dim", [0, None])
+def test_captures(capture_dim):
+    args, dims = biased_inputs(capture_dim)
+    ours = vmap(biased(flex_attention), dims)(*args)
+    close(ours, one_by_one(biased(lambda *a: reference(*a)[0]), dims, *args))
+
+
+@pytest.mark.parametrize("capture_dim", [0, None])
+def test_gradients_of_each_example(capture_dim):
+    args, dims = biased_inputs(capture_dim)
+
+    def per_example(attend):
+        return grad(biased(attend), tuple(range(6)))
+
+    ours = vmap(per_example(flex_attention), dims)(*args)
+    close(ours, one_by_one(per_example(lambda *a: reference(*a)[0]), dims, *args))
+
+
+@pytest.mark.parametrize("capture_dim", [0, None])
+def test_gradient_of_all_examples(capture_dim):
+    args, dims = biased_inputs(capture_dim)
+
+    def total(attend):
+        return grad(lambda *a: vmap(biased(attend), dims)(*a).sum(), tuple(range(6)))
+
+    leaves = [leaf(a) if a.is_floating_point() else a for a in args]
+    expected = one_by_one(biased(lambda *a: reference(*a)[0]), dims, *leaves).sum()
+    close(total(flex_attention)(*args), torch.autograd.grad(expected, leaves[:6]))
+
+
+def test_autograd_through_vmap():
+    args, dims = biased_inputs(0)
+    leaves = [leaf(a) if a.is_floating_point() else a for a in args]
+    ours, expected = (
+        torch.autograd.grad(run(biased(attend), dims, leaves).sum(), leaves[:6])
+        for run, attend in (
+            (lambda fn, dims, a: vmap(fn, dims)(*a), flex_attention),
+            (lambda fn, dims, a: one_by_one(fn, dims, *a), lambda *a: reference(*a)[0]),
+        )
+    )
+    close(ours, expected)
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_block_mask_shared_by_examples(batch):
+    q, k, v = (draw(EXAMPLES, 2, 2, 6, 4) for _ in range(3))
+    mask = causal_mask(batch)
+
+    def per_example(attend):
+        return grad(lambda q, k, v: attend(q, k, v).sin().sum(), (0, 1, 2))
+
+    ours = vmap(per_example(lambda *a: flex_attention(*a, block_mask=mask)))(q, k, v)
+    expected = per_example(lambda *a: reference(*a, block_mask=mask)[0])
+    close(ours, one_by_one(expected, (0, 0, 0), q, k, v))
+
+
+def test_block_mask_of_each_example():
+    q, k, v = (draw(EXAMPLES, 2, 2, 8, 4) for _ in range(3))
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+
+    def same_document(documents):
+        return lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx]
+
+    masks = [create_block_mask(same_document(row), 2, None, 8, 8, "cpu", BLOCK_SIZE=4) for row in documents]
+    lists = [torch.stack(parts) for parts in zip(*(mask.as_tuple()[2:10] for mask in masks), strict=True)]
+
+    def attend(q, k, v, documents, *lists):
+        return attention(q, k, v, (4, 4, *lists), None, same_document(documents), 0.5, {})[0]
+
+    ours = vmap(attend)(q, k, v, documents, *lists)
+    expected = [reference(q[i], k[i], v[i], None, masks[i], 0.5)[0] for i in range(EXAMPLES)]
+    close(ours, torch.stack(expected))
+
+
+def test_nested():
+    q, k, v = (draw(2, EXAMPLES, 2, 2, 6, 4) for _ in range(3))
+    slopes, table = draw(2, 2), draw(EXAMPLES, 2, 6)
+
+    def loss(attend):
+        def of(q, k, v, slopes, table):
+            def score_mod(score, b, h, q_idx, kv_idx):
+                return score + slopes[h] * (q_idx - kv_idx) + table[b, q_idx]
+
+            return attend(q, k, v, score_mod).sin().sum()
+
+        return of
+
+    inner, outer = (0, 0, 0, None, 0), (0, 0, 0, 0, None)
+    ours = vmap(vmap(grad(loss(flex_attention), (0, 3, 4)), inner), outer)(q, k, v, slopes, table)
+    expected = grad(loss(lambda *a: reference(*a)[0]), (0, 3, 4))
+    rows = [one_by_one(expected, inner, q[i], k[i], v[i], slopes[i], table) for i in range(2)]
+    close(ours, tuple(torch.stack(parts) for parts in zip(*rows, strict=True)))

@@ -1,0 +1,311 @@
+"""The one judge of outputs and gradients, and the mods, masks and layouts that tests share as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flex_inductor import AuxRequest, BlockMask, create_block_mask, flex_attention
+from flex_inductor.op.tracing import score_dtype
+from flex_inductor.reference import reference
+
+# ---- The judge ------------------------------------------------------------------------------------
+
+# What is left to rounding beside the error of dense attention in the same dtype, in units of eps times
+# the largest magnitude in the fp64 result. The result itself may be rounded otherwise: one unit of its
+# dtype, two where a sum of such follows. Sums in fp32 or fp64 may run in another order: up to 7 units were
+# measured over the matrix, and up to 28 in gradients of captured tensors, where thousands of lanes add up
+# and mostly cancel, so that the sum is small beside what was summed. A dropped term, a wrong scale or an
+# accumulator of too few bits is orders of magnitude above.
+RESULT_ROUNDINGS = 2
+SUM_ROUNDINGS = 16
+CAPTURE_SUM_ROUNDINGS = 96
+
+
+class Result(NamedTuple):
+    """Everything one forward and backward gives."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    d_query: Tensor
+    d_key: Tensor
+    d_value: Tensor
+    d_captures: tuple[Tensor | None, ...]
+
+    def named(self) -> dict[str, Tensor]:
+        named = dict(zip(self._fields, self[:6], strict=False))
+        return named | {f"d_captures[{i}]": t for i, t in enumerate(self.d_captures) if t is not None}
+
+
+def attention_of(build: Callable | None, scale: float | None = None, attention: Callable = flex_attention):
+    """A function of tensors alone, to be called as it is or compiled: `build(*captures)` is the score_mod."""
+
+    def attend(query, key, value, captures, block_mask):
+        score_mod = None if build is None else build(*captures)
+        aux = AuxRequest(lse=True, max_scores=True)
+        out, aux = attention(query, key, value, score_mod, block_mask, scale, enable_gqa=True, return_aux=aux)
+        return out, aux.lse, aux.max_scores
+
+    return attend
+
+
+def dense_of(build: Callable | None, scale: float | None = None):
+    """The reference, called as `attention_of(...)` is."""
+
+    def attend(query, key, value, captures, block_mask):
+        return reference(query, key, value, None if build is None else build(*captures), block_mask, scale)
+
+    return attend
+
+
+def run(attend: Callable, inputs: Sequence[Tensor], captures: Sequence[Tensor], block_mask: Any) -> Result:
+    """Forward and backward with fixed pseudo-random upstream gradients of the output and of the lse."""
+    query, key, value = (t.detach().requires_grad_() for t in inputs)
+    captures = [c.detach().requires_grad_(c.is_floating_point()) for c in captures]
+    out, lse, max_scores = attend(query, key, value, tuple(captures), block_mask)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [
+        torch.randn(t.shape, dtype=torch.float64, generator=generator).to(query.dtype).to(t.dtype)
+        for t in (out, lse)
+    ]
+    wanted = [query, key, value, *(c for c in captures if c.requires_grad)]
+    # A row without live lanes has lse -inf; its gradient must vanish whatever comes from above.
+    grads = torch.autograd.grad((out, lse), wanted, upstream, allow_unused=True)
+    grads = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
+    found = iter(grads[3:])
+    d_captures = tuple(next(found) if c.requires_grad else None for c in captures)
+    return Result(out.detach(), lse.detach(), max_scores.detach(), *grads[:3], d_captures)
+
+
+def judge(
+    attend: Callable,
+    dense: Callable,
+    inputs: Sequence[Tensor],
+    captures: Sequence[Tensor] = (),
+    block_mask: BlockMask | None = None,
+) -> Result:
+    """Assert that `attend` is as right as dense attention in the same dtype, judged by fp64.
+
+    `inputs` (query, key, value) have the dtype and layout under test; floating captures are given to
+    all three in the values they have in that dtype.
+    """
+    dtype = inputs[0].dtype
+    captures = [c.to(dtype) if c.is_floating_point() else c for c in captures]
+    wide = [c.double() if c.is_floating_point() else c for c in captures]
+    gold = run(dense, [t.double() for t in inputs], wide, block_mask)
+    eager = run(dense, inputs, captures, block_mask)
+    ours = run(attend, inputs, captures, block_mask)
+    assert_accurate(ours.named(), eager.named(), gold.named(), dtype)
+    for name, like, got in zip("qkv", inputs, ours[3:6], strict=True):
+        assert got.dtype == like.dtype, f"gradient of {name}: {got.dtype} instead of {like.dtype}"
+    return ours
+
+
+def assert_accurate(
+    ours: dict[str, Tensor], eager: dict[str, Tensor], gold: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Each tensor's error against `gold` is within the error of `eager` plus rounding."""
+    assert ours.keys() == gold.keys()
+    wrong = []
+    for name, want in gold.items():
+        got = ours[name].double()
+        assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+        finite = want.isfinite()
+        # Infinities and NaN are exact answers: they must be where the gold has them, and nowhere else.
+        if not torch.equal(got[~finite].nan_to_num(0.5), want[~finite].nan_to_num(0.5)):
+            wrong.append(f"{name}: infinities or NaN differ")
+        if not got[finite].isfinite().all():
+            wrong.append(f"{name}: {(~got[finite].isfinite()).sum()} elements are not finite")
+            continue
+        if not finite.any():
+            continue
+        error = (got - want)[finite].abs().max().item()
+        eager_error = (eager[name].double() - want)[finite].abs().nan_to_num(0.0).max().item()
+        roundings = RESULT_ROUNDINGS * torch.finfo(ours[name].dtype).eps
+        sums = CAPTURE_SUM_ROUNDINGS if name.startswith("d_captures") else SUM_ROUNDINGS
+        roundings += sums * torch.finfo(score_dtype(dtype)).eps
+        rounding = roundings * want[finite].abs().max().item()
+        if error > eager_error + rounding:
+            wrong.append(f"{name}: error {error:.3g}, dense eager {eager_error:.3g}, rounding {rounding:.3g}")
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- Mods -----------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """The shape of one call."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    queries: int = 70
+    keys: int = 100
+    head_dim: int = 16
+    value_dim: int = 24
+    kv_batch: int | None = None  # as batch
+
+    def inputs(self, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        kv_batch = self.batch if self.kv_batch is None else self.kv_batch
+        shapes = (
+            (self.batch, self.heads, self.queries, self.head_dim),
+            (kv_batch, self.kv_heads, self.keys, self.head_dim),
+            (kv_batch, self.kv_heads, self.keys, self.value_dim),
+        )
+        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+class Mod(NamedTuple):
+    """A score_mod: what it captures for a given shape, and the function of one lane."""
+
+    captures: Callable[[Sizes], tuple[Tensor, ...]]
+    build: Callable | None
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _alibi(slopes):
+    return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
+
+
+def _softcap():
+    return lambda score, b, h, q_idx, kv_idx: 2.0 * torch.tanh(score / 2.0)
+
+
+def _relative_bias(bias):
+    middle = bias.size(0) // 2
+    return lambda score, b, h, q_idx, kv_idx: score + bias[q_idx - kv_idx + middle]
+
+
+def _bucketed_bias(table, bucket):
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, bucket[q_idx, kv_idx]]
+
+
+def _position_bias(bias):
+    return lambda score, b, h, q_idx, kv_idx: score + bias[q_idx] + bias[kv_idx]
+
+
+def _learned_temperature(temperature, gate):
+    return lambda score, b, h, q_idx, kv_idx: (
+        score * temperature.exp() + torch.sigmoid(gate[b, h, q_idx]) * score
+    )
+
+
+def _buckets(sizes: Sizes) -> Tensor:
+    return (torch.arange(sizes.queries)[:, None] - torch.arange(sizes.keys)).clamp(-3, 3) + 3
+
+
+MODS = {
+    "plain": Mod(lambda s: (), None),
+    "alibi": Mod(lambda s: (torch.linspace(0.01, 0.3, s.heads, dtype=torch.float64),), _alibi),
+    "softcap": Mod(lambda s: (), _softcap),
+    "relative_bias": Mod(lambda s: (_normal(2 * max(s.queries, s.keys) + 1),), _relative_bias),
+    "bucketed_bias": Mod(lambda s: (_normal(s.heads, 7), _buckets(s)), _bucketed_bias),
+    "position_bias": Mod(lambda s: (_normal(max(s.queries, s.keys)),), _position_bias),
+    "learned_temperature": Mod(
+        lambda s: (_normal() * 0.1, _normal(s.batch, s.heads, s.queries)), _learned_temperature
+    ),
+}
+
+
+# ---- Masks ----------------------------------------------------------------------------------------
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 20)
+
+
+def prefix(b, h, q_idx, kv_idx):
+    return (kv_idx < 9) | (q_idx >= kv_idx)
+
+
+def per_head(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx > 5 * h - 12
+
+
+def _document(sizes: Sizes):
+    document = torch.arange(max(sizes.queries, sizes.keys)) * 3 // max(sizes.queries, sizes.keys)
+    return lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]
+
+
+def _per_batch(sizes: Sizes):
+    lengths = torch.tensor([sizes.keys - sizes.keys // (2 + b) for b in range(sizes.batch)])
+    return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
+
+
+def _block_mask(mask_mod: Callable, sizes: Sizes, by_batch=False, by_head=False, block=32) -> BlockMask:
+    batch, heads = sizes.batch if by_batch else None, sizes.heads if by_head else None
+    return create_block_mask(
+        mask_mod, batch, heads, sizes.queries, sizes.keys, device="cpu", BLOCK_SIZE=block
+    )
+
+
+def _blocks_only(sizes: Sizes, block: int = 32) -> BlockMask:
+    """Every query block sees the first and the last KV block, whole: there is no mask_mod."""
+    rows, columns = -(-sizes.queries // block), -(-sizes.keys // block)
+    counts = torch.full((1, 1, rows), min(2, columns), dtype=torch.int32)
+    order = [columns - 1, *range(columns - 1)]
+    indices = torch.tensor(order, dtype=torch.int32).expand(1, 1, rows, columns).contiguous()
+    return BlockMask.from_kv_blocks(
+        counts, indices, BLOCK_SIZE=block, seq_lengths=(sizes.queries, sizes.keys)
+    )
+
+
+MASKS: dict[str, Callable[[Sizes], BlockMask | None]] = {
+    "none": lambda s: None,
+    "causal": lambda s: _block_mask(causal, s),
+    "sliding_window": lambda s: _block_mask(sliding_window, s, block=16),
+    "prefix": lambda s: _block_mask(prefix, s, block=(16, 64)),
+    "document": lambda s: _block_mask(_document(s), s),
+    "per_batch": lambda s: _block_mask(_per_batch(s), s, by_batch=True, block=(64, 16)),
+    "per_head": lambda s: _block_mask(per_head, s, by_head=True, block=128),
+    "blocks_only": _blocks_only,
+}
+
+
+# ---- Layouts: the same values, elsewhere in memory ------------------------------------------------
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _strided(t: Tensor) -> Tensor:
+    padded = t.new_full((t.size(0), t.size(1), 2 * t.size(2), t.size(3)), float("nan"))
+    padded[:, :, ::2] = t
+    return padded[:, :, ::2]
+
+
+def _head_dim_slice(t: Tensor) -> Tensor:
+    padded = t.new_full((*t.shape[:3], t.size(3) + 5), float("nan"))
+    padded[..., 2:-3] = t
+    return padded[..., 2:-3]
+
+
+def _head_dim_stride(t: Tensor) -> Tensor:
+    return t.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def _expanded(t: Tensor) -> Tensor:
+    return t[:, :1].contiguous().expand(t.shape)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "bshd": _transposed,
+    "strided": _strided,
+    "head_dim_slice": _head_dim_slice,
+    "head_dim_stride": _head_dim_stride,
+    "expanded": _expanded,  # every head has the values of the first
+}

@@ -1,0 +1,78 @@
+"""The backend around attention: everything else is Inductor's, and the decision is where people look."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from flex_inductor import flex_attention
+
+
+def without_attention(x):
+    return torch.softmax(x @ x.T, -1).relu() + 1
+
+
+def code_of(backend, **kwargs):
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(
+            torch.compile(without_attention, backend=backend, **kwargs), torch.ones(8, 8)
+        )
+    return re.sub(r"(# AOT ID: .*|/\S+|0x\w+)", "", code)  # what differs between any two compilations
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}]
+)
+def test_graph_without_attention_is_inductors(kwargs):
+    assert code_of("flex_inductor", **kwargs) == code_of("inductor", **kwargs)
+
+
+def test_inductors_options_arrive():
+    """With size asserts off, Inductor leaves assert_size_stride calls out."""
+    asserting = code_of("flex_inductor", options={"size_asserts": True})
+    silent = code_of("flex_inductor", options={"size_asserts": False})
+    assert "assert_size_stride(arg0_1" in asserting
+    assert "assert_size_stride(arg0_1" not in silent
+
+
+SCRIPT = """
+import torch, flex_inductor
+attend = torch.compile(flex_inductor.flex_attention, backend="flex_inductor")
+attend(*(torch.randn(1, 3, 27, 4) for _ in range(3)))
+"""
+
+
+def run_with(tmp_path, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_torch_logs_show_the_decision(tmp_path):
+    assert "chosen:   chunked" in run_with(tmp_path, TORCH_LOGS="flex_inductor").stderr
+
+
+def test_structured_trace_carries_the_decision(tmp_path):
+    run_with(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+    (trace,) = (tmp_path / "trace").iterdir()
+    text = trace.read_text()
+    assert '"name": "flex_inductor_decision"' in text
+    assert "chosen:   chunked" in text
+
+
+def test_eager_and_plain_inductor_serve_the_op_too():
+    qkv = [torch.randn(1, 2, 24, 8) for _ in range(3)]
+    expected = flex_attention(*qkv)
+    for backend in ("eager", "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        compiled = torch.compile(flex_attention, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(*qkv), expected)

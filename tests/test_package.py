@@ -1,0 +1,138 @@
+"""The package as a user gets it: the wheel, the source checkout, the console script."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+import flex_inductor
+from flex_inductor.tools import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"flex_inductor": "", "lowerings": "lowerings", "templates": "templates", "tools": "tools"}
+BUILD_WHEEL = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+
+
+def python(*args, cwd, pythonpath=""):
+    result = subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(pythonpath)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy, so that an editable install of this checkout cannot stand in for what is tested."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "templates" / "cpu").mkdir(exist_ok=True)
+    (copy / "templates" / "cpu" / "probe.jinja").touch()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def installed(checkout, tmp_path_factory):
+    """The wheel, unpacked as an installer does."""
+    site = tmp_path_factory.mktemp("site")
+    python("-c", BUILD_WHEEL, cwd=checkout)
+    (wheel,) = checkout.glob("dist/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return site
+
+
+def test_wheel_ships_every_source_and_template(installed):
+    missing = {
+        installed_path
+        for folder, place in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".jinja", ".typed")
+        and not (
+            installed_path := installed / "flex_inductor" / place / path.relative_to(ROOT / folder)
+        ).exists()
+    }
+    assert not missing, "list new subpackages in pyproject.toml"
+    assert (installed / "flex_inductor/templates/cpu/probe.jinja").exists()
+
+
+def test_wheel_metadata(installed):
+    (dist_info,) = installed.glob("*.dist-info")
+    metadata = PathDistribution(dist_info)
+    assert metadata.version == flex_inductor.__version__
+    entry_points = {(point.group, point.name): point.value for point in metadata.entry_points}
+    assert entry_points == {
+        ("torch_dynamo_backends", "flex_inductor"): "flex_inductor.backend:flex_inductor",
+        ("console_scripts", "flex-inductor"): "flex_inductor.tools.cli:main",
+    }
+
+
+def test_dynamo_lists_the_backend_without_an_import(installed, tmp_path):
+    code = """
+import sys, torch
+print("flex_inductor" in torch._dynamo.list_backends(), "flex_inductor" in sys.modules)
+"""
+    assert python("-c", code, cwd=tmp_path, pythonpath=installed) == "True False"
+
+
+WHERE = "import flex_inductor.lowerings as m, flex_inductor.tools.cli; print(m.__file__)"
+
+
+def test_wheel_is_used_away_from_the_checkout(installed, tmp_path):
+    assert Path(python("-c", WHERE, cwd=tmp_path, pythonpath=installed)).is_relative_to(installed)
+
+
+@pytest.mark.parametrize("beside_wheel", [False, True], ids=["no wheel", "beside a wheel"])
+def test_checkout_is_used_from_its_root(beside_wheel, checkout, installed):
+    pythonpath = installed if beside_wheel else ""
+    assert python("-c", WHERE, cwd=checkout, pythonpath=pythonpath) == str(checkout / "lowerings/__init__.py")
+    output = python("-m", "flex_inductor.tools.cli", "--version", cwd=checkout, pythonpath=pythonpath)
+    assert output == f"flex_inductor {flex_inductor.__version__}"
+
+
+def test_import_is_quick_and_leaves_the_compiler_alone():
+    code = """
+import time, sys, torch
+start = time.perf_counter()
+import flex_inductor
+print(time.perf_counter() - start, "torch._inductor" in sys.modules)
+"""
+    runs = [python("-c", code, cwd=ROOT).split() for _ in range(3)]
+    assert min(float(seconds) for seconds, _ in runs) < 0.3
+    assert {inductor for _, inductor in runs} == {"False"}
+
+
+def test_cli_version_adds_no_heavy_import():
+    code = """
+import sys, flex_inductor
+before = set(sys.modules)
+from flex_inductor.tools import cli
+try:
+    cli.main(["--version"])
+except SystemExit:
+    print(*{name.split(".")[0] for name in set(sys.modules) - before} & {"torch", "triton", "rich", "sympy"})
+"""
+    assert python("-c", code, cwd=ROOT) == f"flex_inductor {flex_inductor.__version__}"
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["env", "--nonsense"]])
+def test_cli_bad_usage_is_one_line_and_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    assert exit_.value.code == 2
+    assert re.fullmatch(
+        r"flex-inductor( env)?: .+ \(see flex-inductor( env)? --help\)\n", capsys.readouterr().err
+    )

@@ -1,0 +1,32 @@
+"""The flex-inductor command. Each subcommand is a module of this folder with a `register` function."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from flex_inductor import __version__
+
+# Imported on every call, --version included: these modules import torch inside their functions.
+COMMANDS = ("env",)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="flex-inductor", description="Look into flex_inductor and the machine it runs on.")
+    parser.add_argument("--version", action="version", version=f"flex_inductor {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"flex_inductor.tools.{name}").register(subparsers)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -28,14 +28,17 @@ class CpuForwardRoute:
     def available(self) -> tuple[bool, str]:
         from torch._inductor import config
         from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.exc import InvalidCxxCompiler
 
         if config.cpu_backend != "cpp":
             return False, f"Inductor's backend for CPUs is set to {config.cpu_backend!r}"
         try:
-            return True, f"compiled with {get_cpp_compiler()}"
+            compiler = get_cpp_compiler()
         except (InvalidCxxCompiler, RuntimeError):
             return False, "no C++ compiler"
+        isa = pick_vec_isa()
+        return (True, f"compiled with {compiler} for {isa}") if isa else (False, "no vector instructions that torch knows")
 
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
         if problem.direction != "forward":

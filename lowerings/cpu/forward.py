@@ -8,7 +8,6 @@ import torch
 
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import MASK_LANES, SCORE_LANES
-from flex_inductor.options import hints
 
 from ..problem import AttentionProblem
 
@@ -38,7 +37,11 @@ class CpuForwardRoute:
         except (InvalidCxxCompiler, RuntimeError):
             return False, "no C++ compiler"
         isa = pick_vec_isa()
-        return (True, f"compiled with {compiler} for {isa}") if isa else (False, "no vector instructions that torch knows")
+        return (
+            (True, f"compiled with {compiler} for {isa}")
+            if isa
+            else (False, "no vector instructions that torch knows")
+        )
 
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
         if problem.direction != "forward":
@@ -46,7 +49,10 @@ class CpuForwardRoute:
         if problem.device.type != "cpu":
             return False, f"for CPUs, not {problem.device.type}"
         if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return False, f"no {str(problem.dtype).removeprefix('torch.')}; float32, bfloat16 and float16 only"
+            return (
+                False,
+                f"no {str(problem.dtype).removeprefix('torch.')}; float32, bfloat16 and float16 only",
+            )
         usable, why = self.available()
         if not usable:
             return False, why
@@ -114,7 +120,7 @@ class CpuForwardRoute:
                 outputs=outputs,
             )
 
-        return template.add_node(render, [*tensors.values(), *mod_tensors], _output_layouts(), ())
+        return template.add_node(render, [*tensors.values(), *mod_tensors], _output_layouts())
 
 
 OUTPUTS = ("out", "lse", "max_scores")
@@ -131,11 +137,15 @@ def _programs(problem: AttentionProblem) -> dict[str, LaneProgram | None]:
     }
 
 
-def _walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[tuple[str, str, str]], dict[str, Any]]:
+def _walks(
+    problem: AttentionProblem, call: Any, masked: bool
+) -> tuple[list[tuple[str, str, str]], dict[str, Any]]:
     """(counts, indices, lane function) for each list that is walked, and the lists by name."""
     if problem.blocks is None:
         return [], {}
-    lists = dict(zip(("kv_counts", "kv_indices", "full_counts", "full_indices"), call.schedule[2:6], strict=True))
+    lists = dict(
+        zip(("kv_counts", "kv_indices", "full_counts", "full_indices"), call.schedule[2:6], strict=True)
+    )
     walks = [("kv_counts", "kv_indices", "partial_lanes")]
     if lists["full_counts"] is not None:
         walks.append(("full_counts", "full_indices", "full_lanes"))

@@ -35,7 +35,13 @@ _B, _H, _Q, _KV, _ROWS, _COLUMNS = SYMBOLS
 _SCORES = "buf_tile_scores"
 _LD = sympy.Symbol("TILE_LD", integer=True, positive=True)
 # Pointwise at 0-d, though not tagged so.
-_ALLOWED = {aten.index.Tensor, aten.full.default, aten.scalar_tensor.default, aten._to_copy.default, aten.where.ScalarOther}
+_ALLOWED = {
+    aten.index.Tensor,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten._to_copy.default,
+    aten.where.ScalarOther,
+}
 
 
 def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
@@ -58,16 +64,24 @@ _LOWERINGS = {
 
 def refusal(program: LaneProgram, field: str) -> str | None:
     """Why Inductor cannot inline the program's lane graph, or None if it can."""
-    for node in program.lane.graph.nodes:
-        if node.op not in ("call_function", "output", "placeholder"):
+    for node in (*program.prologue.graph.nodes, *program.lane.graph.nodes):
+        if node.op == "get_attr":
             return f"{field} holds a constant tensor"
+    for node in program.prologue.graph.find_nodes(op="output")[0].all_input_nodes:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return f"{field} computes with a size ({node})"
+    for node in program.lane.graph.nodes:
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return f"{field} computes a tensor for each score ({node.target})"
         pointwise = node.target in _ALLOWED or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if not pointwise or not (node.target in lowerings or node.target in _LOWERINGS) or node.target in fallbacks:
+        if (
+            not pointwise
+            or not (node.target in lowerings or node.target in _LOWERINGS)
+            or node.target in fallbacks
+        ):
             return f"{field} uses {node.target}, which is not inlined"
     return None
 
@@ -79,7 +93,7 @@ def prologue(program: LaneProgram, captures: Sequence[Any]) -> list[Any]:
         def call_function(self, target, args, kwargs):
             return V.graph.call_function(target, args, kwargs)
 
-        def output(self, target, args, kwargs):  # noqa: ARG002
+        def output(self, target, args, kwargs):
             return args[0]
 
     return [realized(value) for value in Lowering(program.prologue).run(*captures)]
@@ -163,7 +177,9 @@ def tile_body(score: Lanes | None, mask: Lanes | None) -> ir.TensorBox:
         everywhere = _tile(lambda i: ops.constant(True, torch.bool), torch.bool)
         scores = to_dtype(score.inline([scores], everywhere if live is None else live), torch.float32)
     if live is not None:
-        scores = lowerings[aten.where.self](live, scores, _tile(lambda i: ops.constant(-float("inf"), torch.float32), torch.float32))
+        scores = lowerings[aten.where.self](
+            live, scores, _tile(lambda i: ops.constant(-float("inf"), torch.float32), torch.float32)
+        )
     return scores
 
 
@@ -192,7 +208,9 @@ def loops(body: ir.TensorBox, args: KernelArgs, names: dict[str, str]) -> str:
     group.args.input_buffers[_SCORES] = group.args.output_buffers[_SCORES] = "scores"
     get_dtype = V.graph.get_dtype
     with (
-        patch.object(V.graph, "get_dtype", lambda name: torch.float32 if name == _SCORES else get_dtype(name)),
+        patch.object(
+            V.graph, "get_dtype", lambda name: torch.float32 if name == _SCORES else get_dtype(name)
+        ),
         config.patch({"cpp.enable_tiling_heuristics": False}),
     ):
         ranges = {rows: _ROWS, columns: _COLUMNS}

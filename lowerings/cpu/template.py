@@ -12,6 +12,7 @@ import sympy
 from torch._inductor import ir
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
+from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
@@ -27,22 +28,26 @@ class Argument(NamedTuple):
 class TemplateKernel(CppTemplateKernel):
     """Names the kernel's arguments, whatever views of which buffers they are."""
 
-    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], symbols: Sequence[sympy.Expr]):
+    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any]):
         super().__init__(str(Placeholder.KERNEL_NAME), num_threads=1)
         removed = V.graph.removed_buffers | V.graph.removed_operations
-        self.tensors, self.symbols = inputs, symbols
+        self.tensors = inputs
         self.outputs = {i: t for i, t in enumerate(outputs) if t.get_name() not in removed}
 
     def signature(self) -> str:
         self.names = {t.get_name(): f"in_{i}" for i, t in enumerate(self.tensors)}
         self.names |= {t.get_name(): f"out_{i}" for i, t in self.outputs.items()}
-        by_name = {name: t for t in reversed(self.tensors) for name in [t.get_name()]}
+        by_name = {t.get_name(): t for t in self.tensors}
         inputs = {self.names[name]: tensor for name, tensor in by_name.items()}
-        sizes = [s for t in (*self.tensors, *self.outputs.values()) for s in (*t.get_size(), *t.get_stride(), t.get_layout().offset)]
+        sizes = [
+            s
+            for t in (*self.tensors, *self.outputs.values())
+            for s in (*t.get_size(), *t.get_stride(), t.get_layout().offset)
+        ]
         return self.def_kernel(
             inputs=inputs,
             outputs={f"out_{i}": t for i, t in self.outputs.items()},
-            extra_sizevars=[*sizes, *self.symbols],
+            extra_sizevars=sizes,
         )
 
     def argument(self, tensor: Any) -> Argument:
@@ -59,14 +64,13 @@ def add_node(
     render: Callable[[TemplateKernel], str],
     inputs: Sequence[Any],
     layouts: Sequence[ir.Layout],
-    symbols: Sequence[sympy.Expr],
 ) -> list[ir.TensorBox]:
     """Add the kernel that `render` writes to the graph; returns its outputs."""
     inputs = ir.InputsKernel.unwrap_storage(inputs)
 
-    def make_kernel_render(node: Any, flag_template_buffer_has_other_users: bool, epilogue_nodes: Any = None):  # noqa: ARG001
+    def make_kernel_render(node: Any, flag_template_buffer_has_other_users: bool, epilogue_nodes: Any = None):
         assert not epilogue_nodes, "the kernel writes its outputs itself"
-        kernel = TemplateKernel(inputs, node.outputs, symbols)
+        kernel = TemplateKernel(inputs, node.outputs)
         return kernel, functools.partial(_finished, kernel, render)
 
     distinct = list({tensor.get_name(): tensor for tensor in inputs}.values())
@@ -78,15 +82,15 @@ def add_node(
 
 
 def _finished(kernel: TemplateKernel, render: Callable[[TemplateKernel], str]) -> str:
-    from torch._inductor.select_algorithm import PartialRender
-
     return PartialRender(render(kernel), kernel.render_hooks).finalize_all()
 
 
 @functools.cache
 def source(name: str) -> jinja2.Template:
     text = resources.files("flex_inductor.templates").joinpath("cpu", name).read_text()
-    return jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(text)
 
 
 def element_type(tensor: Any) -> str:

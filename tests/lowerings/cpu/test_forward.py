@@ -47,7 +47,7 @@ def check(mod, mask, dtype=torch.float32, layout="contiguous", sizes=SIZES, atte
     gold, eager, ours = (
         dict(zip(NAMES, results, strict=True))
         for results in (
-            dense([t.double() for t in inputs][0], *[t.double() for t in inputs[1:]], wide, block_mask),
+            dense(*[t.double() for t in inputs], wide, block_mask),
             dense(*inputs, captures, block_mask),
             attend(*inputs, captures, block_mask),
         )
@@ -59,7 +59,12 @@ def check(mod, mask, dtype=torch.float32, layout="contiguous", sizes=SIZES, atte
 # Every mod and every mask, each dtype and layout several times.
 _dtypes, _layouts = (torch.float32, torch.bfloat16, torch.float16), list(LAYOUTS)
 MATRIX = [
-    (mod, list(MASKS)[(i + shift) % len(MASKS)], _dtypes[(i + shift) % 3], _layouts[(i + 2 * shift) % len(_layouts)])
+    (
+        mod,
+        list(MASKS)[(i + shift) % len(MASKS)],
+        _dtypes[(i + shift) % 3],
+        _layouts[(i + 2 * shift) % len(_layouts)],
+    )
     for i, mod in enumerate(MODS)
     for shift in (0, 3)
 ]
@@ -94,7 +99,11 @@ def test_blocks_that_panels_do_not_divide():
         with torch.no_grad():
             results = [
                 dict(zip(NAMES, f(*args, (), mask), strict=True))
-                for f, args in ((fused(attend), inputs), (dense, inputs), (dense, [t.double() for t in inputs]))
+                for f, args in (
+                    (fused(attend), inputs),
+                    (dense, inputs),
+                    (dense, [t.double() for t in inputs]),
+                )
             ]
         assert_accurate(*results, dtype)
 
@@ -202,7 +211,9 @@ def run_with_capability(capability, *command):
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="AVX2 is the first choice here")
 def test_avx2():
     here = f"{__file__}::test_matrix"
-    result = run_with_capability("avx2", "-m", "pytest", "-p", "no:cacheprovider", here, "-k", "alibi or bucketed")
+    result = run_with_capability(
+        "avx2", "-m", "pytest", "-p", "no:cacheprovider", here, "-k", "alibi or bucketed"
+    )
     assert result.returncode == 0 and "4 passed" in result.stdout, result.stdout[-3000:]
 
 

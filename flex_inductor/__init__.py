@@ -13,14 +13,15 @@ from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
     and_masks,
-    create_block_mask,
     noop_mask,
     or_masks,
 )
 
+from . import masks, mods
 from .attention import flex_attention
 from .build import VERSION as __version__
 from .errors import FlexError
+from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
 from .takeover import take_over
 
 __all__ = [
@@ -28,12 +29,18 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "FlexError",
+    "RunSchedule",
     "__version__",
     "and_masks",
     "create_block_mask",
     "decisions",
+    "draw_mask",
     "flex_attention",
+    "masks",
+    "mods",
     "noop_mask",
+    "not_mask",
+    "offset",
     "or_masks",
     "take_over",
 ]

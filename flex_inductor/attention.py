@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from . import compat, errors
+from .masks.schedule import RunSchedule
 from .op import attention
 from .options import check_kernel_options, op_options
 
@@ -25,7 +26,7 @@ def flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: Callable[..., Tensor] | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMask | RunSchedule | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -61,9 +62,10 @@ def flex_attention(
     check_kernel_options(kernel_options)
     schedule: tuple = ()
     mask_mod = None
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
-        schedule, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
+    lists = _block_lists(block_mask) if isinstance(block_mask, RunSchedule) else block_mask
+    if lists is not None:
+        _check_block_mask(lists, query, key)
+        schedule, mask_mod = compat.block_mask_parts(lists.as_tuple())
         if mask_mod is noop_mask:
             mask_mod = None
 
@@ -86,6 +88,12 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out
+
+
+@compat.outside_graphs
+def _block_lists(schedule: RunSchedule) -> BlockMask:
+    """The same tiles as lists, which is what routes take so far. How many there are depends on values."""
+    return schedule.to_block_mask()
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

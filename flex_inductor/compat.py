@@ -36,10 +36,11 @@ def inductor_option_names() -> frozenset[str]:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Runs a callback once a module has been imported, and stays out of the way otherwise."""
+    """Runs callbacks once a module has been imported, and stays out of the way otherwise."""
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], Any]):
-        self.name, self.callback = name, callback
+    def __init__(self, name: str):
+        self.name = name
+        self.callbacks: list[Callable[[ModuleType], Any]] = []
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
@@ -58,7 +59,8 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        self.callback(module)
+        for callback in self.callbacks:
+            callback(module)
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
@@ -68,8 +70,12 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
     """
     if name in sys.modules:
         callback(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, callback))
+        return
+    waiting = [f for f in sys.meta_path if isinstance(f, _AfterImport) and f.name == name]
+    if not waiting:
+        waiting = [_AfterImport(name)]
+        sys.meta_path.insert(0, waiting[0])
+    waiting[0].callbacks.append(callback)
 
 
 def register_dynamo_variable(op: Any, variable_class: Any) -> None:
@@ -83,3 +89,10 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
     return VariableTracker.build(tx, value)
+
+
+def outside_graphs(function: Callable) -> Callable:
+    """torch.compiler.disable without importing Dynamo where the function is defined."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(function)

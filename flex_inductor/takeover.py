@@ -69,7 +69,7 @@ def _item(values: tuple, index: int) -> Any:
     return values[index]
 
 
-def _trampoline(
+def _attention(
     query,
     key,
     value,
@@ -90,24 +90,55 @@ def _trampoline(
     )  # fmt: skip
 
 
-class take_over:
-    """Make torch.nn.attention.flex_attention.flex_attention ours, until `undo()` or the `with` block ends.
+def _block_mask(
+    mask_mod,
+    B,
+    H,
+    Q_LEN,
+    KV_LEN,
+    device=None,
+    BLOCK_SIZE=128,
+    _compile=False,
+    separate_full_blocks=True,
+    compute_dq_write_order=False,
+    dq_kv_order=True,
+):
+    from flex_inductor.masks import create_block_mask
 
-    Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function object
-    stays torch's and gets our code, so modules that have imported it by name are served as well.
+    return create_block_mask(
+        mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks,
+        compute_dq_write_order, dq_kv_order,
+    )  # fmt: skip
+
+
+_SWAPPED = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+class take_over:
+    """Make torch's flex_attention and create_block_mask ours, until `undo()` or the `with` block ends.
+
+    Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function objects
+    stay torch's and get our code, so modules that have imported them by name are served as well.
     """
 
     def __init__(self) -> None:
-        self._function: Any = torch_flex.flex_attention
-        self._torchs: Any = self._function.__code__
-        self._function.__code__ = _trampoline.__code__
+        pairs = ((torch_flex.flex_attention, _attention), (torch_flex.create_block_mask, _block_mask))
+        self._torchs = [(torchs, [getattr(torchs, name) for name in _SWAPPED]) for torchs, _ in pairs]
+        for torchs, ours in pairs:
+            _set(torchs, [getattr(ours, name) for name in _SWAPPED])
 
     def undo(self) -> None:
-        """Give torch's function its own code back."""
-        self._function.__code__ = self._torchs
+        """Give torch's functions their own code back."""
+        for torchs, attributes in self._torchs:
+            _set(torchs, attributes)
 
     def __enter__(self) -> take_over:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.undo()
+
+
+def _set(function: Any, attributes: list[Any]) -> None:
+    for name, value in zip(_SWAPPED, attributes, strict=True):
+        setattr(function, name, value)

@@ -1,1 +1,43 @@
+"""Block masks: built from the mask's own expression, combined, drawn, and a library of masks."""
 
+from .algebra import not_mask, offset
+from .blockmask import create_block_mask
+from .combine import intersect, unite
+from .draw import draw_mask
+from .library import (
+    block_diffusion,
+    causal,
+    dilated_window,
+    document,
+    global_local,
+    neighborhood,
+    neighborhood_order,
+    prefix_lm,
+    ragged,
+    shared_prefix,
+    sliding_window,
+    tree,
+)
+from .schedule import RunSchedule
+
+__all__ = [
+    "RunSchedule",
+    "block_diffusion",
+    "causal",
+    "create_block_mask",
+    "dilated_window",
+    "document",
+    "draw_mask",
+    "global_local",
+    "intersect",
+    "neighborhood",
+    "neighborhood_order",
+    "not_mask",
+    "offset",
+    "prefix_lm",
+    "ragged",
+    "shared_prefix",
+    "sliding_window",
+    "tree",
+    "unite",
+]

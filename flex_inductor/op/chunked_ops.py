@@ -32,7 +32,9 @@ def wanted_gradients(joint: Any, count: int) -> list[bool]:
     return [output is not None for output in outputs[1:]]
 
 
-def _mods(score_mod: str, mask_mod: str, score_captures: list[Tensor], mask_captures: list[Tensor]) -> chunked.Mods:
+def _mods(
+    score_mod: str, mask_mod: str, score_captures: list[Tensor], mask_captures: list[Tensor]
+) -> chunked.Mods:
     return chunked.Mods(_program(score_mod), _program(mask_mod), tuple(score_captures), tuple(mask_captures))
 
 
@@ -41,7 +43,8 @@ def _program(text: str) -> LaneProgram | None:
 
 
 def _block_map(blocks: list[int], lists: list[Tensor | None]) -> BlockMap | None:
-    return BlockMap(BlockLists(*blocks, *lists)) if blocks else None
+    schedule: list[Any] = [*blocks, *lists]
+    return BlockMap(BlockLists(*schedule)) if blocks else None
 
 
 @torch.library.impl(_library, "chunked_forward", "CompositeExplicitAutograd")

@@ -6,12 +6,17 @@ Imported only once Dynamo itself is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._dynamo import trace_rules
 from torch._dynamo.exc import Unsupported, unimplemented
+from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     TorchHigherOrderOperatorVariable,
@@ -24,8 +29,17 @@ from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from .. import compat, errors
-from .hop import attention, attention_backward
-from .tracing import INDEX_DTYPE, MASK_LANES, SCORE_LANES, LaneIndexing, score_dtype
+from .hop import attention, attention_backward, readable_name
+from .lift import names_in
+from .tracing import (
+    INDEX_DTYPE,
+    MASK_LANES,
+    SCORE_LANES,
+    LaneIndexing,
+    score_dtype,
+    trace_mod,
+    written_placeholder,
+)
 
 
 @add_hop_context
@@ -36,8 +50,10 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
     def _call_function(self, tx, args, kwargs):
         query, key, value, schedule, score_mod, mask_mod, scale, options = args[:8]
-        score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES)
-        mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES)
+        # A graph that was traced before has its captures among the arguments already.
+        given_score, given_mask = (captures.items for captures in args[8:]) if args[8:] else ((), ())
+        score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES, given_score)
+        mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES, given_mask)
         lists = _with_static_block_sizes(tx, schedule)
         call = (
             *(arg.as_proxy() for arg in (query, key, value, lists)),
@@ -51,16 +67,19 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         proxy = tx.output.create_proxy("call_function", self.value, args=call, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
-    def _subgraph(self, tx, query, mod, name, lanes) -> tuple[Any, tuple]:
+    def _subgraph(self, tx, query, mod, name, lanes, given) -> tuple[Any, tuple]:
         if mod.is_python_constant() and mod.as_python_constant() is None:
             return None, ()
+        function = _python_function(mod)
+        if function is not None:
+            self._check(errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, lanes)
         try:
             with LaneIndexing():
                 (result, _), graph, lifted = speculate_subgraph(
                     tx,
                     mod,
-                    lane_args,
+                    [*lane_args, *given],
                     {},
                     description=f"flex_attention's {name}",
                     source_target=self.value,
@@ -68,11 +87,17 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                 )
         except TypeError as error:
             self._refuse(f"{name} cannot be called as {', '.join(lanes)}: {error}")
-        try:
-            errors.check_mod_result(name, _example_of(result))
-        except errors.FlexError as error:
-            self._refuse(str(error))
-        captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, lifted, len(lanes)))
+        self._check(errors.check_mod_result, name, _example_of(result))
+        outer = [*(capture.as_proxy() for capture in given), *lifted]
+        outer += _lift_lengths(tx, graph, outer, len(lanes))
+        names = [_name_of(capture, mod, function) for capture in outer]
+        self._check(_check_captures, name, graph, names, _example_of(query))
+        captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, outer, len(lanes)))
+        for placeholder in graph.find_nodes(op="placeholder"):
+            # Dynamo would ask a vmapped tensor for its symbolic sizes, which torch cannot tell.
+            example = placeholder.meta["example_value"]
+            if isinstance(example, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(example):
+                del placeholder.meta["example_value"]
         module = fx.GraphModule(tx.output.nn_modules, graph)
         return make_attr(tx, tx.output.install_subgraph(name, module)), captures
 
@@ -90,6 +115,12 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                 for name in lanes
             ]
 
+    def _check(self, check, *args) -> None:
+        try:
+            check(*args)
+        except errors.FlexError as error:
+            self._refuse(str(error))
+
     def _refuse(self, message: str) -> None:
         """A graph break: eager then raises the same message, or Dynamo does where breaks are not allowed."""
         unimplemented(
@@ -98,6 +129,59 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             explanation=message,
             hints=[],
         )
+
+
+def _python_function(variable: Any) -> Any:
+    """The callable that Dynamo's variable stands for, or one of the same signature; None if unknown."""
+    if isinstance(variable, functions.FunctoolsPartialVariable):
+        inner = _python_function(variable.func)
+        given = dict.fromkeys(variable.keywords)
+        return inner and functools.partial(inner, *(None for _ in variable.args), **given)
+    if isinstance(variable, functions.UserMethodVariable):
+        return types.MethodType(variable.fn, getattr(variable.obj, "value", variable))
+    if isinstance(variable, functions.NestedUserFunctionVariable):
+        code = variable.get_code()
+        closure = tuple(types.CellType(None) for _ in code.co_freevars)
+        defaults = tuple(None for _ in variable.defaults.items) if variable.defaults else None  # type: ignore[attr-defined]
+        return types.FunctionType(code, {}, code.co_name, defaults, closure)
+    return getattr(variable, "fn", None)
+
+
+def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
+    """What the author of `mod` calls a captured tensor."""
+    for name, argument in getattr(mod, "keywords", {}).items():
+        if argument.is_proxy() and argument.as_proxy().node is capture.node:
+            return name
+    known = dict(names_in(function)) if function is not None else {}
+    grapharg = capture.node.meta.get("grapharg")
+    if grapharg is None:
+        return readable_name(capture.node.name)
+    return known.get(id(grapharg.example)) or readable_name(capture.node.name)
+
+
+def _check_captures(name: str, graph: fx.Graph, names: Sequence[str], query: Tensor) -> None:
+    placeholders = graph.find_nodes(op="placeholder")
+    lanes = len(placeholders) - len(names)
+    examples = [placeholder.meta["example_value"] for placeholder in placeholders[lanes:]]
+    for example, capture in zip(examples, names, strict=True):
+        if isinstance(example, Tensor) and example.device != query.device:
+            raise errors.capture_on_other_device(name, capture, example.device, query.device)
+        if name == "mask_mod" and isinstance(example, Tensor) and example.requires_grad:
+            raise errors.mask_capture_needs_grad(capture)
+    if any(_may_write(node) for node in graph.nodes):
+        lane_names = SCORE_LANES if name == "score_mod" else MASK_LANES
+        tensors = [e if isinstance(e, Tensor) else query.new_zeros(()) for e in examples]
+        mod = fx.GraphModule({}, graph)
+        if written := written_placeholder(trace_mod(mod, lane_names, query, tensors)):
+            raise errors.capture_mutated(name, [*lane_names, *names][written[0]], written[1])
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target.endswith("_") and not node.target.endswith("__")
+    name = getattr(node.target, "__name__", "")
+    in_place = name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv") or name.endswith("_")
+    return node.op == "call_function" and (in_place or "out" in node.kwargs)
 
 
 def _example_of(variable: Any) -> Any:
@@ -124,16 +208,63 @@ def _float_to_tensor(tx: Any, query: Any, value: Any) -> Any:
     if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
         return value
     dtype = score_dtype(_example_of(query).dtype)
-    one = query.call_method(tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)})
+    one = query.call_method(
+        tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
+    )
     product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
     return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
 
 
-def _drop_unused(graph: fx.Graph, lifted: Any, lanes: int) -> tuple:
+def _lift_lengths(tx: Any, graph: fx.Graph, captures: Sequence[Any], lanes: int) -> list[fx.Proxy]:
+    """Where a mod only reads dynamic sizes of a tensor, such as q.shape[2], the numbers are the captures."""
+    graph.eliminate_dead_code()  # Dynamo asks for every size where the mod uses one
+    placeholders = graph.find_nodes(op="placeholder")
+    first_operation = next(node for node in graph.nodes if node.op != "placeholder")
+    lengths = []
+    for placeholder, capture in zip(placeholders[lanes:], captures, strict=True):
+        for read, dim in _size_reads(placeholder):
+            length = tx.output.create_proxy("call_function", torch.ops.aten.sym_size.int, (capture, dim), {})
+            with graph.inserting_before(first_operation):
+                inner = graph.placeholder(f"{placeholder.name}_size_{dim}")
+            length.node.meta["example_value"] = inner.meta["example_value"] = read.meta["example_value"]
+            read.replace_all_uses_with(inner)
+            lengths.append(length)
+    graph.eliminate_dead_code()
+    for placeholder in placeholders[lanes:]:
+        for user in list(placeholder.users):
+            if user.target == "size" and not user.users:
+                graph.erase_node(user)
+    return lengths
+
+
+def _size_reads(placeholder: fx.Node) -> list[tuple[fx.Node, int]]:
+    """(node, dim) for each size that is read, if nothing else of the tensor is and each is a number to reckon with."""
+    reads = []
+    for user in placeholder.users:
+        if user.target not in ("size", torch.ops.aten.sym_size.int):
+            return []
+        if len(user.args) == 2:
+            reads.append((user, user.args[1]))
+        else:
+            reads += [(item, item.args[1]) for item in user.users]
+    return reads if all(isinstance(dim, int) and _is_operand(read) for read, dim in reads) else []
+
+
+def _is_operand(size: fx.Node) -> bool:
+    """Whether a size only goes into scalar arithmetic: no shape, slice or range is made of it."""
+    for user in size.users:
+        example = user.meta.get("example_value")
+        is_scalar = isinstance(example, Tensor) and example.dim() == 0 and user.target is not operator.getitem
+        if not is_scalar and not (isinstance(example, (torch.SymInt, torch.SymFloat)) and _is_operand(user)):
+            return False
+    return True
+
+
+def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:
     """Captures that the mod turned out not to read, such as a query of which it only used the length."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     kept = []
-    for placeholder, outer in zip(placeholders, lifted, strict=True):
+    for placeholder, outer in zip(placeholders, captures, strict=True):
         if placeholder.users:
             kept.append(outer)
         else:
@@ -156,11 +287,14 @@ class AttentionBackwardVariable(TorchHigherOrderOperatorVariable):
         if isinstance(arg, (ListVariable, TupleVariable)):
             return arg.python_type()(self._to_proxy(tx, item) for item in arg.items)
         if isinstance(module := getattr(arg, "value", None), torch.nn.Module):
-            node = make_attr(tx, tx.output.install_subgraph("graph", module))
+            known = (name for name, other in tx.output.nn_modules.items() if other is module)
+            name = next(known, None) or tx.output.install_subgraph("graph", module)
+            node = make_attr(tx, name)
             node.node.meta["example_value"] = module
             return node
         return arg.as_proxy()
 
 
+trace_rules.add(__package__)  # after a graph break the op runs as it is
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)

@@ -7,6 +7,7 @@ What torch's dispatcher, tracers and transforms do with the ops is in `autograd`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +102,8 @@ def _lift_captures(call: AttentionCall) -> AttentionCall:
             continue
         errors.check_arity(name, mod, lanes)
         lifted, captures = lift(mod, lanes, call.query)
-        call = call._replace(**{name: lifted, f"{field}_captures": captures})
+        changed: dict[str, Any] = {name: lifted, f"{field}_captures": captures}
+        call = call._replace(**changed)
     return call
 
 
@@ -109,8 +111,14 @@ def capture_names(mod: Any, count: int) -> tuple[str, ...]:
     """What a person calls the last `count` arguments of `mod`."""
     if isinstance(mod, fx.GraphModule):
         names = [node.name for node in mod.graph.nodes if node.op == "placeholder"]
-        return tuple(names[len(names) - count :])
+        return tuple(readable_name(name) for name in names[len(names) - count :])
     return getattr(mod, "names", ()) or tuple(f"capture_{i}" for i in range(count))
+
+
+def readable_name(placeholder: str) -> str:
+    """`bias` from Dynamo's l_bias_, `self.table` from l_self_parameters_table_."""
+    name = re.sub(r"^[lg]_(.*?)_*$", r"\1", placeholder.lower() if placeholder[:2] == "L_" else placeholder)
+    return re.sub(r"_*(parameters|buffers|modules)_+", ".", name)
 
 
 _CHECKED = "flex_inductor_lane_graph"
@@ -168,10 +176,13 @@ def with_score_graph(call: AttentionCall) -> AttentionCall:
 def _number_to_tensor(capture: Any, query: Tensor) -> Any:
     """A Python number that Dynamo lifted, because it changes from call to call, becomes a 0-d tensor."""
     if isinstance(capture, (float, torch.SymFloat)):
-        return torch.scalar_tensor(capture, dtype=score_dtype(query.dtype), device=query.device)
-    if isinstance(capture, (int, torch.SymInt)):
-        return torch.scalar_tensor(capture, dtype=torch.int64, device=query.device)
-    return capture
+        dtype = score_dtype(query.dtype)
+    elif isinstance(capture, (int, torch.SymInt)):
+        dtype = torch.int64
+    else:
+        return capture
+    number: Any = capture
+    return torch.scalar_tensor(number, dtype=dtype, device=query.device)
 
 
 def _scale_as_capture(call: AttentionCall) -> AttentionCall:

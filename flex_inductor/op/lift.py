@@ -35,7 +35,7 @@ class LiftedMod:
     @property
     def names(self) -> tuple[str, ...]:
         """What the mod's author calls the captures."""
-        known = dict(_names_in(self.mod))
+        known = dict(names_in(self.mod))
         return tuple(known.get(capture, f"capture_{i}") for i, capture in enumerate(self._ids))
 
     def __call__(self, *args: Any) -> Tensor:
@@ -68,12 +68,12 @@ class _Exchange(TorchFunctionMode):
             return self.torchs_apply.__func__(function, *args, **kwargs)
 
         # No torch function sees the tensors that autograd.Function.apply takes.
-        Function.apply = classmethod(apply)
+        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        Function.apply = self.torchs_apply
+        Function.apply = self.torchs_apply  # type: ignore[method-assign]
         _apply_lock.release()
 
 
@@ -136,27 +136,27 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
     return LiftedMod(mod, captures), captures
 
 
-def _names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
+def names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
     """Pairs of (id, name) for the tensors that `mod` reaches by a name."""
     if any(mod is other for other in seen):
         return
     seen = (*seen, mod)
     if isinstance(mod, functools.partial):
-        yield from _names_in(mod.func, seen)
+        yield from names_in(mod.func, seen)
         for i, argument in enumerate(mod.args):
             yield from _names_of(f"partial argument {i}", argument)
         for name, argument in mod.keywords.items():
             yield from _names_of(name, argument)
     elif isinstance(mod, types.MethodType):
         yield from _names_of("self", mod.__self__)
-        yield from _names_in(mod.__func__, seen)
+        yield from names_in(mod.__func__, seen)
     elif isinstance(mod, types.FunctionType):
         variables = inspect.getclosurevars(mod)
         defaults = {name: p.default for name, p in inspect.signature(mod).parameters.items()}
         for name, value in {**variables.globals, **variables.nonlocals, **defaults}.items():
             yield from _names_of(name, value)
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                yield from _names_in(value, seen)
+                yield from names_in(value, seen)
     else:
         yield from _names_of("self", mod)
 
@@ -173,7 +173,9 @@ def _names_of(name: str, value: Any) -> Iterator[tuple[int, str]]:
             yield from _names_of(f"{name}[{key!r}]", item)
     elif not isinstance(value, (type, types.ModuleType)):
         if isinstance(value, torch.nn.Module):
-            yield from ((id(p), f"{name}.{at}") for at, p in (*value.named_parameters(), *value.named_buffers()))
+            yield from (
+                (id(p), f"{name}.{at}") for at, p in (*value.named_parameters(), *value.named_buffers())
+            )
         for at, attribute in getattr(value, "__dict__", {}).items():
             if isinstance(attribute, Tensor):
                 yield id(attribute), f"{name}.{at}"

@@ -351,7 +351,12 @@ def _guard_name(axes: Sequence[str]) -> str:
 
 def _nodes_in(argument: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
-    fx.node.map_arg(argument, lambda node: nodes.append(node) or node)
+
+    def visit(node: fx.Node) -> fx.Node:
+        nodes.append(node)
+        return node
+
+    fx.node.map_arg(argument, visit)
     return nodes
 
 

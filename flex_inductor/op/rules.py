@@ -50,7 +50,7 @@ def _block_map(schedule: tuple) -> BlockMap | None:
 def _eager(*args):
     call = prepare(AttentionCall(*args))
     return chunked.forward(
-        call.query, call.key, call.value, _block_map(call.schedule), programs(call), call.scale
+        call.query, call.key, call.value, _block_map(call.schedule), programs(call), float(call.scale)
     )
 
 
@@ -107,9 +107,9 @@ def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, 
             continue
         captures = call.mask_captures if field == "mask_mod" else call.score_captures
         with disable_proxy_modes_tracing():
-            lanes = example_lanes(call.query, lanes)
+            examples = example_lanes(call.query, lanes)
         with LaneIndexing():
-            graph = mark_checked(reenter_make_fx(mod)(*lanes, *captures))
+            graph = mark_checked(reenter_make_fx(mod)(*examples, *captures))
         name = mode.tracer.get_fresh_qualname(field)
         mode.tracer.root.register_module(name, graph)
         graphs[field] = graph

@@ -6,6 +6,7 @@ A mod is a function of one *lane*, that is of one score: 0-d tensors in, one 0-d
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import disable_functional_mode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .lookups import as_indexing
 
@@ -63,8 +65,12 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         at = next(i for i, index in enumerate(key) if index is Ellipsis)
         named = sum(index is not None for index in key) - 1
         key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
+    if all(map(is_lane_index, key)):
+        return torch.ops.aten.index.Tensor(tensor, list(key))
     # What is not a lane index applies first; the dimensions the lanes index then come to the front.
-    tensor = tensor[tuple(slice(None) if is_lane_index(index) else index for index in key)]
+    others = tuple(slice(None) if is_lane_index(index) else index for index in key)
+    if not all(isinstance(index, slice) and index == slice(None) for index in others):
+        tensor = tensor[others]
     surviving = [index for index in key if not isinstance(index, int)]
     dims = [dim for dim, index in enumerate(surviving) if is_lane_index(index)]
     if dims != list(range(len(dims))):
@@ -85,17 +91,31 @@ def _clamp(tensor, min=None, max=None):
 
 @contextlib.contextmanager
 def apart_from_surrounding_trace() -> Iterator[None]:
-    """Nothing around (a trace, functionalization, functorch, autocast) sees what happens inside."""
+    """Nothing around (a trace, functionalization, any mode, functorch, autocast) sees what happens inside."""
     with (
         suspend_functionalization(),
-        disable_functional_mode(),
-        disable_proxy_modes_tracing(),
+        _disable_current_modes(),
+        _plain_saved_tensors(),
+        _plain_backward(),
         temporarily_clear_interpreter_stack(),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
         torch.inference_mode(False),
     ):
         yield
+
+
+def _plain_saved_tensors() -> Any:
+    """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _plain_backward() -> Any:
+    """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return contextlib.nullcontext() if compiled_autograd is None else compiled_autograd._disable()
 
 
 def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -138,12 +158,13 @@ def trace_joint(
     def joint(score, b, h, q_idx, kv_idx, grad, *captures):
         with torch.enable_grad(), LaneIndexing():
             score = score.detach().requires_grad_()
-            captures = [
+            sources = [
                 capture.detach().requires_grad_() if want else capture
                 for capture, want in zip(captures, wanted, strict=True)
             ]
-            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *captures)
-            sources = [score, *(c for c, want in zip(captures, wanted, strict=True) if want)]
+            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *sources)
+            sources = [score, *(c for c, want in zip(sources, wanted, strict=True) if want)]
+            grads: Sequence[Tensor | None]
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
             else:
@@ -164,7 +185,7 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
         args += [_fake_like(capture, fake_mode) for capture in captures]
         with fake_mode:
             module = make_fx(fn)(*args)
-    return _tidy(module, len(lanes))
+        return _tidy(module, len(lanes))
 
 
 _COPIES = (

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def fold_forward(
-    call: AttentionCall, joint: fx.GraphModule | None, dims: AttentionCall, examples: int
+    call: AttentionCall, joint: fx.GraphModule | None, dims: Any, examples: int
 ) -> tuple[AttentionCall, fx.GraphModule | None, Callable[[Tensor], Tensor]]:
     """The call on all examples at once, its joint graph, and what separates an output into examples."""
     fold = _Fold(examples, call.query, dims.query)
@@ -41,14 +41,14 @@ def fold_forward(
 
 
 def fold_backward(
-    call: BackwardCall, dims: BackwardCall, examples: int
+    call: BackwardCall, dims: Any, examples: int
 ) -> tuple[BackwardCall, Callable[[Sequence[Any]], tuple]]:
     """The backward call on all examples at once, and what separates its gradients into examples."""
     fold = _Fold(examples, call.query, dims.query)
     wanted = wanted_gradients(call.joint, len(call.score_captures))
     score = _FoldedMod(fold, call.score_captures, dims.score_captures, separate=wanted)
     mask = _FoldedMod(fold, call.mask_captures, dims.mask_captures)
-    tensors = {
+    tensors: dict[str, Any] = {
         name: fold.tensor(getattr(call, name), getattr(dims, name))
         for name in ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
     }

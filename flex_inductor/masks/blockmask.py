@@ -1,0 +1,145 @@
+"""create_block_mask: torch's function, without the grid of all (q, kv) pairs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from ..compat import outside_graphs
+from .errors import MaskArgumentError, MaskModError
+from .in_graph import traced_block_lists
+from .lists import block_mask_from_runs, block_mask_of, without_full
+from .refine import tile_runs
+from .runs import Runs
+from .schedule import RunSchedule
+from .tables import Extent
+from .trace import INDEX_NAMES, check_signature, trace_mask
+
+HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
+
+
+def create_block_mask(
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+    *,
+    compact: bool = False,
+) -> Any:
+    """The tiles of `mask_mod` that attention has to visit, as torch's BlockMask or, compact, as runs.
+
+    Equal to `torch.nn.attention.flex_attention.create_block_mask` with the same arguments, except that
+    the tensors have stride 0 along batch and heads where the mask does not depend on them. With
+    `compact=True` the result is a RunSchedule of the same tiles: memory by rows, not by rows x columns.
+    """
+    extent, device = check_arguments(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    if _compile:
+        warnings.warn(
+            "create_block_mask: _compile=True has no effect here: nothing quadratic is left to compile.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    _check_write_order(compute_dq_write_order, dq_kv_order, compact)
+    if compact:
+        return _compact(mask_mod, extent, device, separate_full_blocks)
+    if torch.compiler.is_compiling():
+        sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
+        like = torch.empty((), device=device)
+        lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
+        if not separate_full_blocks:
+            lists = [*lists[:2], None, None, *lists[2:], None, None]
+        block_mask = block_mask_of(lists, extent, mask_mod)
+    else:
+        runs, grids = analysed(mask_mod, extent, device)
+        block_mask = block_mask_from_runs(runs, grids, extent, mask_mod, separate_full_blocks)
+    if compute_dq_write_order:
+        orders = torch_flex._compute_dq_write_order_from_block_mask(block_mask, dq_kv_order=dq_kv_order)
+        block_mask.dq_write_order, block_mask.dq_write_order_full = orders
+        block_mask.dq_kv_order_spt = dq_kv_order
+    return block_mask
+
+
+@outside_graphs
+def _compact(
+    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+) -> RunSchedule:
+    """Not for compiled graphs: how many runs there are depends on the values of captures."""
+    runs, grids = analysed(mask_mod, extent, device)
+    return RunSchedule.from_runs(
+        runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
+    )
+
+
+def analysed(mask_mod: Callable, extent: Extent, device: torch.device) -> tuple[Runs, tuple[int, int]]:
+    """The runs of all rows of tiles, and the (batch, heads) for which they are kept."""
+    program = trace_mask(mask_mod, device)
+    grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
+    try:
+        with torch.no_grad():
+            return tile_runs(program, extent), grids
+    except (RuntimeError, IndexError, ValueError) as error:
+        sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
+        where = ", ".join(f"{name} < {size}" for name, size in sizes)
+        raise MaskModError(
+            f"mask_mod {program.name}: fails at some {where}: {error}. "
+            "A captured tensor needs an entry for every index it is read at."
+        ) from error
+
+
+def check_arguments(
+    mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any
+) -> tuple[Extent, torch.device]:
+    if not torch.compiler.is_compiling():
+        check_signature(mask_mod)
+    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for name, value in sizes.items():
+        least = 1 if name in ("B", "H") else 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise MaskArgumentError(
+                f"{name}: expected an integer of at least {least}, got {value!r}."
+                + (" Pass None for a mask that is the same for all of them." if least else "")
+            )
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    if (
+        not isinstance(block, (tuple, list))
+        or len(block) != 2
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in block)
+    ):
+        raise MaskArgumentError(
+            f"BLOCK_SIZE: expected an integer of at least 1, or two of them for (q, kv), got {BLOCK_SIZE!r}."
+        )
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    resolved = torch.empty((), device=device).device
+    batch, heads, q_length, kv_length = sizes.values()
+    return Extent(batch, heads, (q_length, kv_length), (block[0], block[1])), resolved
+
+
+def _check_write_order(compute_dq_write_order: bool, dq_kv_order: Any, compact: bool) -> None:
+    if not isinstance(dq_kv_order, bool):
+        raise MaskArgumentError(
+            f"dq_kv_order: expected True or False, got {type(dq_kv_order).__name__}. "
+            "A tensor order goes to BlockMask.from_kv_blocks."
+        )
+    if compute_dq_write_order and compact:
+        raise MaskArgumentError(
+            "compute_dq_write_order: a compact schedule has none: it would be as large as the index lists. "
+            "Use compact=False, or leave it False."
+        )
+    if compute_dq_write_order and not HAS_WRITE_ORDER:
+        raise MaskArgumentError(
+            f"compute_dq_write_order: torch {torch.__version__} has no write order in its BlockMask. "
+            "Leave it False, or use torch 2.13 or later."
+        )

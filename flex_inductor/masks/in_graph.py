@@ -1,0 +1,157 @@
+"""create_block_mask inside a compiled function, without a graph break.
+
+Dynamo traces mask_mod into a graph and lifts what it captures, so a new value of a capture needs no new
+compile. What remains in the compiled graph is one custom op from captures to index lists, which AOTAutograd
+and Inductor treat like any other: its lengths, and so its shapes, are known, only the values are computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import compat
+from ..op.tracing import LaneIndexing
+from .lists import lists_from_runs
+from .tables import Extent
+
+# Traced mask functions by the hash of their code. Dynamo traces in every process, cached kernels or not, so
+# a graph that names a function here has always put it here first.
+_TRACED: dict[str, Callable] = {}
+_PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+class _BlockLists(HigherOrderOperator):
+    """Only ever met by Dynamo, which puts `block_lists` in its place."""
+
+    def __init__(self) -> None:
+        super().__init__("flex_inductor_block_lists")
+
+    def __call__(self, mask_mod: Callable, like: Tensor, sizes: list[int], separate_full_blocks: bool) -> Any:
+        return super().__call__(mask_mod, like, sizes, separate_full_blocks)
+
+
+traced_block_lists = _BlockLists()
+
+
+@torch.library.custom_op("flex_inductor::block_lists", mutates_args=())
+def block_lists(
+    like: Tensor,
+    mask_mod: str,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[int],
+    sizes: Sequence[int],
+    separate_full_blocks: bool,
+) -> list[Tensor]:
+    """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
+    from .blockmask import analysed
+
+    traced = _TRACED[mask_mod]
+
+    def bound(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return traced(b, h, q_idx, kv_idx, tensors, numbers)
+
+    bound.__name__ = getattr(traced, "__name__", "mask_mod")
+    extent = _extent(sizes)
+    # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
+    with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
+        runs, grids = analysed(bound, extent, like.device)
+    lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
+    # A custom op's outputs have the strides its fake promises.
+    return [x.contiguous() for x in lists if x is not None]
+
+
+@block_lists.register_fake
+def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
+    extent = _extent(sizes)
+    rows, columns = extent.tiles
+    leading = (extent.batch, extent.heads)
+    pairs = [[(rows,), (rows, columns)], [(columns,), (columns, rows)]]
+    shapes = [shape for pair in pairs for shape in pair * (2 if separate_full_blocks else 1)]
+    return [like.new_empty((*leading, *shape), dtype=torch.int32) for shape in shapes]
+
+
+def _extent(sizes: Sequence[int]) -> Extent:
+    batch, heads, q_length, kv_length, q_block, kv_block = sizes
+    return Extent(batch, heads, (q_length, kv_length), (q_block, kv_block))
+
+
+def _register() -> None:
+    """Teaches Dynamo to trace the mask_mod of `traced_block_lists`."""
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables import higher_order_ops
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    @higher_order_ops.add_hop_context
+    class BlockListsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
+        _HOP_NAME = "flex_inductor.masks.traced_block_lists"
+
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+            mask_mod, like, sizes, separate_full_blocks = args
+            build = VariableTracker.build
+            with higher_order_ops.discard_graph_changes(tx):
+                indices = [
+                    like.call_method(tx, "new_zeros", [build(tx, [])], {"dtype": build(tx, torch.int64)})
+                    for _ in range(4)
+                ]
+            with LaneIndexing():
+                _, graph, lifted = higher_order_ops.speculate_subgraph(
+                    tx,
+                    mask_mod,
+                    indices,
+                    {},
+                    description="create_block_mask's mask_mod",
+                    source_target=self.value,
+                    set_subgraph_inputs="flatten_manual",
+                )
+            captures = list(lifted)
+            examples = [proxy.node.meta["example_value"] for proxy in captures]
+            kinds = [
+                "t" if isinstance(e, Tensor) else "n" if isinstance(e, torch.SymInt) else "?"
+                for e in examples
+            ]
+            if "?" in kinds or any(node.op == "get_attr" for node in graph.nodes):
+                unimplemented(
+                    gb_type="create_block_mask: a capture cannot be lifted",
+                    context=str(graph),
+                    explanation="mask_mod captures something other than tensors and integers that changes.",
+                    hints=["Capture a 0-d tensor instead of a number that changes."],
+                )
+            name = _remember(graph, "".join(kinds))
+            call = (
+                like.as_proxy(),
+                name,
+                [c for c, kind in zip(captures, kinds, strict=True) if kind == "t"],
+                [c for c, kind in zip(captures, kinds, strict=True) if kind == "n"],
+                sizes.as_proxy(),
+                separate_full_blocks.as_proxy(),
+            )
+            target = torch.ops.flex_inductor.block_lists.default
+            return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))
+
+    compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
+
+
+def _remember(graph: fx.Graph, kinds: str) -> str:
+    """Registers a traced mask of (b, h, q, kv, *captures) under a name that depends on its code alone."""
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    name = hashlib.sha256(f"{kinds}\n{module.code}".encode()).hexdigest()
+
+    def traced(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, tensors: Any, numbers: Any) -> Tensor:
+        of_kind = {"t": iter(tensors), "n": iter(numbers)}
+        value = module(b, h, q, kv, *(next(of_kind[kind]) for kind in kinds))
+        return value[0] if isinstance(value, (tuple, list)) else value
+
+    traced.__name__ = "mask_mod"
+    _TRACED[name] = traced
+    return name
+
+
+compat.when_imported("torch._dynamo", lambda _: _register())

@@ -1,0 +1,456 @@
+"""Bounds of an operation's result from bounds of its operands, one rule for each operation.
+
+A rule returns None where it claims nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .intervals import (
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    Interval,
+    Number,
+    Operand,
+    as_dtype,
+    convert,
+    fits,
+    integers,
+    interval_of,
+    promoted,
+)
+
+Rule = Callable[..., "Interval | None"]
+
+
+def _arithmetic(rule: Callable[..., Interval | None]) -> Rule:
+    """Promotes; refuses booleans and infinities, on which arithmetic makes NaNs."""
+
+    @functools.wraps(rule)
+    def wrapped(*operands: Operand, **kwargs: Any) -> Interval | None:
+        dtype = promoted(*operands)
+        made = as_dtype(dtype, *operands)
+        if made is None or dtype not in INT_DTYPES + FLOAT_DTYPES:
+            return None
+        if not all(math.isfinite(x.least) and math.isfinite(x.most) for x in made):
+            return None
+        return rule(dtype, *made, **kwargs)
+
+    return wrapped
+
+
+def _integer(rule: Callable[..., Interval | None]) -> Rule:
+    @functools.wraps(rule)
+    def wrapped(dtype: torch.dtype, *operands: Interval, **kwargs: Any) -> Interval | None:
+        return rule(dtype, *operands, **kwargs) if dtype in INT_DTYPES else None
+
+    return _arithmetic(wrapped)
+
+
+def _hull(candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return functools.reduce(torch.minimum, candidates), functools.reduce(torch.maximum, candidates)
+
+
+def _corners(op: Callable, exact: Callable, dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+    """For an operation monotone in each operand while the other stands still."""
+    bounds = [exact(x, y) for x in (a.least, a.most) for y in (b.least, b.most)]
+    if dtype in INT_DTYPES and not fits(min(bounds), max(bounds), dtype):
+        return None
+    ends = [op(x, y) for x in (a.lo, a.hi) for y in ((b.lo,) if b.lo is b.hi else (b.lo, b.hi))]
+    return interval_of(*_hull(ends), dtype, (min(bounds), max(bounds)), a.nan or b.nan)
+
+
+@_arithmetic
+def add(dtype: torch.dtype, a: Interval, b: Interval, alpha: Number = 1) -> Interval | None:
+    if alpha != 1:
+        return None
+    return _sum(dtype, a, b)
+
+
+def _sum(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+    bounds = (a.least + b.least, a.most + b.most)
+    if dtype in INT_DTYPES and not fits(*bounds, dtype):
+        return None
+    return interval_of(a.lo + b.lo, a.hi + b.hi, dtype, bounds, a.nan or b.nan)
+
+
+@_arithmetic
+def sub(dtype: torch.dtype, a: Interval, b: Interval, alpha: Number = 1) -> Interval | None:
+    """Not a + (-b): -b alone may wrap where a - b does not."""
+    if alpha != 1:
+        return None
+    bounds = (a.least - b.most, a.most - b.least)
+    if dtype in INT_DTYPES and not fits(*bounds, dtype):
+        return None
+    return interval_of(a.lo - b.hi, a.hi - b.lo, dtype, bounds, a.nan or b.nan)
+
+
+def rsub(a: Operand, b: Operand, alpha: Number = 1) -> Interval | None:
+    return sub(b, a, alpha=alpha)
+
+
+@_arithmetic
+def mul(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+    if a is b:
+        return _square(dtype, a)
+    return _corners(torch.mul, lambda x, y: x * y, dtype, a, b)
+
+
+def _square(dtype: torch.dtype, a: Interval) -> Interval | None:
+    m = _magnitude(dtype, a)
+    if m is None or (dtype in INT_DTYPES and not fits(0, m.most * m.most, dtype)):
+        return None
+    return interval_of(m.lo * m.lo, m.hi * m.hi, dtype, (m.least * m.least, m.most * m.most), a.nan)
+
+
+def power(a: Operand, exponent: Operand) -> Interval | None:
+    """Only the square: torch computes x ** 2 as x * x, other powers with a library's rounding."""
+    if exponent not in (2, 2.0) or not isinstance(a, Interval):
+        return None
+    return mul(a, a) if promoted(a, exponent) == a.dtype else None
+
+
+@_arithmetic
+def neg(dtype: torch.dtype, a: Interval) -> Interval | None:
+    if dtype in INT_DTYPES and not fits(-a.most, -a.least, dtype):
+        return None
+    return interval_of(-a.hi, -a.lo, dtype, (-a.most, -a.least), a.nan)
+
+
+def _magnitude(dtype: torch.dtype, a: Interval) -> Interval | None:
+    if a.least >= 0:
+        return a
+    least, most = (-a.most if a.most < 0 else 0), max(-a.least, a.most)
+    if dtype in INT_DTYPES and not fits(least, most, dtype):
+        return None
+    lo = torch.maximum(a.lo, -a.hi).clamp(min=0)
+    return interval_of(lo, torch.maximum(-a.lo, a.hi), dtype, (least, most), a.nan)
+
+
+absolute = _arithmetic(_magnitude)
+
+
+def _truncated(x: int, y: int) -> int:
+    return abs(x) // abs(y) * (1 if (x >= 0) == (y >= 0) else -1)
+
+
+def divide(a: Operand, b: Operand, rounding_mode: str | None = None) -> Interval | None:
+    if rounding_mode is None:
+        return _true_divide(a, b)
+    return _whole_divide(a, b, rounding_mode=rounding_mode)
+
+
+def floor_divide(a: Operand, b: Operand) -> Interval | None:
+    return _whole_divide(a, b, rounding_mode="floor")
+
+
+@_integer
+def _whole_divide(dtype: torch.dtype, a: Interval, b: Interval, rounding_mode: str) -> Interval | None:
+    if b.least <= 0 <= b.most:
+        return None
+    exact = int.__floordiv__ if rounding_mode == "floor" else _truncated
+    op = functools.partial(torch.div, rounding_mode=rounding_mode)
+    return _corners(op, exact, dtype, a, b)
+
+
+def _true_divide(a: Operand, b: Operand) -> Interval | None:
+    dtype = promoted(a, b)
+    dtype = dtype if dtype in FLOAT_DTYPES else torch.get_default_dtype()
+    made = as_dtype(dtype, a, b)
+    if made is None or not all(math.isfinite(x.least) and math.isfinite(x.most) for x in made):
+        return None
+    if made[1].least <= 0 <= made[1].most:
+        return None
+    return _corners(torch.div, lambda x, y: x / y, dtype, *made)
+
+
+def _same_quotient(a: Interval, b: Interval, rounding_mode: str) -> Tensor:
+    ends = [torch.div(x, b.lo, rounding_mode=rounding_mode) for x in (a.lo, a.hi)]
+    return (b.lo == b.hi) & (ends[0] == ends[1])
+
+
+@_integer
+def remainder(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+    """The sign of the divisor; increasing as long as the quotient stays the same."""
+    if b.least <= 0 <= b.most or a.least == torch.iinfo(torch.int64).min:
+        return None
+    same = _same_quotient(a, b, "floor")
+    at_lo, at_hi = torch.remainder(a.lo, b.lo), torch.remainder(a.hi, b.lo)
+    if b.least > 0:
+        most = b.most - 1
+        lo, hi = torch.where(same, at_lo, 0), torch.where(same, at_hi, b.hi - 1)
+        if a.least >= 0:
+            hi, most = torch.minimum(hi, a.hi), min(most, a.most)
+        return integers(lo, hi, dtype, 0, most)
+    return integers(torch.where(same, at_lo, b.lo + 1), torch.where(same, at_hi, 0), dtype, b.least + 1, 0)
+
+
+@_integer
+def fmod(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+    """The sign of the dividend."""
+    if b.least <= 0 <= b.most or min(a.least, b.least) == torch.iinfo(torch.int64).min:
+        return None
+    same = _same_quotient(a, b, "trunc")
+    largest = torch.maximum(b.lo.abs(), b.hi.abs()) - 1
+    lo = torch.maximum(-largest, a.lo.clamp(max=0))
+    hi = torch.minimum(largest, a.hi.clamp(min=0))
+    lo = torch.where(same, torch.fmod(a.lo, b.lo), lo)
+    hi = torch.where(same, torch.fmod(a.hi, b.lo), hi)
+    return integers(lo, hi, dtype, min(a.least, 0), max(a.most, 0))
+
+
+@_arithmetic
+def sign(dtype: torch.dtype, a: Interval) -> Interval | None:
+    return interval_of(a.lo.sign(), a.hi.sign(), dtype, (-1 if a.least < 0 else 0, 1), a.nan)
+
+
+def _ordered(op: Callable, exact: Callable) -> Rule:
+    """min and max keep infinities and pass NaN on."""
+
+    def rule(*operands: Operand) -> Interval | None:
+        dtype = promoted(*operands)
+        made = as_dtype(dtype, *operands)
+        if made is None or dtype not in INT_DTYPES + FLOAT_DTYPES:
+            return None
+        a, b = made
+        lo, hi, nan = op(a.lo, b.lo), op(a.hi, b.hi), a.nan or b.nan
+        if dtype in FLOAT_DTYPES:
+            return Interval.floating(lo, hi, nan)
+        return integers(lo, hi, dtype, exact(a.least, b.least), exact(a.most, b.most))
+
+    return rule
+
+
+minimum = _ordered(torch.minimum, min)
+maximum = _ordered(torch.maximum, max)
+
+
+def clamp(x: Operand, min: Operand | None = None, max: Operand | None = None) -> Interval | None:
+    dtype = promoted(*(v for v in (x, min, max) if v is not None))
+    made = as_dtype(dtype, x)
+    if made is None:
+        return None
+    result: Interval | None = made[0]
+    for limit, rule in ((min, maximum), (max, minimum)):
+        if limit is not None and result is not None:
+            result = rule(result, limit)
+    return result
+
+
+def _rounding(op: Callable) -> Rule:
+    def rule(a: Operand) -> Interval | None:
+        if not isinstance(a, Interval) or a.dtype not in INT_DTYPES + FLOAT_DTYPES:
+            return None
+        return a if a.dtype in INT_DTYPES else Interval.floating(op(a.lo), op(a.hi), a.nan)
+
+    return rule
+
+
+def square_root(a: Operand) -> Interval | None:
+    if not isinstance(a, Interval) or a.dtype not in FLOAT_DTYPES or not (a.least >= 0 and a.most < math.inf):
+        return None
+    return Interval.floating(a.lo.sqrt(), a.hi.sqrt(), a.nan)
+
+
+def relu(a: Operand) -> Interval | None:
+    return maximum(a, 0)
+
+
+def where(condition: Operand, a: Operand, b: Operand) -> Interval | None:
+    dtype = promoted(a, b) if any(isinstance(x, Interval) for x in (a, b)) else None
+    if dtype is None or not isinstance(condition, Interval) or condition.dtype != torch.bool:
+        return None
+    made = as_dtype(dtype, a, b)
+    if made is None:
+        return None
+    x, y = made
+    only_x, only_y = condition.lo, ~condition.hi
+    lo = torch.where(only_x, x.lo, torch.where(only_y, y.lo, torch.minimum(x.lo, y.lo)))
+    hi = torch.where(only_x, x.hi, torch.where(only_y, y.hi, torch.maximum(x.hi, y.hi)))
+    return Interval(lo, hi, dtype, min(x.least, y.least), max(x.most, y.most), x.nan or y.nan)
+
+
+def _comparison(always: Callable, possible: Callable, with_nan: bool) -> Rule:
+    """`with_nan` is the answer for NaN: False for all comparisons but `!=`."""
+
+    def rule(*operands: Operand) -> Interval | None:
+        dtype = promoted(*operands)
+        made = as_dtype(torch.int64 if dtype == torch.bool else dtype, *operands)
+        if made is None:
+            return None
+        a, b = made
+        surely, maybe = always(a, b), possible(a, b)
+        if a.nan or b.nan:
+            surely, maybe = (
+                (surely, torch.ones_like(maybe)) if with_nan else (torch.zeros_like(surely), maybe)
+            )
+        return Interval.boolean(surely, maybe)
+
+    return rule
+
+
+def _all_equal(a: Interval, b: Interval) -> Tensor:
+    return (a.lo == b.hi) & (a.hi == b.lo)
+
+
+def _overlap(a: Interval, b: Interval) -> Tensor:
+    return (a.lo <= b.hi) & (b.lo <= a.hi)
+
+
+equal = _comparison(_all_equal, _overlap, False)
+unequal = _comparison(lambda a, b: ~_overlap(a, b), lambda a, b: ~_all_equal(a, b), True)
+less = _comparison(lambda a, b: a.hi < b.lo, lambda a, b: a.lo < b.hi, False)
+less_equal = _comparison(lambda a, b: a.hi <= b.lo, lambda a, b: a.lo <= b.hi, False)
+greater = _comparison(lambda a, b: a.lo > b.hi, lambda a, b: a.hi > b.lo, False)
+greater_equal = _comparison(lambda a, b: a.lo >= b.hi, lambda a, b: a.hi >= b.lo, False)
+
+
+def _logical(op: Callable[[Interval, Interval], Interval]) -> Rule:
+    def rule(*operands: Operand) -> Interval | None:
+        made = as_dtype(torch.bool, *operands)
+        return None if made is None else op(*made)
+
+    return rule
+
+
+def _and(a: Interval, b: Interval) -> Interval:
+    return Interval.boolean(a.lo & b.lo, a.hi & b.hi)
+
+
+def _or(a: Interval, b: Interval) -> Interval:
+    return Interval.boolean(a.lo | b.lo, a.hi | b.hi)
+
+
+def _xor(a: Interval, b: Interval) -> Interval:
+    known = (a.lo == a.hi) & (b.lo == b.hi)
+    differ = a.lo != b.lo
+    return Interval.boolean(known & differ, ~known | differ)
+
+
+def logical_not(a: Operand) -> Interval | None:
+    made = as_dtype(torch.bool, a)
+    return None if made is None else Interval.boolean(~made[0].hi, ~made[0].lo)
+
+
+def _bitwise(op: Callable, on_bools: Callable[[Interval, Interval], Interval], kind: str) -> Rule:
+    """Exact where both operands are single values; else bounds from the bits that can be set."""
+
+    @_integer
+    def onintegers(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+        if a.least < 0 or b.least < 0:
+            return None
+        ones = (1 << max(int(a.most), int(b.most)).bit_length()) - 1
+        lo = torch.maximum(a.lo, b.lo) if kind == "or" else torch.zeros_like(a.lo + b.lo)
+        hi = torch.minimum(a.hi, b.hi) if kind == "and" else torch.full_like(a.hi + b.hi, ones)
+        single = (a.lo == a.hi) & (b.lo == b.hi)
+        value = op(a.lo, b.lo)
+        most = min(a.most, b.most) if kind == "and" else ones
+        return integers(torch.where(single, value, lo), torch.where(single, value, hi), dtype, 0, most)
+
+    def rule(a: Operand, b: Operand) -> Interval | None:
+        if promoted(a, b) == torch.bool:
+            made = as_dtype(torch.bool, a, b)
+            return None if made is None else on_bools(*made)
+        return onintegers(a, b)
+
+    return rule
+
+
+def bitwise_not(a: Operand) -> Interval | None:
+    if not isinstance(a, Interval) or a.dtype == torch.bool:
+        return logical_not(a)
+    if a.dtype == torch.uint8:
+        return Interval(255 - a.hi, 255 - a.lo, a.dtype, 255 - a.most, 255 - a.least)
+    return Interval(~a.hi, ~a.lo, a.dtype, -1 - a.most, -1 - a.least) if a.dtype in INT_DTYPES else None
+
+
+def _shift(op: Callable, exact: Callable) -> Rule:
+    """A shift by the dtype's width or more, or by a negative amount, has a meaning of its own."""
+
+    @_integer
+    def rule(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+        if b.least < 0 or b.most >= torch.iinfo(dtype).bits:
+            return None
+        return _corners(op, exact, dtype, a, b)
+
+    return rule
+
+
+def identity(a: Operand, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Interval | None:
+    if not isinstance(a, Interval):
+        return None
+    return convert(a, dtype or a.dtype)
+
+
+aten = torch.ops.aten
+
+RULES: dict[Any, Rule] = {
+    aten.add: add,
+    aten.sub: sub,
+    aten.rsub: rsub,
+    aten.mul: mul,
+    aten.pow: power,
+    aten.square: lambda a: mul(a, a),
+    aten.neg: neg,
+    aten.abs: absolute,
+    aten.div: divide,
+    aten.floor_divide: floor_divide,
+    aten.remainder: remainder,
+    aten.fmod: fmod,
+    aten.sign: sign,
+    aten.minimum: minimum,
+    aten.maximum: maximum,
+    aten.clamp: clamp,
+    aten.clamp_min: lambda a, limit: clamp(a, min=limit),
+    aten.clamp_max: lambda a, limit: clamp(a, max=limit),
+    aten.floor: _rounding(torch.floor),
+    aten.ceil: _rounding(torch.ceil),
+    aten.trunc: _rounding(torch.trunc),
+    aten.round: _rounding(torch.round),
+    aten.sqrt: square_root,
+    aten.relu: relu,
+    aten.where: where,
+    aten.eq: equal,
+    aten.ne: unequal,
+    aten.lt: less,
+    aten.le: less_equal,
+    aten.gt: greater,
+    aten.ge: greater_equal,
+    aten.logical_and: _logical(_and),
+    aten.logical_or: _logical(_or),
+    aten.logical_xor: _logical(_xor),
+    aten.logical_not: logical_not,
+    aten.bitwise_and: _bitwise(torch.bitwise_and, _and, "and"),
+    aten.bitwise_or: _bitwise(torch.bitwise_or, _or, "or"),
+    aten.bitwise_xor: _bitwise(torch.bitwise_xor, _xor, "xor"),
+    aten.bitwise_not: bitwise_not,
+    aten.bitwise_left_shift: _shift(torch.bitwise_left_shift, int.__lshift__),
+    aten.bitwise_right_shift: _shift(torch.bitwise_right_shift, int.__rshift__),
+    aten._to_copy: identity,
+    aten.clone: identity,
+    aten.alias: identity,
+    aten.detach: identity,
+    aten.lift_fresh_copy: identity,
+}
+RULES |= {
+    aten.__and__: RULES[aten.bitwise_and],
+    aten.__or__: RULES[aten.bitwise_or],
+    aten.__xor__: RULES[aten.bitwise_xor],
+    aten.__lshift__: RULES[aten.bitwise_left_shift],
+    aten.__rshift__: RULES[aten.bitwise_right_shift],
+}
+
+
+def bound(op: Any, dtype: torch.dtype, device: torch.device, /, *args: Any, **kwargs: Any) -> Interval:
+    """Bounds of one step. No rule, or a rule that claims nothing, gives every value of the dtype."""
+    rule = RULES.get(getattr(op, "overloadpacket", op))
+    known = all(x is None or isinstance(x, (Interval, int, float)) for x in args)
+    claimed = rule(*args, **kwargs) if rule is not None and known else None
+    return claimed if claimed is not None and claimed.dtype == dtype else Interval.unknown(dtype, device)

@@ -1,0 +1,264 @@
+"""RunSchedule: which tiles attention visits, in memory proportional to the rows.
+
+A BlockMask lists every tile of every row: its four index tensors grow with the square of the length. Here
+a row holds a few runs [start, stop) of neighbouring tiles instead:
+
+    kv_runs[kv_offsets[b, h, row] : kv_offsets[b, h, row + 1]]   partial tiles: mask_mod applies
+    full_kv_runs[full_kv_offsets[b, h, row] : ...]               full tiles: nothing is masked
+    q_runs, full_q_runs                                          the same for each column, for the backward
+
+Offsets are [B or 1, H or 1, rows + 1] int32: a dimension that the mask does not depend on has size 1.
+Runs are [count, 2] int32, ascending and disjoint within a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree as pytree
+
+from .algebra import offset
+from .errors import MaskArgumentError
+from .lists import block_mask_from_runs
+from .runs import FULL, PARTIAL, Runs, density, from_grid, merged, transposed
+from .tables import Extent
+
+SIDES = ("kv", "full_kv", "q", "full_q")
+TENSORS = tuple(f"{side}_{part}" for side in SIDES for part in ("offsets", "runs"))
+SHADES = " ░▒▓█"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunSchedule:
+    kv_offsets: Tensor
+    kv_runs: Tensor
+    full_kv_offsets: Tensor
+    full_kv_runs: Tensor
+    q_offsets: Tensor
+    q_runs: Tensor
+    full_q_offsets: Tensor
+    full_q_runs: Tensor
+    batch: int
+    heads: int
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    @staticmethod
+    def from_runs(runs: Runs, grids: tuple[int, int], extent: Extent, mask_mod: Callable) -> RunSchedule:
+        """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids."""
+        columns = transposed(runs, grids[0] * grids[1])
+        tensors = {}
+        for side, kind in zip(SIDES, (PARTIAL, FULL) * 2, strict=True):
+            chosen = (columns if "q" in side.split("_") else runs).of_kind(kind)
+            tensors[f"{side}_offsets"] = _per_grid(chosen.offsets(), grids)
+            tensors[f"{side}_runs"] = torch.stack([chosen.start, chosen.stop], dim=1).to(torch.int32)
+        return RunSchedule(
+            **tensors,
+            batch=extent.batch,
+            heads=extent.heads,
+            seq_lengths=extent.lengths,
+            BLOCK_SIZE=extent.block,
+            mask_mod=mask_mod,
+        )
+
+    @staticmethod
+    def from_block_mask(block_mask: BlockMask) -> RunSchedule:
+        """The same tiles as `block_mask`, which may come from torch."""
+        extent = extent_of(block_mask)
+        runs, grids = runs_of_block_mask(block_mask)
+        return RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod)
+
+    def to_block_mask(self, separate_full_blocks: bool = True) -> BlockMask:
+        return block_mask_from_runs(
+            self.row_runs(), self.grids, self.extent, self.mask_mod, separate_full_blocks
+        )
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
+
+    @property
+    def grids(self) -> tuple[int, int]:
+        return (self.kv_offsets.shape[0], self.kv_offsets.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv_offsets.device
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.heads, *self.seq_lengths)
+
+    def row_runs(self) -> Runs:
+        """Partial and full runs of all rows, in the form the mask functions work on."""
+        parts = [_lines_of(getattr(self, f"{s}_offsets"), getattr(self, f"{s}_runs")) for s in SIDES[:2]]
+        kinds = [
+            torch.full_like(p[0], k, dtype=torch.int8) for p, k in zip(parts, (PARTIAL, FULL), strict=True)
+        ]
+        line, start, stop = (torch.cat(x) for x in zip(*parts, strict=True))
+        rows, columns = self.extent.tiles
+        return merged(self.grids[0] * self.grids[1] * rows, columns, line, start, stop, torch.cat(kinds))
+
+    def to(self, device: torch.device | str) -> RunSchedule:
+        """The tensors moved; what mask_mod captures stays where it is."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
+
+    def sparsity(self) -> float:
+        """Percentage of the (q, kv) area that no visited tile covers, as BlockMask counts it."""
+        runs = self.row_runs()
+        visited = int((runs.stop - runs.start).sum()) * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1]
+        area = self.grids[0] * self.grids[1] * self.seq_lengths[0] * self.seq_lengths[1]
+        return 100 * (1 - visited / area) if area else 0.0
+
+    def __getitem__(self, index: Any) -> RunSchedule:
+        """A part of the batch, heads and rows of tiles: integers, or slices without a step.
+
+        A sliced schedule describes queries that start at its first row: its mask_mod is shifted to match.
+        """
+        index = (index,) if not isinstance(index, tuple) else index
+        rows, columns = self.extent.tiles
+        if len(index) > 3:
+            raise MaskArgumentError(
+                f"RunSchedule index: expected at most (batch, heads, rows), got {len(index)} entries."
+            )
+        sizes = (self.batch, self.heads, rows)
+        padded = (*index, slice(None), slice(None), slice(None))[:3]
+        (b0, b1), (h0, h1), (r0, r1) = map(_slice_bounds, padded, sizes)
+        runs = self.row_runs()
+        batch, heads = self.grids
+        # A grid of size 1 stands for every b or h.
+        take_b = torch.arange(b0, b1) if batch > 1 else torch.zeros(1, dtype=torch.int64)
+        take_h = torch.arange(h0, h1) if heads > 1 else torch.zeros(1, dtype=torch.int64)
+        new_line = torch.full((batch, heads, rows), -1)
+        kept = take_b.numel() * take_h.numel() * (r1 - r0)
+        chosen = torch.arange(kept).view(take_b.numel(), take_h.numel(), r1 - r0)
+        new_line[take_b[:, None], take_h, r0:r1] = chosen
+        line = new_line.view(-1).to(self.device)[runs.line]
+        keep = line >= 0
+        part = merged(kept, columns, line[keep], runs.start[keep], runs.stop[keep], runs.kind[keep])
+        q_start, q_stop = (min(r * self.BLOCK_SIZE[0], self.seq_lengths[0]) for r in (r0, r1))
+        extent = Extent(b1 - b0, h1 - h0, (q_stop - q_start, self.seq_lengths[1]), self.BLOCK_SIZE)
+        moved = offset(self.mask_mod, b=b0, h=h0, q=q_start) if b0 or h0 or q_start else self.mask_mod
+        return RunSchedule.from_runs(part, (take_b.numel(), take_h.numel()), extent, moved)
+
+    def picture(self, cells: int = 20, b: int = 0, h: int = 0) -> str:
+        """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""
+        rows, columns = self.extent.tiles
+        shape = (min(cells, rows), min(cells, columns))
+        grid = min(b, self.grids[0] - 1) * self.grids[1] + min(h, self.grids[1] - 1)
+        runs = self.row_runs()
+        full, partial = (density(runs, grid * rows, rows, shape, kind) for kind in (FULL, PARTIAL))
+        # A cell is blank only if nothing in it is visited, and solid only if all of it is full.
+        shade = ((full + partial / 2) * (len(SHADES) - 1)).round().long()
+        shade = torch.where(full + partial > 0, shade.clamp(min=1), 0)
+        shade = torch.where(full < 1, shade.clamp(max=len(SHADES) - 2), shade)
+        return "\n".join("".join(SHADES[s] * 2 for s in line) for line in shade.tolist())
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{side}={getattr(self, f'{side}_runs').shape[0]}" for side in SIDES)
+        return (
+            f"RunSchedule(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, "
+            f"sparsity={self.sparsity():.2f}%, runs: {counts})"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.picture()}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre style='line-height:1'>{self}</pre>"
+
+
+def _per_grid(offsets: Tensor, grids: tuple[int, int]) -> Tensor:
+    """Offsets of all lines as one row for each grid, each with its own end."""
+    lines = (offsets.numel() - 1) // (grids[0] * grids[1])
+    starts = torch.arange(grids[0] * grids[1], device=offsets.device)[:, None] * lines
+    return offsets[starts + torch.arange(lines + 1, device=offsets.device)].view(*grids, lines + 1)
+
+
+def _lines_of(offsets: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    line = torch.repeat_interleave(offsets.diff(dim=-1).reshape(-1).long())
+    return line, runs[:, 0].long(), runs[:, 1].long()
+
+
+def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
+    if isinstance(index, int) and -size <= index < size:
+        return index % size, index % size + 1
+    if isinstance(index, slice) and index.step in (None, 1):
+        start, stop, _ = index.indices(size)
+        if start < stop:
+            return start, stop
+    raise MaskArgumentError(
+        f"RunSchedule index: expected an integer or a non-empty slice without a step for a dimension of "
+        f"size {size}, got {index!r}. Other selections: to_block_mask() and index that."
+    )
+
+
+def extent_of(block_mask: BlockMask) -> Extent:
+    batch, heads = block_mask.kv_indices.shape[:2] if block_mask.kv_indices.dim() == 4 else (1, 1)
+    (q_length, kv_length), (q_block, kv_block) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    return Extent(batch, heads, (q_length, kv_length), (q_block, kv_block))
+
+
+def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
+    """The runs of a BlockMask's rows, and the (batch, heads) they are kept for; expanded ones count once."""
+    rows, columns = extent_of(block_mask).tiles
+    listed = [
+        (block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL),
+        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL),
+    ]
+    pairs = [(c, i, kind) for c, i, kind in listed if c is not None and i is not None]
+    shapes = [(1, 1) if counts.dim() < 3 else counts.shape[:2] for counts, _, _ in pairs]
+    expanded = [all(i.dim() == 4 and i.stride(d) == 0 for _, i, _ in pairs) for d in (0, 1)]
+    grids = tuple(1 if alone else size for alone, size in zip(expanded, shapes[0], strict=True))
+    kinds = torch.zeros(*grids, rows, columns + 1, dtype=torch.int8, device=pairs[0][0].device)
+    for counts, indices, kind in pairs:
+        counts = counts.view(*shapes[0], rows)[: grids[0], : grids[1]]
+        indices = indices.view(*shapes[0], rows, -1)[: grids[0], : grids[1]]
+        used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        kinds.scatter_(-1, torch.where(used, indices, columns).long(), kind)
+    return from_grid(kinds[..., :columns].reshape(-1, columns)), (grids[0], grids[1])
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What is not a tensor; equal if the function is the same object."""
+
+    batch: int
+    heads: int
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+    mask_mod: Callable
+
+
+_CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod")
+
+
+def _flatten(schedule: RunSchedule) -> tuple[list[Tensor], _Context]:
+    return [getattr(schedule, n) for n in TENSORS], _Context(*(getattr(schedule, n) for n in _CONTEXT))
+
+
+def _flatten_with_keys(schedule: RunSchedule) -> tuple[list[tuple[Any, Tensor]], _Context]:
+    tensors, context = _flatten(schedule)
+    return [(pytree.GetAttrKey(n), t) for n, t in zip(TENSORS, tensors, strict=True)], context
+
+
+def _unflatten(tensors: Any, context: _Context) -> RunSchedule:
+    return RunSchedule(
+        **dict(zip(TENSORS, tensors, strict=True)), **{n: getattr(context, n) for n in _CONTEXT}
+    )
+
+
+pytree.register_pytree_node(
+    RunSchedule,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="flex_inductor.RunSchedule",
+)

@@ -1,0 +1,332 @@
+"""mask_mod as a short list of steps.
+
+A `MaskProgram` is the FX graph of the function on four 0-d integers, with equal steps merged and,
+for each step, the set of indices its value depends on. Captured tensors are constants of the program.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..op.tracing import LaneIndexing
+from .errors import MaskModError
+
+INDEX_NAMES = ("b", "h", "q", "kv")
+aten = torch.ops.aten
+
+# Their value is the same whatever their tensor argument holds.
+_VALUE_FREE = {
+    aten.new_ones,
+    aten.new_zeros,
+    aten.new_full,
+    aten.ones_like,
+    aten.zeros_like,
+    aten.full_like,
+}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument that is the value of an earlier step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on earlier values, or a leaf: an index or a constant tensor."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    reads: frozenset[str]
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.shape == ()
+
+    @property
+    def is_joint(self) -> bool:
+        return "q" in self.reads and "kv" in self.reads
+
+    def refs(self) -> list[int]:
+        leaves = tree_flatten((self.args, self.kwargs), is_leaf=lambda x: isinstance(x, Ref))[0]
+        return [leaf.step for leaf in leaves if isinstance(leaf, Ref)]
+
+
+class MaskProgram:
+    """The steps of one mask_mod; the first four are the indices b, h, q and kv."""
+
+    def __init__(self, steps: list[Step], output: int, name: str, device: torch.device) -> None:
+        self.steps = steps
+        self.output = output
+        self.name = name
+        self.device = device
+        self.reads = steps[output].reads
+
+    def needed(self, wanted: Sequence[int]) -> list[int]:
+        """The steps that `wanted` are computed from, themselves included, in order."""
+        marked = set(wanted)
+        for i in range(len(self.steps) - 1, -1, -1):
+            if i in marked:
+                marked.update(self.steps[i].refs())
+        return sorted(marked)
+
+    def function(self, *wanted: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Any]:
+        """The value of the `wanted` steps as a function of four 0-d integers, ready for vmap."""
+        order = [i for i in self.needed(wanted) if i >= len(INDEX_NAMES)]
+
+        def run(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+            env: dict[int, Any] = dict(enumerate((b, h, q, kv)))
+            for i in order:
+                step = self.steps[i]
+                if isinstance(step.target, Tensor):
+                    env[i] = step.target
+                else:
+                    args, kwargs = _resolve((step.args, step.kwargs), env)
+                    env[i] = step.target(*args, **kwargs)
+            values = tuple(env[i] for i in wanted)
+            return values[0] if len(values) == 1 else values
+
+        return run
+
+    def __str__(self) -> str:
+        """One line for each step: its value, and the indices that value depends on."""
+
+        def show(arg: Any) -> str:
+            if isinstance(arg, Ref):
+                return names[arg.step]
+            if isinstance(arg, (list, tuple)):
+                return "[" + ", ".join(map(show, arg)) + "]"
+            return str(arg)
+
+        names = dict(enumerate(INDEX_NAMES))
+        lines = [f"{self.name}(b, h, q, kv):"]
+        for i in self.needed([self.output]):
+            step = self.steps[i]
+            if i < len(INDEX_NAMES):
+                continue
+            names[i] = f"%{i - len(INDEX_NAMES)}"
+            if isinstance(step.target, Tensor):
+                what = f"captured {str(step.dtype).removeprefix('torch.')}{list(step.shape)}"
+            else:
+                given = [show(a) for a in step.args] + [f"{k}={show(v)}" for k, v in step.kwargs.items()]
+                what = f"{getattr(step.target, '__name__', step.target)}({', '.join(given)})"
+            depends = ", ".join(n for n in INDEX_NAMES if n in step.reads) or "nothing"
+            lines.append(f"  {names[i]} = {what}  # {depends}")
+        lines.append(f"  return {names[self.output]}")
+        return "\n".join(lines)
+
+
+def _resolve(tree: Any, env: dict[int, Any]) -> Any:
+    return tree_map(
+        lambda x: env[x.step] if isinstance(x, Ref) else x, tree, is_leaf=lambda x: isinstance(x, Ref)
+    )
+
+
+def name_of(mask_mod: Callable) -> str:
+    return getattr(mask_mod, "__name__", type(mask_mod).__name__)
+
+
+def check_signature(mask_mod: Any) -> None:
+    """Refuses what cannot be called with exactly (b, h, q_idx, kv_idx)."""
+    if not callable(mask_mod):
+        raise MaskModError(
+            f"mask_mod: expected a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__}. "
+            "Pass the function itself."
+        )
+    try:
+        signature = inspect.signature(mask_mod)
+    except (TypeError, ValueError):
+        return
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [
+        p.name for p in signature.parameters.values() if p.kind in positional and p.default is p.empty
+    ]
+    try:
+        signature.bind(*INDEX_NAMES)
+    except TypeError:
+        hint = " Five arguments make a score_mod: pass it as score_mod." if len(required) == 5 else ""
+        raise MaskModError(
+            f"mask_mod {name_of(mask_mod)}: expected four arguments (b, h, q_idx, kv_idx), "
+            f"got {len(required)} ({', '.join(required)}).{hint}"
+        ) from None
+
+
+def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
+    """Traces on every call: a cache could not see a changed Python number in a closure."""
+    check_signature(mask_mod)
+    zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
+
+    def flat(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
+        with LaneIndexing():
+            return mask_mod(b, h, q, kv)
+
+    with torch.no_grad():
+        try:
+            graph = make_fx(flat)(*zeros).graph
+            if any(_mutates(node) for node in graph.nodes):
+                _refuse_captured_mutation(graph, mask_mod)
+                graph = make_fx(torch.func.functionalize(flat))(*zeros).graph
+        except MaskModError:
+            raise
+        except Exception as failure:
+            return _untraceable(mask_mod, flat, failure, device)
+    return _program_from_graph(graph, mask_mod, device)
+
+
+def _mutates(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _refuse_captured_mutation(graph: torch.fx.Graph, mask_mod: Callable) -> None:
+    for node in graph.nodes:
+        if _mutates(node) and isinstance(node.args[0], torch.fx.Node) and node.args[0].op == "get_attr":
+            raise MaskModError(
+                f"mask_mod {name_of(mask_mod)}: writes into a captured tensor ({node.target}). "
+                "Compute a new value instead: a mask is evaluated in no particular order."
+            )
+
+
+def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device: torch.device) -> MaskProgram:
+    """A function of all four indices about which nothing is known, if it can be evaluated at all.
+
+    `captured.max().item()` cannot be traced but can be evaluated; `if q_idx > kv_idx:` can do neither.
+    """
+    four = torch.zeros((4, 1), dtype=torch.int64, device=device)
+    try:
+        value = torch.vmap(flat)(*four)
+    except Exception as error:
+        text = f"{failure} {error}"
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "data-dependent" in text or ".item()" in text:
+            raise MaskModError(
+                f"mask_mod {name_of(mask_mod)}: its control flow depends on the value of an index or of a "
+                "captured tensor (`if`, `and`, `or`, `not`, `int()` or `.item()` on a tensor). "
+                "Use torch.where, &, | and ~ instead."
+            ) from error
+        if "device" in text:
+            raise MaskModError(
+                f"mask_mod {name_of(mask_mod)}: captures a tensor that is not on {device}. "
+                f"Move it there, or pass the device= it lives on. ({first_line})"
+            ) from error
+        raise MaskModError(f"mask_mod {name_of(mask_mod)}: cannot be evaluated: {first_line}") from error
+    _check_result(value, mask_mod, (1,))
+    leaves = [_index_leaf(name) for name in INDEX_NAMES]
+    whole = Step(flat, tuple(Ref(i) for i in range(4)), {}, torch.bool, (), frozenset(INDEX_NAMES))
+    return MaskProgram([*leaves, whole], len(leaves), name_of(mask_mod), device)
+
+
+def _check_result(value: Any, mask_mod: Callable, shape: tuple[int, ...] = ()) -> None:
+    name = name_of(mask_mod)
+    if not isinstance(value, Tensor):
+        raise MaskModError(
+            f"mask_mod {name}: expected one boolean tensor as the result, got {type(value).__name__}. "
+            "A constant mask is torch.ones((), dtype=torch.bool), on the indices' device."
+        )
+    if value.dtype != torch.bool:
+        raise MaskModError(
+            f"mask_mod {name}: expected a torch.bool result, got {value.dtype}. "
+            "Compare (`!= 0`), or pass a function that returns scores as score_mod."
+        )
+    if tuple(value.shape) != shape:
+        raise MaskModError(
+            f"mask_mod {name}: expected one value for one (b, h, q_idx, kv_idx), got a tensor of shape "
+            f"{tuple(value.shape[len(shape) :])}. Index captured tensors down to a single element."
+        )
+
+
+def _index_leaf(name: str) -> Step:
+    return Step(name, (), {}, torch.int64, (), frozenset([name]))
+
+
+class _Builder:
+    """Collects steps; a step equal to an earlier one becomes that one."""
+
+    def __init__(self) -> None:
+        self.steps = [_index_leaf(name) for name in INDEX_NAMES]
+        self.known: dict[Any, int] = {}
+
+    def add(self, step: Step, key: Any) -> int:
+        if key is not None and key in self.known:
+            return self.known[key]
+        self.steps.append(step)
+        if key is not None:
+            self.known[key] = len(self.steps) - 1
+        return len(self.steps) - 1
+
+
+def _program_from_graph(graph: torch.fx.Graph, mask_mod: Callable, device: torch.device) -> MaskProgram:
+    builder = _Builder()
+    number: dict[torch.fx.Node, int] = {}
+    inputs = iter(range(len(INDEX_NAMES)))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            number[node] = next(inputs)
+        elif node.op == "get_attr":
+            value = getattr(graph.owning_module, node.target)
+            _check_device(value, mask_mod, device)
+            leaf = Step(value, (), {}, value.dtype, tuple(value.shape), frozenset())
+            number[node] = builder.add(leaf, ("captured", id(value)))
+        elif node.op == "call_function":
+            number[node] = builder.add(*_step_of(node, builder.steps, number, mask_mod))
+        elif node.op == "output":
+            result = node.args[0]
+            if not isinstance(result, torch.fx.Node):
+                _check_result(result, mask_mod)
+            output = number[result]
+            step = builder.steps[output]
+            _check_result(torch.empty(step.shape, dtype=step.dtype, device="meta"), mask_mod)
+    return MaskProgram(builder.steps, output, name_of(mask_mod), device)
+
+
+def _with_refs(arguments: Any, number: dict[torch.fx.Node, int]) -> Any:
+    as_ref: Any = lambda node: Ref(number[node])  # noqa: E731
+    return torch.fx.map_arg(arguments, as_ref)
+
+
+def _step_of(
+    node: torch.fx.Node, steps: list[Step], number: dict[torch.fx.Node, int], mask_mod: Callable
+) -> tuple[Step, Any]:
+    target = node.target
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        raise MaskModError(
+            f"mask_mod {name_of(mask_mod)}: draws random numbers ({target}). "
+            "Draw them once outside, and capture the tensor."
+        )
+    args = _with_refs(node.args, number)
+    kwargs = _with_refs(node.kwargs, number)
+    meta = node.meta.get("tensor_meta")
+    dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", (-1,)))
+    step = Step(target, tuple(args), dict(kwargs), dtype, shape, frozenset())
+    if getattr(target, "overloadpacket", None) not in _VALUE_FREE:
+        reads = frozenset().union(*(steps[i].reads for i in step.refs()))
+        step = Step(target, tuple(args), dict(kwargs), dtype, shape, reads)
+    leaves, spec = tree_flatten((step.args, step.kwargs), is_leaf=lambda x: isinstance(x, Ref))
+    # 1, 1.0 and True are equal as keys but not as arguments.
+    key = (target, str(spec), tuple((type(leaf), leaf) for leaf in leaves))
+    try:
+        hash(key)
+    except TypeError:
+        return step, None
+    return step, key
+
+
+def _check_device(value: Tensor, mask_mod: Callable, device: torch.device) -> None:
+    """torch lets a 0-d CPU tensor meet tensors of any device."""
+    if value.device != device and not (value.dim() == 0 and value.device.type == "cpu"):
+        raise MaskModError(
+            f"mask_mod {name_of(mask_mod)}: captures a {value.dtype} tensor of shape {tuple(value.shape)} "
+            f"on {value.device}, but the mask is built on {device}. Move it there, or pass "
+            f"device={str(value.device)!r}."
+        )

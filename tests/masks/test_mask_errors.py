@@ -1,0 +1,208 @@
+"""What a wrong request is told, and what is not wrong."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from mask_helpers import compare
+
+from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
+from flex_inductor.masks.errors import FlexError, MaskArgumentError, MaskModError
+
+TABLE = torch.arange(64)
+ELSEWHERE = torch.zeros(64, device="meta")
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def branches(b, h, q, kv):
+    return q >= kv if q > 5 else q < kv
+
+
+def uses_and(b, h, q, kv):
+    return q >= kv and q < 9
+
+
+def converts(b, h, q, kv):
+    return TABLE[int(q)] >= kv
+
+
+def three(b, q, kv):
+    return q >= kv
+
+
+def score(score, b, h, q, kv):
+    return score
+
+
+def floats(b, h, q, kv):
+    return (q - kv).float()
+
+
+def python_bool(b, h, q, kv):
+    return True
+
+
+def vector(b, h, q, kv):
+    return q == TABLE
+
+
+def random(b, h, q, kv):
+    return torch.rand(()) < 0.5
+
+
+def writes(b, h, q, kv):
+    TABLE.add_(1)
+    return q >= kv
+
+
+def elsewhere(b, h, q, kv):
+    return ELSEWHERE[q] > kv
+
+
+def broken(b, h, q, kv):
+    return q >= undefined_name  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "expected"),
+    [
+        (branches, r"mask_mod branches: its control flow depends on .* Use torch.where, &, \| and ~ instead"),
+        (uses_and, "mask_mod uses_and: its control flow depends on"),
+        (converts, "mask_mod converts: its control flow depends on"),
+        (three, r"mask_mod three: expected four arguments \(b, h, q_idx, kv_idx\), got 3 \(b, q, kv\)"),
+        (score, "got 5 .*Five arguments make a score_mod: pass it as score_mod"),
+        (floats, "mask_mod floats: expected a torch.bool result, got torch.float32"),
+        (python_bool, "mask_mod python_bool: expected one boolean tensor as the result, got bool"),
+        (vector, r"mask_mod vector: expected one value .* got a tensor of shape \(64,\)"),
+        (random, "mask_mod random: draws random numbers"),
+        (writes, r"mask_mod writes: writes into a captured tensor \(aten.add_.Tensor\)"),
+        (broken, "mask_mod broken: cannot be evaluated: name 'undefined_name' is not defined"),
+        ("causal", "mask_mod: expected a function of .* got str"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_mask_mod(mask_mod, expected):
+    before = TABLE.clone()
+    with pytest.raises(MaskModError, match=expected) as caught:
+        create_block_mask(mask_mod, None, None, 64, 64, "cpu")
+    assert isinstance(caught.value, (FlexError, TypeError))
+    assert mask_mod is writes or torch.equal(before, TABLE)
+
+
+def test_capture_on_another_device():
+    with pytest.raises(
+        MaskModError, match=r"mask_mod elsewhere: captures a torch.float32 tensor .* on meta, but"
+    ):
+        create_block_mask(elsewhere, None, None, 64, 64, "cpu")
+
+
+def test_capture_that_is_too_short():
+    with pytest.raises(
+        MaskModError, match=r"mask_mod <lambda>: fails at some .* q < 100, .*index 64 is out of bounds"
+    ):
+        create_block_mask(lambda b, h, q, kv: TABLE[q] > kv, None, None, 100, 64, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"B": 0}, "B: expected an integer of at least 1, got 0. Pass None"),
+        ({"H": -2}, "H: expected an integer of at least 1, got -2"),
+        ({"Q_LEN": -1}, "Q_LEN: expected an integer of at least 0, got -1"),
+        ({"KV_LEN": 12.0}, "KV_LEN: expected an integer of at least 0, got 12.0"),
+        ({"BLOCK_SIZE": 0}, "BLOCK_SIZE: expected an integer of at least 1, or two of them"),
+        ({"BLOCK_SIZE": (128, -1)}, r"BLOCK_SIZE: .* got \(128, -1\)"),
+        ({"BLOCK_SIZE": (1, 2, 3)}, r"BLOCK_SIZE: .* got \(1, 2, 3\)"),
+        ({"dq_kv_order": torch.zeros(3)}, "dq_kv_order: expected True or False, got Tensor"),
+        (
+            {"compute_dq_write_order": True, "compact": True},
+            "compute_dq_write_order: a compact schedule has none",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments(change, expected):
+    arguments = {"B": 1, "H": 1, "Q_LEN": 64, "KV_LEN": 64, "device": "cpu"} | change
+    with pytest.raises(MaskArgumentError, match=expected) as caught:
+        create_block_mask(causal, **arguments)
+    assert isinstance(caught.value, (FlexError, ValueError))
+
+
+@pytest.mark.skipif(HAS_WRITE_ORDER, reason="this torch has a write order")
+def test_write_order_on_an_older_torch():
+    with pytest.raises(MaskArgumentError, match=r"compute_dq_write_order: torch 2\.11"):
+        create_block_mask(causal, 1, 1, 64, 64, "cpu", compute_dq_write_order=True)
+
+
+def test_compile_flag_is_accepted_and_said_to_do_nothing():
+    with pytest.warns(DeprecationWarning, match="_compile=True has no effect"):
+        made = create_block_mask(causal, 1, 1, 300, 300, "cpu", _compile=True)
+    assert torch.equal(made.kv_indices, create_block_mask(causal, 1, 1, 300, 300, "cpu").kv_indices)
+
+
+class Callable:
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, b, h, q, kv):
+        return (q - kv).abs() < self.width
+
+
+def windowed(width, b, h, q, kv):
+    return (q - kv).abs() < width
+
+
+def test_any_callable_will_do():
+    for mask_mod in (Callable(50), functools.partial(windowed, 50), Callable(50).__call__):
+        made = create_block_mask(mask_mod, None, None, 300, 300, "cpu", 32)
+        expected = create_block_mask(lambda b, h, q, kv: (q - kv).abs() < 50, None, None, 300, 300, "cpu", 32)
+        assert torch.equal(made.kv_indices, expected.kv_indices)
+
+
+def window(width):
+    return lambda b, h, q, kv: q - kv < width
+
+
+def test_one_factory_with_two_numbers_shares_nothing():
+    for width in (10, 200, 10):
+        compare(window(width), None, None, 300, 300, 32)
+
+
+def test_capture_changed_in_place_is_seen():
+    ids = torch.arange(300) // 40
+
+    def documents(b, h, q, kv):
+        return ids[q] == ids[kv]
+
+    first = compare(documents, None, None, 300, 300, 32)
+    ids.copy_(torch.arange(300) // 150)
+    second = compare(documents, None, None, 300, 300, 32)
+    assert not torch.equal(first.kv_num_blocks, second.kv_num_blocks)
+
+
+def test_inference_tensors_and_inference_mode():
+    with torch.inference_mode():
+        ids = torch.arange(300) // 40
+        compare(lambda b, h, q, kv: ids[q] == ids[kv], None, None, 300, 300, 32)
+        ids.add_(torch.arange(300) // 33)
+        compare(lambda b, h, q, kv: ids[q] == ids[kv], None, None, 300, 300, 32)
+    compare(lambda b, h, q, kv: ids[q] == ids[kv], None, None, 300, 300, 32)
+
+
+def test_capture_that_requires_grad():
+    slopes = torch.rand(300, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(lambda b, h, q, kv: slopes[q] > slopes[kv], None, None, 300, 300, 32)
+
+
+def test_no_random_state_is_touched():
+    before = torch.get_rng_state()
+    create_block_mask(lambda b, h, q, kv: (q * 7919 ^ kv * 31) % 9 < 1, None, None, 300, 300, "cpu", 32)
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,108 @@
+"""The abstract trace: which step depends on which index. Read the snapshots as the specification."""
+
+from __future__ import annotations
+
+import textwrap
+
+import torch
+
+from flex_inductor.masks.algebra import and_masks
+from flex_inductor.masks.bounds import MaskBounds, Rectangles
+from flex_inductor.masks.tables import Extent
+from flex_inductor.masks.trace import trace_mask
+
+CPU = torch.device("cpu")
+DOCUMENTS = torch.arange(4096) // 300
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def documents(b, h, q, kv):
+    return DOCUMENTS[q] == DOCUMENTS[kv]
+
+
+def windowed_heads(b, h, q, kv):
+    distance = q - kv
+    return (distance >= 0) & (distance < 64 * (h + 1)) & (q - kv != 7)
+
+
+def snapshot(mask_mod, expected: str) -> None:
+    assert str(trace_mask(mask_mod, CPU)) == textwrap.dedent(expected).strip()
+
+
+def test_causal():
+    snapshot(
+        causal,
+        """
+        causal(b, h, q, kv):
+          %0 = ge.Tensor(q, kv)  # q, kv
+          return %0
+        """,
+    )
+
+
+def test_documents_are_two_one_sided_tables_and_one_comparison():
+    snapshot(
+        and_masks(causal, documents),
+        """
+        and_mask(b, h, q, kv):
+          %0 = ge.Tensor(q, kv)  # q, kv
+          %1 = captured int64[4096]  # nothing
+          %2 = index.Tensor(%1, [q])  # q
+          %3 = index.Tensor(%1, [kv])  # kv
+          %4 = eq.Tensor(%2, %3)  # q, kv
+          %5 = new_ones.default(b, [], dtype=torch.bool, pin_memory=False)  # nothing
+          %6 = bitwise_and.Tensor(%5, %0)  # q, kv
+          %7 = bitwise_and.Tensor(%6, %4)  # q, kv
+          return %7
+        """,
+    )
+
+
+def test_equal_steps_are_one():
+    snapshot(
+        windowed_heads,
+        """
+        windowed_heads(b, h, q, kv):
+          %0 = sub.Tensor(q, kv)  # q, kv
+          %1 = ge.Scalar(%0, 0)  # q, kv
+          %2 = add.Tensor(h, 1)  # h
+          %3 = mul.Tensor(%2, 64)  # h
+          %4 = lt.Tensor(%0, %3)  # h, q, kv
+          %5 = bitwise_and.Tensor(%1, %4)  # h, q, kv
+          %6 = ne.Scalar(%0, 7)  # q, kv
+          %7 = bitwise_and.Tensor(%5, %6)  # h, q, kv
+          return %7
+        """,
+    )
+
+
+def test_numbers_that_python_calls_equal_stay_apart():
+    def mask(b, h, q, kv):
+        return (q - kv < 1) & (q - kv < 1.0) & (q + kv > True)
+
+    assert "1.0)" in str(trace_mask(mask, CPU)) and "True)" in str(trace_mask(mask, CPU))
+
+
+def decided(mask_mod, scale: int, q: int, kv: int, h: int = 0) -> str:
+    bounds = MaskBounds(trace_mask(mask_mod, CPU), Extent(1, 4, (4096, 4096), (128, 128)))
+    place = [torch.tensor([x]) for x in (0, h, q, kv)]
+    always, possible = bounds.over(Rectangles(scale, *place))
+    return "always" if always.item() else "mixed" if possible.item() else "never"
+
+
+def test_rectangles_are_decided_without_evaluating_them():
+    assert decided(causal, 4, 1, 0) == "always"
+    assert decided(causal, 4, 0, 1) == "never"
+    assert decided(causal, 4, 1, 1) == "mixed"
+    assert decided(documents, 1, 2, 2) == "mixed"
+    assert decided(documents, 1, 3, 3) == "always"
+    assert decided(documents, 4, 0, 4) == "never"
+    assert decided(windowed_heads, 1, 4, 1, h=0) == "never"
+    assert decided(windowed_heads, 1, 4, 2, h=3) == "mixed"
+    assert decided(lambda b, h, q, kv: q // 512 == kv // 512, 4, 3, 3) == "always"
+    assert decided(lambda b, h, q, kv: (q - q % 512) > kv, 4, 3, 2) == "always"
+    assert decided(lambda b, h, q, kv: torch.sin(q) > 2, 32, 0, 0) == "never"
+    assert decided(lambda b, h, q, kv: torch.sin(q - kv) > 2, 1, 0, 0) == "mixed"

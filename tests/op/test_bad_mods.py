@@ -1,0 +1,260 @@
+"""Mods that cannot be served: the same error class eagerly and compiled, and a text that names the variable."""
+
+import functools
+
+import pytest
+import torch
+from op.calls import draw, parameter, qkv
+
+from flex_inductor import FlexError, create_block_mask, flex_attention
+from flex_inductor.op import attention
+
+HOW = ["eager", "compiled", "fullgraph"]
+
+
+def mask_of(mask_mod):
+    """A BlockMask of everything, whatever mask_mod does."""
+    mask = create_block_mask(lambda b, h, q, kv: q >= 0, None, None, 6, 6, "cpu", BLOCK_SIZE=4)
+    mask.mask_mod = mask_mod
+    return mask
+
+
+def refused(how, error, match, score_mod=None, block_mask=None):
+    def attend(q, k, v):
+        return flex_attention(q, k, v, score_mod, block_mask)
+
+    inputs = [t.detach() for t in qkv()]
+    if how == "eager":
+        with pytest.raises(error, match=match) as caught:
+            attend(*inputs)
+        assert isinstance(caught.value, FlexError)
+    elif how == "compiled":
+        with pytest.raises(error, match=match) as caught:
+            torch.compile(attend, backend="aot_eager")(*inputs)
+        assert isinstance(caught.value, FlexError)
+    else:
+        with pytest.raises(Exception, match=match):
+            torch.compile(attend, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_mask_capture_that_requires_grad(how):
+    gate = parameter(6)
+    refused(
+        how,
+        ValueError,
+        "mask_mod captures `gate`, which requires grad, but a mask has no gradient. Use gate.detach",
+        block_mask=mask_of(lambda b, h, q_idx, kv_idx: gate[kv_idx] > 0),
+    )
+
+
+def add_in_place(bias):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        bias.add_(1)
+        return score + bias[kv_idx]
+
+    return score_mod, "add_"
+
+
+def set_an_item(bias):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        bias[0] = 1
+        return score + bias[kv_idx]
+
+    return score_mod, "copy_"
+
+
+def set_at_a_lane(bias):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        bias[kv_idx] = score
+        return score
+
+    return score_mod, "index_put_"
+
+
+def write_out(bias):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        torch.mul(bias, 2, out=bias)
+        return score + bias[kv_idx]
+
+    return score_mod, "mul.out"
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("make", [add_in_place, set_an_item, set_at_a_lane, write_out])
+def test_mutated_capture_of_score_mod(make, how):
+    bias = draw(6)
+    score_mod, op = make(bias)
+    before = bias.clone()
+    refused(
+        how, RuntimeError, rf"score_mod changes the captured tensor `bias` in place \(aten\.{op}", score_mod
+    )
+    assert torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_mutated_capture_of_mask_mod(how):
+    seen = torch.zeros(6)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        seen.add_(1)
+        return seen[kv_idx] > q_idx
+
+    refused(
+        how,
+        RuntimeError,
+        "mask_mod changes the captured tensor `seen` in place",
+        block_mask=mask_of(mask_mod),
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_score_mod_with_the_arguments_of_a_mask_mod(how):
+    refused(
+        how,
+        TypeError,
+        r"score_mod must take 5 arguments, score_mod\(score, b, h, q_idx, kv_idx\), but .* takes 4\. It looks like a "
+        r"mask_mod: were the two swapped\?",
+        lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_mask_mod_with_the_arguments_of_a_score_mod(how):
+    refused(
+        how,
+        TypeError,
+        r"mask_mod must take 4 arguments, .* takes 5\. It looks like a score_mod: were the two swapped\?",
+        block_mask=mask_of(lambda score, b, h, q_idx, kv_idx: score),
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "score_mod, takes",
+    [
+        (lambda score: score, "takes 1"),
+        (lambda score, b, h, q_idx, kv_idx, extra, *, more: score, "takes 7"),
+    ],
+)
+def test_wrong_number_of_arguments(score_mod, takes, how):
+    refused(how, TypeError, f"score_mod must take 5 arguments, .* {takes}", score_mod)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "mask_mod, returned",
+    [
+        (lambda b, h, q_idx, kv_idx: q_idx - kv_idx, "shape \\[\\] and dtype torch.int32. Compare"),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx).expand(2), "shape \\[2\\] and dtype torch.bool"),
+        (lambda b, h, q_idx, kv_idx: True, "a bool"),
+        (lambda b, h, q_idx, kv_idx: None, "a NoneType"),
+    ],
+)
+def test_mask_mod_result(mask_mod, returned, how):
+    message = f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned .*{returned}"
+    refused(how, TypeError, message, block_mask=mask_of(mask_mod))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "score_mod, returned",
+    [
+        (lambda score, b, h, q_idx, kv_idx: q_idx, "shape \\[\\] and dtype torch.int32"),
+        (lambda score, b, h, q_idx, kv_idx: q_idx >= kv_idx, "torch.bool. It looks like a mask_mod"),
+        (lambda score, b, h, q_idx, kv_idx: score.expand(2), "shape \\[2\\]"),
+        (lambda score, b, h, q_idx, kv_idx: 1.0, "a float"),
+        (lambda score, b, h, q_idx, kv_idx: (score, score), "a tuple"),
+        (lambda score, b, h, q_idx, kv_idx: None, "a NoneType"),
+    ],
+)
+def test_score_mod_result(score_mod, returned, how):
+    if how == "fullgraph" and returned == "a float":
+        pytest.skip("Dynamo itself refuses a number as the result of a subgraph, in its own words")
+    message = f"score_mod must return one floating-point score, a 0-d tensor, but returned .*{returned}"
+    refused(how, TypeError, message, score_mod)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_capture_on_another_device(how):
+    bias = torch.randn(6, device="meta")
+    refused(
+        how,
+        ValueError,
+        "score_mod captures `bias`, which is on meta, but query is on cpu. Move it before the call: bias = bias.to",
+        lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx],
+    )
+    refused(
+        how,
+        ValueError,
+        "mask_mod captures `bias`, which is on meta",
+        block_mask=mask_of(lambda b, h, q_idx, kv_idx: bias[kv_idx] > 0),
+    )
+
+
+def test_checks_hold_below_autograd():
+    """In inference mode the op is not dispatched through autograd, where the checks usually are."""
+    q, k, v = (t.detach() for t in qkv())
+    gate = parameter(6)
+    with torch.inference_mode(), pytest.raises(ValueError, match="mask_mod captures `gate`"):
+        attention(q, k, v, (), None, lambda b, h, q_idx, kv_idx: gate[kv_idx] > 0, 1.0, {})
+
+
+class Gate(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(draw(6))
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return self.table[kv_idx] > 0
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, (), None, self.mask_mod, 1.0, {})[0]
+
+
+def through_a_module():
+    return Gate(), "self.table"
+
+
+def through_a_local_function():
+    gate = parameter(6)
+
+    def attend(q, k, v):
+        limit = gate
+
+        def mask_mod(b, h, q_idx, kv_idx):
+            return limit[kv_idx] > 0
+
+        return attention(q, k, v, (), None, mask_mod, 1.0, {})[0]
+
+    return attend, "(limit|gate)"  # Dynamo knows the tensor by its first name
+
+
+def through_a_partial():
+    def mask_mod(b, h, q_idx, kv_idx, gate):
+        return gate[kv_idx] > 0
+
+    gated = functools.partial(mask_mod, gate=parameter(6))
+    return lambda q, k, v: attention(q, k, v, (), None, gated, 1.0, {})[0], "gate"
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("make", [through_a_module, through_a_local_function, through_a_partial])
+def test_captures_are_named_as_their_author_does(make, how):
+    attend, name = make()
+    if how != "eager":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=how == "fullgraph")
+    with pytest.raises(Exception, match=f"mask_mod captures `{name}`, which requires grad"):
+        attend(*(t.detach() for t in qkv()))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_arity_of_a_function_made_inside_the_compiled_one(fullgraph):
+    def attend(q, k, v):
+        def score_mod(score, b, h, q_idx):
+            return score
+
+        return flex_attention(q, k, v, score_mod)
+
+    with pytest.raises(Exception, match=r"score_mod must take 5 arguments, .*score_mod` takes 4"):
+        torch.compile(attend, backend="aot_eager", fullgraph=fullgraph)(*qkv())

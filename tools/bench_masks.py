@@ -1,0 +1,244 @@
+"""`flex-inductor bench masks`: what building block masks costs, next to torch's own function.
+
+Every number comes from a process of its own: imports, then the first call (with a small mask, as a model's
+first step would pay it), then the case itself for its peak memory, then the median of some calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
+
+from flex_inductor.masks import library
+from flex_inductor.masks.algebra import or_masks
+from flex_inductor.masks.blockmask import create_block_mask
+
+SIDES = ("ours", "torch eager", "torch compiled")
+PLOT_LENGTHS = tuple(1 << n for n in range(12, 21))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    length: int
+    make: Callable[[], Callable]
+    most_ms: float
+    most_mb: float
+    compact: bool = False
+    torch_too: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    case: str
+    side: str
+    first_ms: float
+    median_ms: float
+    best_ms: float
+    peak_mb: float
+    calls: int
+
+
+def random_documents(length: int, count: int) -> torch.Tensor:
+    """Sorted ids of `count` documents with random borders."""
+    generator = torch.Generator().manual_seed(0)
+    borders = torch.randint(0, length, (count - 1,), generator=generator).sort().values
+    return torch.searchsorted(borders, torch.arange(length), right=True)
+
+
+def documents(length: int, count: int) -> Callable:
+    return library.document(random_documents(length, count))
+
+
+def hashed() -> Callable:
+    return lambda b, h, q, kv: ((q * 2654435761) ^ (kv * 40503)) % 1009 < 5
+
+
+def image(side: int) -> Callable:
+    def neighbours(b, h, q, kv):
+        return ((q % side - kv % side).abs() <= 6) & ((q // side - kv // side).abs() <= 6)
+
+    return neighbours
+
+
+def unsorted() -> Callable:
+    ids = torch.randint(0, 600, (65536,), generator=torch.Generator().manual_seed(0))
+    return library.document(ids, causal=False)
+
+
+CASES = (
+    Case("causal", 32768, library.causal, 25, 25, torch_too=True),
+    Case("sliding 1024", 32768, lambda: library.sliding_window(1024), 25, 25, torch_too=True),
+    Case("causal + 8 documents", 32768, lambda: documents(32768, 8), 25, 25, torch_too=True),
+    Case("prefix 4000", 32768, lambda: or_masks(library.causal(), lambda b, h, q, kv: kv < 4000), 25, 25),
+    Case("1M causal, compact", 1 << 20, library.causal, 30, 40, compact=True),
+    Case(
+        "1M causal + 256 documents, compact", 1 << 20, lambda: documents(1 << 20, 256), 60, 50, compact=True
+    ),
+    Case("600 new documents, compact", 262144, lambda: documents(262144, 600), 30, 50, compact=True),
+    Case("600 new documents", 262144, lambda: documents(262144, 600), 70, 120),
+    Case("13 x 13 neighbours, 256 x 256", 65536, lambda: image(256), 50, 100),
+    Case("13 x 13 neighbours, 250 x 250", 62500, lambda: image(250), 1500, 100),
+    Case("hash", 16384, hashed, 2000, 100, torch_too=True),
+    Case("unsorted ids", 65536, unsorted, 4000, 150),
+)
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser("masks", help="the cost of building block masks", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the results ('-': to standard output)")
+    parser.add_argument("--plot", metavar="FILE", help="draw cost over length to a .png or .svg file")
+    parser.add_argument(
+        "--no-torch", action="store_true", help="leave torch's function out (it takes minutes)"
+    )
+    parser.add_argument("--only", metavar="TEXT", help="cases whose name contains TEXT")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = [case for case in CASES if not arguments.only or arguments.only in case.name]
+    if not chosen:
+        print(f"no case contains {arguments.only!r}: {', '.join(c.name for c in CASES)}", file=sys.stderr)
+        return 2
+    quiet = arguments.json == "-"
+    results = []
+    if not quiet:
+        print(
+            f"{'case':36} {'side':15} {'first':>9} {'median':>11} {'best':>9} {'at most':>9} "
+            f"{'peak':>10} {'at most':>9}"
+        )
+    for case in chosen:
+        for side in SIDES:
+            if side != SIDES[0] and (arguments.no_torch or not case.torch_too):
+                continue
+            result = in_own_process(case.name, side)
+            results.append(result)
+            if not quiet:
+                print(line_of(case, result), flush=True)
+    if arguments.json:
+        text = json.dumps([asdict(r) for r in results if isinstance(r, Result)], indent=2)
+        if quiet:
+            print(text)
+        else:
+            with open(arguments.json, "w") as file:
+                file.write(text + "\n")
+    if arguments.plot:
+        plot(arguments.plot, with_torch=not arguments.no_torch)
+    return 0
+
+
+def line_of(case: Case, result: Result | str) -> str:
+    if isinstance(result, str):
+        return f"{case.name:36} {result}"
+    limits = (f"{case.most_ms:7.0f}ms", f"{case.most_mb:7.0f}MB") if result.side == SIDES[0] else ("", "")
+    return (
+        f"{case.name:36} {result.side:15} {result.first_ms:7.0f}ms {result.median_ms:9.1f}ms "
+        f"{result.best_ms:7.1f}ms {limits[0]:>9} "
+        f"{result.peak_mb:8.1f}MB {limits[1]:>9}"
+    )
+
+
+def in_own_process(name: str, side: str) -> Result | str:
+    """The result, or one line that says why there is none."""
+    command = [sys.executable, "-m", "flex_inductor.tools.bench_masks", name, side]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return f"{side}: {reason[0]}"
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(case: Case, side: str) -> Result:
+    functions: dict[str, Callable] = {
+        "ours": create_block_mask,
+        "torch eager": torch_create_block_mask,
+        "torch compiled": torch.compile(torch_create_block_mask),
+    }
+    options = {"compact": True} if case.compact and side == "ours" else {}
+
+    def build(mask_mod: Callable, length: int) -> Any:
+        return functions[side](mask_mod, None, None, length, length, "cpu", **options)
+
+    if side == "torch compiled":  # a compiled function is warm only for the very same call
+        mask_mod = case.make()
+        first = timed(lambda: build(mask_mod, case.length))
+        peak = above_start(lambda: build(mask_mod, case.length))
+    else:
+        first = timed(lambda: build(library.causal(), 512))
+        mask_mod = case.make()
+        peak = above_start(lambda: build(mask_mod, case.length))
+    times: list[float] = []
+    while len(times) < 15 and (sum(times) < 10 or not times):
+        times.append(timed(lambda: build(mask_mod, case.length)))
+    return Result(
+        case.name, side, first * 1e3, statistics.median(times) * 1e3, min(times) * 1e3, peak, len(times)
+    )
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def above_start(call: Callable[[], Any]) -> float:
+    """Peak resident memory during the call above what it was before, in MB (Linux)."""
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets the peak
+    before = status_mb("VmRSS")
+    call()
+    return status_mb("VmHWM") - before
+
+
+def status_mb(field: str) -> float:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+
+def plot(path: str, with_torch: bool) -> None:
+    """Milliseconds of causal + documents of about 4k tokens, over the length."""
+    from matplotlib import pyplot
+
+    series: dict[str, list[tuple[int, float]]] = {"BlockMask": [], "compact": [], "torch eager": []}
+    for length in PLOT_LENGTHS:
+        mask_mod = documents(length, max(1, length // 4096))
+        calls = {
+            "BlockMask": (lambda: create_block_mask(mask_mod, None, None, length, length, "cpu"), 1 << 18),  # noqa: B023
+            "compact": (
+                lambda: create_block_mask(mask_mod, None, None, length, length, "cpu", compact=True),  # noqa: B023
+                1 << 20,
+            ),
+            "torch eager": (
+                lambda: torch_create_block_mask(mask_mod, None, None, length, length, "cpu"),  # noqa: B023
+                1 << 14 if with_torch else 0,
+            ),
+        }
+        for name, (call, longest) in calls.items():
+            if length <= longest:
+                repeats = 1 if name == "torch eager" else 7
+                series[name].append((length, statistics.median(timed(call) for _ in range(repeats)) * 1e3))
+    figure, axis = pyplot.subplots(figsize=(6, 4))
+    for name, points in series.items():
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title="causal + documents of about 4k")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    wanted, wanted_side = sys.argv[1:]
+    print(json.dumps(asdict(measure(next(c for c in CASES if c.name == wanted), wanted_side))))

@@ -1,0 +1,100 @@
+"""`flex-inductor mask`: one of the library's masks as text, numbers or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flex_inductor.masks import library
+from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.draw import draw_mask
+from flex_inductor.masks.errors import FlexError
+
+CONSTRUCTORS = {
+    f.__name__: f
+    for f in (
+        library.causal,
+        library.sliding_window,
+        library.prefix_lm,
+        library.document,
+        library.dilated_window,
+        library.global_local,
+        library.block_diffusion,
+        library.neighborhood,
+        library.shared_prefix,
+        library.tree,
+    )
+}
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "mask",
+        help="draw one of the library's masks",
+        description="Draws one of the library's masks. Names: " + ", ".join(CONSTRUCTORS) + ".",
+        epilog="Example: flex-inductor mask sliding_window size=1024 --out window.svg --zoom 9 8",
+    )
+    parser.add_argument("name", choices=CONSTRUCTORS, metavar="name", help="see above")
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="the constructor's; lists with commas"
+    )
+    parser.add_argument("--length", type=int, default=4096, help="queries and keys (default %(default)s)")
+    parser.add_argument("--keys", type=int, help="keys, where they are not as many as the queries")
+    parser.add_argument("--block", type=int, nargs="+", default=[128], help="one or two sizes (default 128)")
+    parser.add_argument("--out", help="a .png or .svg file; without it the mask is printed as text")
+    parser.add_argument("--zoom", type=int, nargs=2, metavar=("ROW", "COLUMN"), help="show a tile's tokens")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        mask_mod = construct(arguments.name, arguments.options)
+        block = arguments.block[0] if len(arguments.block) == 1 else tuple(arguments.block)
+        keys = arguments.length if arguments.keys is None else arguments.keys
+        schedule = create_block_mask(mask_mod, None, None, arguments.length, keys, "cpu", block, compact=True)
+        if arguments.out is None:
+            print(schedule)
+        else:
+            draw_mask(schedule, arguments.out, zoom=tuple(arguments.zoom) if arguments.zoom else None)
+            print(f"{schedule!r}\nwritten to {arguments.out}")
+    except FlexError as error:
+        print(f"flex-inductor mask: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def construct(name: str, options: list[str]) -> Callable:
+    """The named mask with its options, which are numbers, lists of numbers, true or false."""
+    constructor = CONSTRUCTORS[name]
+    parameters = inspect.signature(constructor).parameters
+    given: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or key not in parameters:
+            raise FlexError(
+                f"{name}: expected key=value with a key of {', '.join(parameters)}; got {option!r}."
+            )
+        given[key] = _value(name, key, text)
+    missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
+    if missing:
+        raise FlexError(f"{name}: needs {', '.join(f'{k}=...' for k in missing)}.")
+    if name == "document" and "lengths" not in given:
+        given = {k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in given.items()}
+    return constructor(**given)
+
+
+def _value(name: str, key: str, text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise FlexError(
+            f"{name}: {key}: expected an integer, integers with commas, true or false; got {text!r}."
+        ) from None
+    return numbers if "," in text else numbers[0]

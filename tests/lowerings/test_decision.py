@@ -102,10 +102,12 @@ route 'fused' was asked for and cannot serve this call. Every route:
             """\
 call:     forward float32 on cpu, B2 H4:2 M40 N40 D8, score_mod (1 captured), mask_mod, blocks 16x16
 chosen:   chunked (asked for; serves every device, dtype, shape and mod, in bounded memory; not fused)
+rejected: cpu_forward: not asked for; fused C++ kernel
 note:     BLOCK_M, num_warps: for fused kernels, not used here
 
 call:     backward float32 on cpu, B2 H4:2 M40 N40 D8, score_mod (1 captured), mask_mod, blocks 16x16
 chosen:   chunked (asked for; serves every device, dtype, shape and mod, in bounded memory; not fused)
+rejected: cpu_forward: forward only
 note:     BLOCK_M, num_warps: for fused kernels, not used here""",
         )
 
@@ -113,5 +115,6 @@ note:     BLOCK_M, num_warps: for fused kernels, not used here""",
 def test_log_shows_the_decision(caplog):
     torch._dynamo.reset()
     with caplog.at_level(logging.INFO, logger="flex_inductor"):
-        torch.compile(flex_attention, backend="flex_inductor")(*(torch.randn(1, 3, 29, 4) for _ in range(3)))
+        compiled = torch.compile(flex_attention, backend="flex_inductor", options={"route": "chunked"})
+        compiled(*(torch.randn(1, 3, 29, 4) for _ in range(3)))
     assert "chosen:   chunked" in caplog.text

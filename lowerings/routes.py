@@ -32,4 +32,5 @@ class Route(Protocol):
         ...
 
 
-ROUTES: tuple[Route, ...] = (CpuForwardRoute(), ChunkedRoute())
+# cpu_forward comes after a route that takes everything: it serves where it is asked for by name.
+ROUTES: tuple[Route, ...] = (ChunkedRoute(), CpuForwardRoute())

@@ -91,6 +91,7 @@ def test_empty_captures_in_a_fully_masked_call(compiled):
 
 def test_live_out_of_range_raises(compiled):
     wrong_index = (IndexError, RuntimeError)  # generated code can only raise the latter
+
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
 

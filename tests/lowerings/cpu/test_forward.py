@@ -82,7 +82,6 @@ def test_matrix(mod, mask, dtype, layout):
         (torch.bfloat16, Sizes(queries=131, keys=257, head_dim=7, value_dim=33, kv_heads=1)),
         (torch.float32, Sizes(queries=20, keys=1, head_dim=80, value_dim=96, kv_batch=1)),
         (torch.float32, Sizes(batch=1, heads=1, kv_heads=1, queries=9, keys=40, head_dim=512, value_dim=512)),
-        (torch.float16, Sizes(queries=3, keys=0)),
     ],
     ids=str,
 )

@@ -15,10 +15,14 @@ from tests.support import causal
 
 def outline(source: str) -> str:
     """The inlined body of a partial tile, and the loops and products of a visit to a tile."""
-    body = source[source.index("const auto partial_tile") : source.index("C10_UNLIKELY", source.index("partial_tile"))]
+    body = source[
+        source.index("const auto partial_tile") : source.index("C10_UNLIKELY", source.index("partial_tile"))
+    ]
     visit = source[source.index("const auto visit =") : source.index("const auto full_lanes")]
     kept = [line for line in body.splitlines() if re.search(r"for\(|auto tmp|\.store", line)]
-    kept += [line for line in visit.splitlines() if re.search(r"for \(|dot_block\(|lanes\(|softmax_rows\(", line)]
+    kept += [
+        line for line in visit.splitlines() if re.search(r"for \(|dot_block\(|lanes\(|softmax_rows\(", line)
+    ]
     text = "\n".join(line.strip() for line in kept)
     text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
     return text.replace("at::vec::Vectorized<float>", "Vec").replace("at::vec::Vectorized<int32_t>", "Ints")
@@ -33,12 +37,16 @@ class Outline(expecttest.TestCase):
         mask = create_block_mask(causal, None, None, 64, 64, device="cpu")
 
         def attend(q, k, v):
-            return flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx), mask)
+            return flex_attention(
+                q, k, v, lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx), mask
+            )
 
         with torch.no_grad(), config.patch({"cpp.simdlen": 256}):
             compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
             _, (source,) = run_and_get_code(compiled, *(torch.randn(1, 4, 64, 16) for _ in range(3)))
-        self.assertExpectedInline(outline(source), """\
+        self.assertExpectedInline(
+            outline(source),
+            """\
 for(int64_t x0=0L; x0<TILE_ROWS; x0+=1L)
 for(int64_t x1=0L; x1<TILE_COLUMNS; x1+=8L)
 auto tmp7 = Vec::loadu(scores + x1 + x0*TILE_LD, 8);
@@ -69,4 +77,5 @@ softmax_rows(own, r0, count, scores, weights, columns);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
 for (int64_t v = 0; v < value_width; v += PANEL)
 for (int64_t r = 0; r < count; r += BLOCK)
-dot_block(weights - before + r * TILE_LD, TILE_LD,""")
+dot_block(weights - before + r * TILE_LD, TILE_LD,""",
+        )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .chunked import ChunkedRoute
-from .cpu.forward import CpuForwardRoute
 from .problem import AttentionProblem
 
 
@@ -32,5 +31,4 @@ class Route(Protocol):
         ...
 
 
-# cpu_forward comes after a route that takes everything: it serves where it is asked for by name.
-ROUTES: tuple[Route, ...] = (ChunkedRoute(), CpuForwardRoute())
+ROUTES: tuple[Route, ...] = (ChunkedRoute(),)

@@ -1,1 +1,0 @@
-"""Kernels for CPUs, rendered through Inductor's C++ template machinery."""

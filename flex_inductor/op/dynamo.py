@@ -89,9 +89,9 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             self._refuse(f"{name} cannot be called as {', '.join(lanes)}: {error}")
         self._check(errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
-        outer += _lift_lengths(tx, graph, outer, len(lanes))
         names = [_name_of(capture, mod, function) for capture in outer]
         self._check(_check_captures, name, graph, names, _example_of(query))
+        outer += _lift_lengths(tx, graph, outer, len(lanes))
         captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, outer, len(lanes)))
         for placeholder in graph.find_nodes(op="placeholder"):
             # Dynamo would ask a vmapped tensor for its symbolic sizes, which torch cannot tell.

@@ -65,8 +65,6 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         at = next(i for i, index in enumerate(key) if index is Ellipsis)
         named = sum(index is not None for index in key) - 1
         key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
-    if all(map(is_lane_index, key)):
-        return torch.ops.aten.index.Tensor(tensor, list(key))
     # What is not a lane index applies first; the dimensions the lanes index then come to the front.
     others = tuple(slice(None) if is_lane_index(index) else index for index in key)
     if not all(isinstance(index, slice) and index == slice(None) for index in others):

@@ -64,8 +64,18 @@ def dense_of(build: Callable | None, scale: float | None = None):
     return attend
 
 
-def run(attend: Callable, inputs: Sequence[Tensor], captures: Sequence[Tensor], block_mask: Any) -> Result:
-    """Forward and backward with fixed pseudo-random upstream gradients of the output and of the lse."""
+def run(
+    attend: Callable,
+    inputs: Sequence[Tensor],
+    captures: Sequence[Tensor],
+    block_mask: Any,
+    *,
+    allow_unused: bool = True,
+) -> Result:
+    """Forward and backward with fixed pseudo-random upstream gradients of the output and of the lse.
+
+    Tensors that nothing depends on have zeros for their gradient, or are refused.
+    """
     query, key, value = (t.detach().requires_grad_() for t in inputs)
     captures = [c.detach().requires_grad_(c.is_floating_point()) for c in captures]
     out, lse, max_scores = attend(query, key, value, tuple(captures), block_mask)
@@ -76,7 +86,7 @@ def run(attend: Callable, inputs: Sequence[Tensor], captures: Sequence[Tensor], 
     ]
     wanted = [query, key, value, *(c for c in captures if c.requires_grad)]
     # A row without live lanes has lse -inf; its gradient must vanish whatever comes from above.
-    grads = torch.autograd.grad((out, lse), wanted, upstream, allow_unused=True)
+    grads = torch.autograd.grad((out, lse), wanted, upstream, allow_unused=allow_unused)
     grads = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
     found = iter(grads[3:])
     d_captures = tuple(next(found) if c.requires_grad else None for c in captures)

@@ -84,7 +84,9 @@ def test_empty_captures_in_a_fully_masked_call(compiled):
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
 
-    ours = run(compiled(attention_of(build)), SMALL.inputs(torch.float64), [nothing], never)
+    ours = run(
+        compiled(attention_of(build)), SMALL.inputs(torch.float64), [nothing], never, allow_unused=False
+    )
     assert (ours.out == 0).all() and (ours.lse == -math.inf).all() and (ours.d_query == 0).all()
     assert ours.d_captures[0].shape == (0,)
 
@@ -289,9 +291,10 @@ def test_gradient_of_lse_alone(compiled):
 )
 def test_zero_lengths(sizes, compiled):
     def build(bias):
-        return lambda score, b, h, q_idx, kv_idx: score + bias.exp() * h
+        return lambda score, b, h, q_idx, kv_idx: score + (bias.exp() * 2).sum() * h
 
-    ours = run(compiled(attention_of(build)), sizes.inputs(torch.float32), [torch.tensor(0.5)], None)
+    attend, captures = compiled(attention_of(build)), [torch.ones(3)]
+    ours = run(attend, sizes.inputs(torch.float32), captures, None, allow_unused=False)
     assert ours.out.shape == (sizes.batch, sizes.heads, sizes.queries, sizes.value_dim)
     assert (ours.out == 0).all() and (ours.lse == -math.inf).all()
     for grad in (*ours[3:6], ours.d_captures[0]):

@@ -1,4 +1,4 @@
-"""Which code this is: the version and a hash of all that decides what is generated."""
+"""Which code this is: the version, a hash of all that decides what is generated, the CPU it is for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 VERSION = "0.1.0"
 
@@ -30,4 +32,5 @@ def _generating_folders() -> list[Path]:
     return folders
 
 
-FINGERPRINT = fingerprint(_generating_folders())
+# Inductor keeps graphs for CPUs with vector code in them, under keys that do not name the instruction set.
+FINGERPRINT = f"{fingerprint(_generating_folders())}+{torch.backends.cpu.get_cpu_capability()}"

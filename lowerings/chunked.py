@@ -9,8 +9,8 @@ import torch
 from flex_inductor.op import chunked_ops
 from flex_inductor.op.program import split
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
-from flex_inductor.options import hints
 
+from .hints import unused_hints
 from .problem import AttentionProblem
 
 
@@ -24,8 +24,7 @@ class ChunkedRoute:
         return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
 
     def notes(self, problem: AttentionProblem) -> list[str]:
-        ignored = [name for name in hints(problem.options) if _says_something(name, problem.options[name])]
-        return [f"{', '.join(sorted(ignored))}: for fused kernels, not used here"] if ignored else []
+        return unused_hints(problem)
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         call = inputs
@@ -56,13 +55,6 @@ class ChunkedRoute:
         found = iter(grads)
         d_qkv = [next(found) if name in call.options["wants"] else None for name in "qkv"]
         return (*d_qkv, tuple(next(found) if want else None for want in wanted))
-
-
-def _says_something(name: str, value: Any) -> bool:
-    """Torch's wrapper writes defaults for some hints into every call."""
-    defaults = {"BACKEND": "AUTO", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False}
-    defaults |= {"BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": False}
-    return name not in defaults or defaults[name] != value
 
 
 def _call(op: Any, *args: Any) -> Any:

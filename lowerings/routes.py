@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .chunked import ChunkedRoute
+from .cpu.route import CpuRoute
 from .problem import AttentionProblem
 
 
@@ -31,4 +32,4 @@ class Route(Protocol):
         ...
 
 
-ROUTES: tuple[Route, ...] = (ChunkedRoute(),)
+ROUTES: tuple[Route, ...] = (CpuRoute(), ChunkedRoute())

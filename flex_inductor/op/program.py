@@ -195,6 +195,9 @@ class _Splitter:
             leaves.append(node)
             return True
         if node.meta["val"].dim() == 0 and not self._comes_from_scatter(node):
+            while (source := self._scaled(node)) is not None:
+                accumulated.add(node)
+                node = source
             leaves.append(node)
             return True
         linear = _LINEAR_ARGUMENTS.get(node.target)
@@ -207,6 +210,19 @@ class _Splitter:
             return False  # an invariant summand would have to be counted once for each lane
         accumulated.add(node)
         return all(self._accumulate(node.args[i], leaves, accumulated) for i in on_lanes)
+
+    def _scaled(self, node: fx.Node) -> fx.Node | None:
+        """What `node` multiplies by something that is the same for all lanes, or rounds: better done to the sum."""
+        if node.target is aten._to_copy.default and _narrows(node.args[0], node):
+            source = node.args[0]
+        elif node.target in (aten.mul.Tensor, aten.div.Tensor, aten.neg.default):
+            on_lanes = [i for i, argument in enumerate(node.args) if self._is_lane(argument)]
+            if len(on_lanes) != 1 or on_lanes[0] not in _LINEAR_ARGUMENTS[node.target]:
+                return None
+            source = node.args[on_lanes[0]]
+        else:
+            return None
+        return source if self._is_lane(source) else None
 
     def _comes_from_scatter(self, node: fx.Node) -> bool:
         stack, seen = [node], set()

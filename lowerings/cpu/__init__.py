@@ -1,0 +1,1 @@
+"""Kernels for CPUs, rendered through Inductor's C++ template machinery."""

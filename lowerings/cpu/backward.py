@@ -1,0 +1,88 @@
+"""The fused backward on CPUs: gradients of query, key and value, and of what score_mod captures."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor.lowering import full_like
+from torch._inductor.virtualized import V
+
+from ..problem import AttentionProblem
+from . import lanes, template
+from .call import INCLUDES, contiguous_layout, inlinable, layout_of, scale_text, walks
+
+
+class BackwardConfig(NamedTuple):
+    """Sizes that the kernel is rendered with."""
+
+    tile_m: int = 64
+    tile_n: int = 64
+    parts: int = 8  # at least as many work items, where there are as many rows of tiles
+    leaf_bytes: int = 64 << 20
+
+
+def lower(problem: AttentionProblem, call: Any) -> Any:
+    config = BackwardConfig()
+    mods = inlinable(problem, call)
+    score, mask, joint = mods["score_mod"], mods["mask_mod"], mods["joint"]
+    walked, lists = walks(problem, call, mask is not None)
+    tensors = {name: lanes.realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
+    tensors["grad_out"] = lanes.realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
+    if call.grad_lse is not None:
+        tensors["grad_lse"] = lanes.realized(call.grad_lse)
+    tensors |= lists
+
+    bodies, scatters, leaf_sizes = {}, [], []
+    if score is not None:
+        bodies["full_scores"] = lanes.score_stores(score, None)
+    if mask is not None:
+        bodies["partial_scores"] = lanes.score_stores(score, mask)
+    if joint is not None:
+        bodies["full_gradients"] = lanes.gradient_stores(joint, None)
+        if mask is not None:
+            bodies["partial_gradients"] = lanes.gradient_stores(joint, mask)
+        scatters, leaf_sizes = lanes.scatters(joint), joint.leaf_sizes
+    wanted = [f"d_{name}" for name in problem.outputs]
+    names = [*wanted, *(f"leaf_{i}_sum" for i in range(len(scatters)))]
+    mod_tensors = [tensor for mod in (score, mask, joint) if mod for tensor in mod.tensors]
+
+    def render(kernel: template.TemplateKernel) -> str:
+        signature = kernel.signature()
+        given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
+        outputs = {names[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()}
+        return INCLUDES + template.source("backward.jinja").render(
+            **config._asdict(),
+            element=template.element_type(kernel.tensors[0]),
+            is_bf16=int(problem.dtype == torch.bfloat16),
+            signature=signature,
+            profile=kernel.maybe_codegen_profile(),
+            scale=scale_text(call.scale),
+            blocks=problem.blocks,
+            lane_symbols=lanes.SYMBOL_NAMES,
+            bodies={name: lanes.loops(stores, kernel) for name, stores in bodies.items()},
+            scatters=[
+                {
+                    "over_rows": scatter.over_rows,
+                    "over_columns": scatter.over_columns,
+                    "size": " * ".join(["int64_t(1)", *map(kernel.text, sizes)]),
+                    "code": lanes.loops(
+                        [scatter.store], kernel, row=not scatter.over_rows, column=not scatter.over_columns
+                    ),
+                }
+                for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
+            ],
+            leaves_by_head=joint is not None and all("h" in leaf.axes for leaf in joint.program.leaves),
+            walks=walked,
+            lists={name: given[name] for name in lists},
+            tensors=given,
+            outputs=outputs,
+        )
+
+    fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]
+    layouts = [layout_of(fake) for fake in fakes]
+    layouts += [contiguous_layout(torch.float32, sizes) for sizes in leaf_sizes]
+    results = template.add_node(render, [*tensors.values(), *mod_tensors], layouts)
+    found = dict(zip(wanted, results, strict=False))
+    d_captures = joint.gradients(results[len(wanted) :]) if joint else [None] * len(call.score_captures)
+    return (*(found.get(f"d_{name}") for name in ("query", "key", "value")), tuple(d_captures))

@@ -1,0 +1,75 @@
+"""What the CPU kernels read of a call: its mods as lane programs, its schedule, its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+
+from flex_inductor.op.program import LaneProgram, split
+from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
+
+from ..problem import AttentionProblem
+from . import lanes
+
+INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
+
+
+def programs(problem: AttentionProblem) -> dict[str, LaneProgram | None]:
+    masked = problem.mask_mod is not None
+    return {
+        field: None if graph is None else split(graph, names, guarded=guarded)
+        for field, graph, names, guarded in (
+            ("score_mod", problem.score_mod, SCORE_LANES, masked),
+            ("mask_mod", problem.mask_mod, MASK_LANES, False),
+            ("joint", problem.joint, JOINT_LANES, masked),
+        )
+    }
+
+
+def inlinable(problem: AttentionProblem, call: Any) -> dict[str, lanes.Lanes | None]:
+    """The mods, with the tensors that they read as buffers of the surrounding graph."""
+    sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
+    captures = {
+        "score_mod": call.score_captures,
+        "mask_mod": call.mask_captures,
+        "joint": call.score_captures,
+    }
+    return {
+        field: program and lanes.Lanes(program, captures[field], sizes)
+        for field, program in programs(problem).items()
+    }
+
+
+def walks(
+    problem: AttentionProblem, call: Any, masked: bool
+) -> tuple[list[tuple[str, str, str]], dict[str, Any]]:
+    """(counts, indices, how to treat lanes) for each list that is walked, and the lists by name."""
+    if problem.blocks is None:
+        return [], {}
+    names = ("kv_counts", "kv_indices", "full_counts", "full_indices")
+    lists = dict(zip(names, call.schedule[2:6], strict=True))
+    walked = [("kv_counts", "kv_indices", "partial_lanes" if masked else "full_lanes")]
+    if lists["full_counts"] is not None:
+        walked.append(("full_counts", "full_indices", "full_lanes"))
+    return walked, {name: lanes.realized(tensor) for name, tensor in lists.items() if tensor is not None}
+
+
+def scale_text(scale: float) -> str:
+    return f"{float(scale)!r}f"
+
+
+def layout_of(fake: torch.Tensor) -> ir.FixedLayout:
+    return ir.FixedLayout(fake.device, fake.dtype, [*map(_plain, fake.shape)], [*map(_plain, fake.stride())])
+
+
+def contiguous_layout(dtype: torch.dtype, size: Sequence[Any]) -> ir.FixedLayout:
+    size = [sympy.sympify(length) for length in size]
+    return ir.FixedLayout(torch.device("cpu"), dtype, size, ir.FlexibleLayout.contiguous_strides(size))
+
+
+def _plain(size: Any) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

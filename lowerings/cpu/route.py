@@ -1,0 +1,63 @@
+"""The route for CPUs: what it takes, and which kernel serves a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..hints import unused_hints
+from ..problem import AttentionProblem
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CpuRoute:
+    name = "cpu"
+
+    def available(self) -> tuple[bool, str]:
+        from torch._inductor import config
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        if config.cpu_backend != "cpp":
+            return False, f"Inductor's backend for CPUs is set to {config.cpu_backend!r}"
+        try:
+            compiler = get_cpp_compiler()
+        except (InvalidCxxCompiler, RuntimeError):
+            return False, "no C++ compiler"
+        isa = pick_vec_isa()
+        if not isa:
+            return False, "no vector instructions that torch knows"
+        return True, f"compiled with {compiler} for {isa}"
+
+    def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
+        if problem.device.type != "cpu":
+            return False, f"for CPUs, not {problem.device.type}"
+        if problem.dtype not in DTYPES:
+            names = ", ".join(_name(dtype) for dtype in DTYPES)
+            return False, f"no {_name(problem.dtype)}; {names} only"
+        usable, why = self.available()
+        if not usable:
+            return False, why
+        from .call import programs
+        from .lanes import refusal
+
+        for field, program in programs(problem).items():
+            if program is not None and (reason := refusal(program, field)):
+                return False, reason
+        return True, f"fused C++ {problem.direction}"
+
+    def notes(self, problem: AttentionProblem) -> list[str]:
+        return unused_hints(problem)
+
+    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
+        from . import backward, forward
+
+        lower = forward.lower if problem.direction == "forward" else backward.lower
+        return lower(problem, inputs)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

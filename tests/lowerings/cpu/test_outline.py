@@ -1,0 +1,81 @@
+"""What the generated forward does, in the lines that a reader looks for."""
+
+import re
+
+import expecttest
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.backend import flex_inductor as backend
+from tests.support import causal
+
+
+def outline(source: str) -> str:
+    """The inlined body of a partial tile, and the loops and products of a visit to a tile."""
+    body = source[
+        source.index("const auto partial_tile") : source.index("C10_UNLIKELY", source.index("partial_tile"))
+    ]
+    visit = source[source.index("const auto visit =") : source.index("const auto full_lanes")]
+    kept = [line for line in body.splitlines() if re.search(r"for\(|auto tmp|\.store", line)]
+    kept += [
+        line for line in visit.splitlines() if re.search(r"for \(|dot_block\(|lanes\(|softmax_rows\(", line)
+    ]
+    text = "\n".join(line.strip() for line in kept)
+    text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
+    return text.replace("at::vec::Vectorized<float>", "Vec").replace("at::vec::Vectorized<int32_t>", "Ints")
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="written for 8 floats a vector")
+class Outline(expecttest.TestCase):
+    maxDiff = None
+
+    def test_alibi_over_a_causal_mask(self):
+        slopes = torch.rand(4)
+        mask = create_block_mask(causal, None, None, 64, 64, device="cpu")
+
+        def attend(q, k, v):
+            return flex_attention(
+                q, k, v, lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx), mask
+            )
+
+        with torch.no_grad(), config.patch({"cpp.simdlen": 256}):
+            compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
+            _, (source,) = run_and_get_code(compiled, *(torch.randn(1, 4, 64, 16) for _ in range(3)))
+        self.assertExpectedInline(
+            outline(source),
+            """\
+for(int64_t x0=0L; x0<TILE_ROWS; x0+=1L)
+for(int64_t x1=0L; x1<TILE_COLUMNS; x1+=8L)
+auto tmp7 = Vec::loadu(raw + x1 + x0*TILE_LD, 8);
+auto tmp8 = in_7[TILE_H];
+auto tmp0 = TILE_Q + x0;
+auto tmp1 = c10::convert<int32_t>(tmp0);
+auto tmp2 = TILE_KV + x1;
+auto tmp3 = c10::convert<int32_t>(tmp2);
+auto tmp4 = progression<Ints>(tmp3, 1);
+auto tmp5 = Ints(tmp1);
+auto tmp6 = at::vec::VecMask<int32_t,1>(tmp5 >= tmp4);
+auto tmp9 = TILE_KV + x1 + ((-1L)*TILE_Q) + ((-1L)*x0);
+auto tmp10 = c10::convert<float>(tmp9);
+auto tmp11 = progression<Vec>(tmp10, 1);
+auto tmp12 = Vec(tmp8);
+auto tmp13 = tmp12 * tmp11;
+auto tmp14 = tmp7 + tmp13;
+auto tmp15 = -std::numeric_limits<float>::infinity();
+auto tmp16 = Vec(tmp15);
+auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, tmp6.template cast<float,1>());
+tmp17.store(scores + x1 + x0*TILE_LD);
+for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
+for (int64_t n = aligned; n < n0 + columns; n += PANEL)
+for (int64_t r = 0; r < count; r += BLOCK)
+dot_block(own.query.data + (r0 + r) * key_width, key_width, STEP, keys + n * key_width, PANEL * STEP,
+lanes(scores, q0 + r0, n0, count, columns);
+softmax_rows(own, r0, count, scores, weights, columns);
+for (int64_t r = 0; STEP > 1 && r < count; ++r) {
+for (int64_t v = 0; v < value_width; v += PANEL)
+for (int64_t r = 0; r < count; r += BLOCK)
+dot_block(weights - before + r * TILE_LD, TILE_LD, STEP,""",
+        )

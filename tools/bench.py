@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import argparse
 
-from . import bench_masks
+from . import bench_cpu, bench_masks
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("bench", help="measure")
     kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    _register_kinds(kinds)
+
+
+def _register_kinds(kinds: argparse._SubParsersAction) -> None:
+    bench_cpu.register(kinds)
     bench_masks.register(kinds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m flex_inductor.tools.bench", description=__doc__)
+    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
+    _register_kinds(kinds)
+    arguments = parser.parse_args()
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -79,13 +79,17 @@ def versions() -> Iterator[Fact]:
     yield Fact("python", f"{platform.python_version()} on {platform.platform()}")
 
 
-def cpu() -> Iterator[Fact]:
-    import torch
-
+def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    yield Fact("model", names[0] if names else platform.processor() or platform.machine())
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cpu() -> Iterator[Fact]:
+    import torch
+
+    yield Fact("model", cpu_name())
     yield Fact("cores", f"{os.cpu_count()} logical; torch uses {torch.get_num_threads()} threads")
     yield Fact("vectors", torch.backends.cpu.get_cpu_capability())
 

@@ -17,7 +17,7 @@ class BackwardConfig(NamedTuple):
     """Sizes that the kernel is rendered with."""
 
     tile_m: int = 64
-    tile_n: int = 64
+    tile_n: int = 128
     parts: int = 8  # at least as many work items, where there are as many rows of tiles
     leaf_bytes: int = 64 << 20
 

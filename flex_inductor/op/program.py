@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 AXES = ("b", "h", "q_idx", "kv_idx")
 
@@ -75,6 +75,8 @@ _LINEAR_ARGUMENTS = {
     aten.zeros_like.default: (0,),
     aten.index_put.default: (0, 2),
     aten._index_put_impl_.default: (0, 2),
+    aten.select_scatter.default: (0, 1),
+    aten.slice_scatter.default: (0, 1),
 }
 # Linear in one argument at a time: their product with another gradient would be quadratic.
 _BILINEAR = {aten.mul.Tensor, aten.mm.default, aten.matmul.default}
@@ -206,8 +208,8 @@ class _Splitter:
         on_lanes = [i for i, arg in enumerate(node.args) if any(self._is_lane(n) for n in _nodes_in(arg))]
         if not set(on_lanes) <= set(linear) or (node.target in _BILINEAR and len(on_lanes) > 1):
             return False
-        if node.target in (aten.add.Tensor, aten.sub.Tensor) and len(on_lanes) == 1:
-            return False  # an invariant summand would have to be counted once for each lane
+        if not _sums_lanes_alone(node, on_lanes):
+            return False
         accumulated.add(node)
         return all(self._accumulate(node.args[i], leaves, accumulated) for i in on_lanes)
 
@@ -402,6 +404,15 @@ def _shape_of_zeros(node: fx.Node) -> Sequence[Any] | None:
     return None
 
 
+def _sums_lanes_alone(node: fx.Node, on_lanes: Sequence[int]) -> bool:
+    """Whether `node` adds nothing to what depends on lanes: an invariant summand would count once for each lane."""
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return len(on_lanes) == 2
+    if node.target in (aten.select_scatter.default, aten.slice_scatter.default):
+        return 1 in on_lanes and (0 in on_lanes or _shape_of_zeros(node.args[0]) is not None)
+    return True
+
+
 def _is_literal(node: fx.Node) -> bool:
     return node.target is aten.full.default and not node.all_input_nodes
 
@@ -420,9 +431,14 @@ _SAME_AS = {
 
 def _normalize(graph: fx.Graph) -> None:
     """Undo what Inductor's passes over a subgraph spell differently."""
-    for node in graph.nodes:
+    for node in list(graph.nodes):
+        if str(node.target) == "prims.fma.default":  # which exists once Inductor is imported
+            with graph.inserting_before(node):
+                product = graph.call_function(aten.mul.Tensor, node.args[:2])
+            product.meta = dict(node.meta)
+            node.target, node.args = aten.add.Tensor, (product, node.args[2])
         node.target = _SAME_AS.get(node.target, node.target)
-        if node.target is torch.ops.prims.convert_element_type.default:
+        if node.target is prims.convert_element_type.default:
             node.target, node.kwargs, node.args = (
                 aten._to_copy.default,
                 {"dtype": node.args[1]},

@@ -26,7 +26,7 @@ class ForwardConfig(NamedTuple):
 class DecodeConfig(NamedTuple):
     """Sizes that the kernel for few queries is rendered with."""
 
-    chunk: int = 256
+    chunk: int = 64
     split: int = 2048
 
 

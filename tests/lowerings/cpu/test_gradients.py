@@ -1,0 +1,94 @@
+"""Gradients of captured tensors through the fused CPU backward, however they are indexed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flex_inductor import create_block_mask
+from flex_inductor.lowerings.cpu.backward import BackwardConfig
+from tests.lowerings.cpu.helpers import fused
+from tests.support import Sizes, attention_of, causal, dense_of, judge
+
+SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=90, head_dim=16, value_dim=8)
+
+
+def normal(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+MODS = {
+    # Every way for a leaf to be summed before it is added: over rows, columns, both and neither.
+    "mixed": (
+        (normal(4), normal(90), normal(70), normal(5), normal()),
+        lambda slope, key, query, cycle, factor: (
+            lambda score, b, h, q_idx, kv_idx: (
+                score
+                + slope[h] * torch.sin(kv_idx * 1.0)
+                + key[kv_idx] * score
+                + query[q_idx] * torch.cos(kv_idx * 0.1)
+                + cycle[(q_idx * kv_idx) % 5] * factor
+            )
+        ),
+    ),
+    "dense": (
+        (normal(2, 4, 70, 90),),
+        lambda bias: lambda score, b, h, q_idx, kv_idx: score + bias[b, h, q_idx, kv_idx],
+    ),
+    "nested and repeated": (
+        (normal(3, 4), torch.arange(90) % 4),
+        lambda table, to: (
+            lambda score, b, h, q_idx, kv_idx: score * table[1, to[kv_idx]] + table[b][to[q_idx]] ** 2
+        ),
+    ),
+    "prologue and epilogue": (
+        (normal(6), normal(90)),
+        lambda table, key: (
+            lambda score, b, h, q_idx, kv_idx: (
+                score * table.exp().sum() * 0.1 + (key * 2)[kv_idx] + table.softmax(0)[kv_idx % 6]
+            )
+        ),
+    ),
+    "negative": (
+        (normal(160),),
+        lambda bias: lambda score, b, h, q_idx, kv_idx: score + bias[q_idx - kv_idx],
+    ),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", MODS)
+def test_captured(name, masked):
+    captures, build = MODS[name]
+    mask = create_block_mask(causal, None, None, 70, 90, device="cpu", BLOCK_SIZE=32) if masked else None
+    attend = fused(attention_of(build), dynamic=False)
+    judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, mask)
+
+
+@pytest.mark.parametrize("leaf_bytes", [1, 1 << 10])
+def test_leaves_too_large_for_slots(monkeypatch, leaf_bytes):
+    """Heads share one slot where each has its own part of it; others have two slots at least."""
+    monkeypatch.setattr(BackwardConfig, "__new__", BackwardConfig.__new__)
+    monkeypatch.setattr(BackwardConfig.__new__, "__defaults__", (64, 128, 8, leaf_bytes))
+    for name in ("dense", "negative"):
+        captures, build = MODS[name]
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch._dynamo.reset()
+            attend = fused(attention_of(build), dynamic=False)
+            judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, None)
+
+
+@pytest.mark.parametrize("wanted", [0, 2, 3])
+def test_what_is_not_wanted_is_not_computed(wanted):
+    tensors = [*SIZES.inputs(torch.float32), torch.randn(90)]
+    build = lambda bias: lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]  # noqa: E731
+    attend = attention_of(build)
+
+    def gradients(function, which):
+        inputs = [t.detach().requires_grad_(i in which) for i, t in enumerate(tensors)]
+        out, _, _ = function(*inputs[:3], (inputs[3],), None)
+        return torch.autograd.grad(out.square().sum(), [inputs[i] for i in which])
+
+    (alone,) = gradients(fused(attend), [wanted])
+    expected = gradients(attend, range(4))[wanted]
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from .. import compat
+from ..op.schedule import BlockRuns
 from .algebra import offset
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
@@ -78,6 +80,10 @@ class RunSchedule:
         return block_mask_from_runs(
             self.row_runs(), self.grids, self.extent, self.mask_mod, separate_full_blocks
         )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in TENSORS]
 
     @property
     def extent(self) -> Extent:
@@ -200,6 +206,13 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
     )
 
 
+def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[tuple, Callable]:
+    """The ops' `schedule` argument, and the mask_mod."""
+    if isinstance(block_mask, BlockMask):
+        return compat.block_mask_parts(block_mask.as_tuple())
+    return tuple(BlockRuns(*block_mask.BLOCK_SIZE, *block_mask.tensors)), block_mask.mask_mod
+
+
 def extent_of(block_mask: BlockMask) -> Extent:
     batch, heads = block_mask.kv_indices.shape[:2] if block_mask.kv_indices.dim() == 4 else (1, 1)
     (q_length, kv_length), (q_block, kv_block) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
@@ -241,7 +254,7 @@ _CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod")
 
 
 def _flatten(schedule: RunSchedule) -> tuple[list[Tensor], _Context]:
-    return [getattr(schedule, n) for n in TENSORS], _Context(*(getattr(schedule, n) for n in _CONTEXT))
+    return schedule.tensors, _Context(*(getattr(schedule, n) for n in _CONTEXT))
 
 
 def _flatten_with_keys(schedule: RunSchedule) -> tuple[list[tuple[Any, Tensor]], _Context]:

@@ -20,6 +20,7 @@ FIRST_RECTANGLES = 1 << 13
 RECTANGLES_AT_ONCE = 1 << 17
 POINTS_AT_ONCE = 1 << 20
 WITNESSES = 64
+POINTS_PER_LOOKUP = 256  # looking up equal values takes some 256 evaluations of the mask for each token
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -128,6 +129,10 @@ class _Refinement:
         corners = self._corner_points()
         undecided = self._witness(tiles, seen, torch.arange(len(tiles), device=self.device), corners)
         undecided = self._witness(tiles, seen, undecided, self._scattered_points())
+        block_q, block_kv = self.extent.block
+        if undecided.numel() * block_q * block_kv > POINTS_PER_LOOKUP * sum(self.extent.lengths):
+            always, possible = self.bounds.over(tiles[undecided], look_up=True)
+            undecided = undecided[(possible & ~always).nonzero().squeeze(-1)]
         self._exhaust(tiles, seen, undecided)
         true_seen, false_seen = seen
         self._keep(tiles, true_seen & ~false_seen, FULL)

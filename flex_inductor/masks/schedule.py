@@ -177,8 +177,9 @@ class RunSchedule:
         return f"{self!r}\n{self.picture()}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return f"<pre style='line-height:1'>{self}</pre>"
+        from .draw import to_html
+
+        return to_html(self)
 
 
 def _per_grid(offsets: Tensor, grids: tuple[int, int]) -> Tensor:

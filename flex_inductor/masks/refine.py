@@ -191,16 +191,19 @@ class _Refinement:
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
             function = torch.vmap(function, in_dims=dims)
         columns = torch.arange(block_kv, device=self.device)
-        for part in undecided.split(max(1, POINTS_AT_ONCE // (band * block_kv))):
-            for first in range(0, block_q, band):
-                if part.numel() == 0:
-                    break
+        at_once = max(1, POINTS_AT_ONCE // (band * block_kv))
+        for first in range(0, block_q, band):
+            if undecided.numel() == 0:
+                return
+            rows = torch.arange(first, min(first + band, block_q), device=self.device)
+            left = []
+            for part in undecided.split(at_once):
                 r = tiles[part]
-                rows = torch.arange(first, min(first + band, block_q), device=self.device)
                 q = (r.q[:, None] * block_q + rows).clamp(max=self.extent.lengths[0] - 1)
                 kv = (r.kv[:, None] * block_kv + columns).clamp(max=self.extent.lengths[1] - 1)
                 values = function(r.b, r.h, q, kv)
-                part = self._note(seen, part, values.reshape(part.numel(), -1))
+                left.append(self._note(seen, part, values.reshape(part.numel(), -1)))
+            undecided = torch.cat(left)
 
 
 def _cells(tiles: int, scale: int) -> int:

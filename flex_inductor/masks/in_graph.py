@@ -56,7 +56,7 @@ def block_lists(
 
     traced, kinds = _TRACED[mask_mod]
     given, integers = iter(tensors), iter(numbers)
-    captures = [next(integers if kind == INTEGER else given) for kind in kinds]
+    captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
     captures = [c.item() if kind == FLOAT else c for c, kind in zip(captures, kinds, strict=True)]
 
     def bound(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

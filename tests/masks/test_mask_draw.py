@@ -106,6 +106,12 @@ def test_command_prints_text(capsys):
     )
 
 
+def test_command_knows_the_whole_library():
+    functions = vars(library).values()
+    masks = {f.__name__ for f in functions if getattr(f, "__annotations__", {}).get("return") == "MaskMod"}
+    assert masks == set(mask_command.CONSTRUCTORS)
+
+
 def test_command_takes_lists_and_draws(capsys, tmp_path):
     out = str(tmp_path / "grid.svg")
     words = ("neighborhood", "shape=32,32", "window=5", "tile=8,8", "--length", "1024", "--block", "64", "64")
@@ -113,6 +119,7 @@ def test_command_takes_lists_and_draws(capsys, tmp_path):
     assert f"written to {out}" in capsys.readouterr().out
     assert command("document", "lengths=100,412", "--length", "512") == 0
     assert command("document", "cu_seqlens=0,100,512", "causal=false", "--length", "512") == 0
+    assert command("ragged", "q_lengths=300", "kv_lengths=400", "--length", "512") == 0
 
 
 @pytest.mark.parametrize(

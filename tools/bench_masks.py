@@ -97,7 +97,7 @@ CASES = (
     Case("600 new documents", 262144, lambda: documents(262144, 600), 70, 120),
     Case("13 x 13 neighbours, 256 x 256", 65536, lambda: image(256), 50, 100),
     Case("13 x 13 neighbours, 250 x 250", 62500, lambda: image(250), 1500, 100),
-    Case("hash", 16384, hashed, 2000, 100, torch_too=True),
+    Case("hash", 16384, hashed, 700, 100, torch_too=True),
     Case("unsorted ids of 600", 65536, lambda: unsorted(600), 4000, 150),
     Case("unsorted ids of 10,000", 65536, lambda: unsorted(10000), 4000, 150),
     Case("distinct ids", 65536, distinct, 4000, 150),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from . import compat, errors
-from .masks.schedule import RunSchedule
+from .masks.schedule import RunSchedule, schedule_parts
 from .op import attention
 from .options import check_kernel_options, op_options
 
@@ -44,7 +44,8 @@ def flex_attention(
         key: [B or 1, H, N, D]; fewer heads, dividing H, with `enable_gqa`.
         value: [B or 1, H, N, V]; V may differ from D.
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)` on 0-d tensors returns the new score.
-        block_mask: which blocks to visit and the mask_mod inside them; see create_block_mask.
+        block_mask: which blocks to visit and the mask_mod inside them, as torch's BlockMask or as a
+            RunSchedule; see create_block_mask.
         scale: multiplies the scores before score_mod; 1/sqrt(D) by default.
         return_lse: return `(out, logsumexp)`.
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
@@ -62,10 +63,9 @@ def flex_attention(
     check_kernel_options(kernel_options)
     schedule: tuple = ()
     mask_mod = None
-    lists = _block_lists(block_mask) if isinstance(block_mask, RunSchedule) else block_mask
-    if lists is not None:
-        _check_block_mask(lists, query, key)
-        schedule, mask_mod = compat.block_mask_parts(lists.as_tuple())
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+        schedule, mask_mod = schedule_parts(block_mask)
         if mask_mod is noop_mask:
             mask_mod = None
 
@@ -88,12 +88,6 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out
-
-
-@compat.outside_graphs
-def _block_lists(schedule: RunSchedule) -> BlockMask:
-    """The same tiles as lists, which is what routes take so far. How many there are depends on values."""
-    return schedule.to_block_mask()
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -125,8 +119,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise errors.heads_do_not_divide(query.size(1), key.size(1))
 
 
-def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
-    if not isinstance(block_mask, BlockMask):
+def _check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:
+    if not isinstance(block_mask, (BlockMask, RunSchedule)):
         raise errors.not_a_block_mask(block_mask)
     if compat.is_sliced(block_mask):
         raise errors.sliced_block_mask()
@@ -137,5 +131,6 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
         raise errors.block_mask_batch("B", mask_b, query.size(0))
     if mask_h not in (1, query.size(1)):
         raise errors.block_mask_batch("H", mask_h, query.size(1))
-    if block_mask.kv_num_blocks.device != query.device:
-        raise errors.block_mask_device(block_mask.kv_num_blocks.device, query.device)
+    device = block_mask.device if isinstance(block_mask, RunSchedule) else block_mask.kv_num_blocks.device
+    if device != query.device:
+        raise errors.block_mask_device(device, query.device)

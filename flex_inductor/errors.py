@@ -238,7 +238,9 @@ def _block_mask_type() -> type:
 
 def not_a_block_mask(value: Any) -> FlexTypeError:
     hint = " Wrap the function: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)." if callable(value) else ""
-    return FlexTypeError(f"block_mask must be a BlockMask or None, but is a {type(value).__name__}.{hint}")
+    return FlexTypeError(
+        f"block_mask must be a BlockMask, a RunSchedule or None, but is a {type(value).__name__}.{hint}"
+    )
 
 
 def block_mask_lengths(mask_q: int, mask_kv: int, q_len: int, kv_len: int) -> FlexValueError:

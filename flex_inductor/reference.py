@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import block_mask_parts
-from .op.schedule import BlockLists, BlockMap
+from .masks.schedule import schedule_parts
+from .op.schedule import schedule_of
 from .op.tracing import LaneIndexing
 
 
@@ -30,9 +30,9 @@ def reference(
         if score_mod is not None:
             score = _over_lanes(score_mod, (0,))(score, b, h, m, n)
         if block_mask is not None:
-            schedule, mask_mod = block_mask_parts(block_mask.as_tuple())
-            everything = (slice(0, len(b)), slice(0, len(h)), slice(0, len(m)), slice(0, len(n)))
-            visited, full = BlockMap(BlockLists(*schedule)).lanes(*everything)
+            schedule, mask_mod = schedule_parts(block_mask)
+            rows = (slice(0, len(b)), slice(0, len(h)), slice(0, len(m)))
+            visited, full = schedule_of(schedule).band(*rows).lanes(slice(0, len(n)))
             live = _over_lanes(mask_mod, ())(b, h, m, n)
             live = (live | full) & visited
             score = torch.where(live, score, -math.inf)

@@ -28,7 +28,7 @@ class ChunkedRoute:
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         call = inputs
-        guarded = problem.mask_mod is not None or problem.blocks is not None
+        guarded = problem.mask_mod is not None or problem.schedule is not None
         score, mask, joint = (
             "" if graph is None else split(graph, lanes, guarded=guarded).to_text()
             for graph, lanes in (
@@ -37,8 +37,8 @@ class ChunkedRoute:
                 (problem.joint, JOINT_LANES),
             )
         )
-        blocks = list(problem.blocks or ())
-        common = (list(call.schedule[2:]), blocks, score, mask, call.scale)
+        schedule = (problem.schedule or "", list(problem.blocks or ()), list(call.schedule[2:10]))
+        common = (*schedule, score, mask, call.scale)
         captures = (list(call.score_captures), list(call.mask_captures))
         qkv = (call.query, call.key, call.value)
         if problem.direction == "forward":

@@ -29,7 +29,8 @@ class AttentionProblem:
     N: Size
     D: Size
     V: Size
-    blocks: tuple[int, int] | None  # the BlockMask's block sizes; None without one
+    schedule: str | None  # its form, "lists" or "runs"; None where everything is visited
+    blocks: tuple[int, int] | None  # its block sizes
     score_mod: fx.GraphModule | None
     mask_mod: fx.GraphModule | None
     joint: fx.GraphModule | None
@@ -51,5 +52,6 @@ class AttentionProblem:
                 captures = len(getattr(self, name.replace("mod", "captures")))
                 parts.append(name + (f" ({captures} captured)" if captures else ""))
         if self.blocks is not None:
-            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}")
+            runs = " in runs" if self.schedule == "runs" else ""
+            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{runs}")
         return ", ".join(parts)

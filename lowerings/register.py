@@ -11,6 +11,7 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.op import attention, attention_backward
 from flex_inductor.op.hop import AttentionCall, BackwardCall
+from flex_inductor.op.schedule import schedule_of
 
 from .decision import decide, record
 from .problem import AttentionProblem
@@ -38,12 +39,14 @@ def _backward(*args: Any) -> Any:
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
+    schedule = schedule_of(call.schedule)
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device(),
         dtype=call.query.get_dtype(),
         **_sizes(call),
-        blocks=(int(call.schedule[0]), int(call.schedule[1])) if call.schedule else None,
+        schedule=schedule.form if schedule else None,
+        blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
         score_mod=_graph(call.score_mod),
         mask_mod=_graph(call.mask_mod),
         joint=_graph(joint),

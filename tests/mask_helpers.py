@@ -31,7 +31,9 @@ def assert_same_block_mask(ours: BlockMask, theirs: BlockMask) -> None:
 def small_steps():
     """Limits so small that a short sequence goes through every level, strip and chunk of a long one."""
     with (
-        mock.patch.multiple(refine, FIRST_RECTANGLES=4, RECTANGLES_AT_ONCE=64, POINTS_AT_ONCE=4096),
+        mock.patch.multiple(
+            refine, FIRST_RECTANGLES=4, RECTANGLES_AT_ONCE=64, POINTS_AT_ONCE=4096, POINTS_PER_LOOKUP=0
+        ),
         mock.patch.object(tables, "POINTS_AT_ONCE", 200),
     ):
         yield

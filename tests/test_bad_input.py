@@ -135,7 +135,7 @@ aux:
 score_mod:
   score_mod must be a function, score_mod(score, b, h, q_idx, kv_idx), or None, but is a BlockMask. Pass the BlockMask as block_mask=.
 block_mask:
-  block_mask must be a BlockMask or None, but is a function. Wrap the function: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN).
+  block_mask must be a BlockMask, a RunSchedule or None, but is a function. Wrap the function: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN).
 mask lengths:
   block_mask was made for Q_LEN=48 and KV_LEN=32, but query has length 32 and key 32. Make it with create_block_mask(mask_mod, B, H, 32, 32).
 mask batch:

@@ -7,6 +7,7 @@ first step would pay it), then the case itself for its peak memory, then the med
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -72,9 +74,14 @@ def image(side: int) -> Callable:
     return neighbours
 
 
-def unsorted() -> Callable:
-    ids = torch.randint(0, 600, (65536,), generator=torch.Generator().manual_seed(0))
-    return library.document(ids, causal=False)
+def unsorted(count: int) -> Callable:
+    """65,536 tokens in no order, of `count` documents at random."""
+    generator = torch.Generator().manual_seed(0)
+    return library.document(torch.randint(0, count, (65536,), generator=generator), causal=False)
+
+
+def distinct() -> Callable:
+    return library.document(torch.randperm(65536, generator=torch.Generator().manual_seed(0)), causal=False)
 
 
 CASES = (
@@ -90,8 +97,10 @@ CASES = (
     Case("600 new documents", 262144, lambda: documents(262144, 600), 70, 120),
     Case("13 x 13 neighbours, 256 x 256", 65536, lambda: image(256), 50, 100),
     Case("13 x 13 neighbours, 250 x 250", 62500, lambda: image(250), 1500, 100),
-    Case("hash", 16384, hashed, 2000, 100, torch_too=True),
-    Case("unsorted ids", 65536, unsorted, 4000, 150),
+    Case("hash", 16384, hashed, 700, 100, torch_too=True),
+    Case("unsorted ids of 600", 65536, lambda: unsorted(600), 4000, 150),
+    Case("unsorted ids of 10,000", 65536, lambda: unsorted(10000), 4000, 150),
+    Case("distinct ids", 65536, distinct, 4000, 150),
 )
 
 
@@ -110,6 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = [case for case in CASES if not arguments.only or arguments.only in case.name]
     if not chosen:
         print(f"no case contains {arguments.only!r}: {', '.join(c.name for c in CASES)}", file=sys.stderr)
+        return 2
+    if arguments.plot and find_spec("matplotlib") is None:
+        print("--plot needs matplotlib: pip install 'flex-inductor[draw]'", file=sys.stderr)
         return 2
     quiet = arguments.json == "-"
     results = []
@@ -211,24 +223,19 @@ def plot(path: str, with_torch: bool) -> None:
     """Milliseconds of causal + documents of about 4k tokens, over the length."""
     from matplotlib import pyplot
 
-    series: dict[str, list[tuple[int, float]]] = {"BlockMask": [], "compact": [], "torch eager": []}
+    compact = functools.partial(create_block_mask, compact=True)
+    sides: dict[str, tuple[Callable, int, int]] = {  # function, longest mask, calls
+        "BlockMask": (create_block_mask, 1 << 18, 7),
+        "compact": (compact, 1 << 20, 7),
+        "torch eager": (torch_create_block_mask, 1 << 14 if with_torch else 0, 1),
+    }
+    series: dict[str, list[tuple[int, float]]] = {name: [] for name in sides}
     for length in PLOT_LENGTHS:
         mask_mod = documents(length, max(1, length // 4096))
-        calls = {
-            "BlockMask": (lambda: create_block_mask(mask_mod, None, None, length, length, "cpu"), 1 << 18),  # noqa: B023
-            "compact": (
-                lambda: create_block_mask(mask_mod, None, None, length, length, "cpu", compact=True),  # noqa: B023
-                1 << 20,
-            ),
-            "torch eager": (
-                lambda: torch_create_block_mask(mask_mod, None, None, length, length, "cpu"),  # noqa: B023
-                1 << 14 if with_torch else 0,
-            ),
-        }
-        for name, (call, longest) in calls.items():
+        for name, (build, longest, calls) in sides.items():
             if length <= longest:
-                repeats = 1 if name == "torch eager" else 7
-                series[name].append((length, statistics.median(timed(call) for _ in range(repeats)) * 1e3))
+                call = functools.partial(build, mask_mod, None, None, length, length, "cpu")
+                series[name].append((length, statistics.median(timed(call) for _ in range(calls)) * 1e3))
     figure, axis = pyplot.subplots(figsize=(6, 4))
     for name, points in series.items():
         if points:

@@ -28,6 +28,7 @@ CONSTRUCTORS = {
         library.neighborhood,
         library.shared_prefix,
         library.tree,
+        library.ragged,
     )
 }
 
@@ -85,6 +86,8 @@ def construct(name: str, options: list[str]) -> Callable:
         raise FlexError(f"{name}: needs {', '.join(f'{k}=...' for k in missing)}.")
     if name == "document" and "lengths" not in given:
         given = {k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in given.items()}
+    if name == "ragged":
+        given = {k: torch.tensor(v).reshape(-1) for k, v in given.items()}
     return constructor(**given)
 
 

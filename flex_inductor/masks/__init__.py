@@ -3,7 +3,7 @@
 from .algebra import not_mask, offset
 from .blockmask import create_block_mask
 from .combine import intersect, unite
-from .draw import draw_mask
+from .draw import draw_mask, load_ipython_extension
 from .library import (
     block_diffusion,
     causal,
@@ -30,6 +30,7 @@ __all__ = [
     "draw_mask",
     "global_local",
     "intersect",
+    "load_ipython_extension",
     "neighborhood",
     "neighborhood_order",
     "not_mask",

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..compat import outside_graphs
 from .errors import MaskArgumentError, MaskModError
-from .in_graph import traced_block_lists
+from .in_graph import empty_block_lists, traced_block_lists
 from .lists import block_mask_from_runs, block_mask_of, without_full
 from .refine import tile_runs
 from .runs import Runs
@@ -54,10 +55,14 @@ def create_block_mask(
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     if compact:
         return _compact(mask_mod, extent, device, separate_full_blocks)
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling or _values_are_fake():
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
-        lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
+        if compiling:
+            lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
+        else:
+            lists = empty_block_lists(like, sizes, separate_full_blocks)
         if not separate_full_blocks:
             lists = [*lists[:2], None, None, *lists[2:], None, None]
         block_mask = block_mask_of(lists, extent, mask_mod)
@@ -71,11 +76,20 @@ def create_block_mask(
     return block_mask
 
 
+def _values_are_fake() -> bool:
+    return isinstance(torch.empty(()), FakeTensor)
+
+
 @outside_graphs
 def _compact(
     mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
 ) -> RunSchedule:
     """Not for compiled graphs: how many runs there are depends on the values of captures."""
+    if _values_are_fake():
+        raise MaskArgumentError(
+            "compact: got True under FakeTensorMode, where the mask has no values, and how many runs there are "
+            "depends on them. Make the schedule outside the mode, or use compact=False."
+        )
     runs, grids = analysed(mask_mod, extent, device)
     return RunSchedule.from_runs(
         runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .intervals import INT_DTYPES, Interval
+from .meetings import contains, meetings_of
 from .pyramids import Pyramid, readable
 from .rules import bound
 from .tables import Extent, build_tables
@@ -52,8 +54,15 @@ class MaskBounds:
         zero = torch.zeros((), dtype=torch.int64, device=self.program.device)
         return self.program.function(i)(zero, zero, zero, zero)
 
-    def over(self, rectangles: Rectangles) -> tuple[Tensor, Tensor]:
-        """(true everywhere, true somewhere) as far as can be told, one pair for each rectangle."""
+    @functools.cached_property
+    def meetings(self) -> dict[int, Tensor]:
+        return meetings_of(self.program, self.extent)
+
+    def over(self, rectangles: Rectangles, look_up: bool = False) -> tuple[Tensor, Tensor]:
+        """(true everywhere, true somewhere) as far as can be told, one pair for each rectangle.
+
+        With `look_up`, for single tiles, equal values are looked up where their ranges overlap.
+        """
         env: dict[int, Interval] = dict(enumerate(self._indices(rectangles)))
         for i, table in self.tables.items():
             tile = rectangles.kv if "kv" in self.program.steps[i].reads else rectangles.q
@@ -62,6 +71,9 @@ class MaskBounds:
             step = self.program.steps[i]
             if step.is_scalar and step.dtype is not None:
                 env[i] = self._bound(i, step, step.dtype, env)
+                if look_up and i in self.meetings:
+                    meets = contains(self.meetings[i], rectangles.q * self.extent.tiles[1] + rectangles.kv)
+                    env[i] = Interval.boolean(env[i].lo, env[i].hi & meets)
         answer = env[self.program.output]
         count = len(rectangles)
         return answer.lo.expand(count), answer.hi.expand(count)

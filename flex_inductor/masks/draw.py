@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +61,29 @@ def draw_mask(
     figure.tight_layout()
     if path is None:
         return figure
+    _save(pyplot, figure, path, Path(path).suffix[1:])
+    return None
+
+
+def to_html(mask: BlockMask | RunSchedule) -> str:
+    """What a notebook shows of a block mask: its drawing, or its text where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        return f"<pre style='line-height:1'>{mask}</pre>"
+    picture = io.StringIO()
+    _save(_pyplot(), draw_mask(mask), picture, "svg")
+    return picture.getvalue()[picture.getvalue().index("<svg") :]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext flex_inductor.masks`: notebooks then draw torch's BlockMasks too."""
+    ipython.display_formatter.formatters["text/html"].for_type(BlockMask, to_html)
+
+
+def _save(pyplot: Any, figure: Any, to: Any, form: str) -> None:
     # A fixed salt and no date make the same mask the same file; text stays text.
     with pyplot.rc_context({"svg.hashsalt": "flex_inductor", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None, dpi=150)
+        figure.savefig(to, format=form, metadata={"Date": None} if form == "svg" else None, dpi=150)
     pyplot.close(figure)
-    return None
 
 
 def _pyplot() -> Any:

@@ -21,9 +21,11 @@ from ..op.tracing import LaneIndexing
 from .lists import lists_from_runs
 from .tables import Extent
 
-# Traced mask functions by the hash of their code. Dynamo traces in every process, cached kernels or not, so
-# a graph that names a function here has always put it here first.
-_TRACED: dict[str, Callable] = {}
+# Traced mask functions of (b, h, q, kv, *captures) by the hash of their code, and what each capture is: a
+# tensor, an integer, or a float that comes as a tensor. Dynamo traces in every process, cached kernels or
+# not, so a graph that names a function here has always put it here first.
+_TRACED: dict[str, tuple[Callable, str]] = {}
+TENSOR, INTEGER, FLOAT = "tif"
 _PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
@@ -52,12 +54,16 @@ def block_lists(
     """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
     from .blockmask import analysed
 
-    traced = _TRACED[mask_mod]
+    traced, kinds = _TRACED[mask_mod]
+    given, integers = iter(tensors), iter(numbers)
+    captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
+    captures = [c.item() if kind == FLOAT else c for c, kind in zip(captures, kinds, strict=True)]
 
     def bound(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return traced(b, h, q_idx, kv_idx, tensors, numbers)
+        value = traced(b, h, q_idx, kv_idx, *captures)
+        return value[0] if isinstance(value, (tuple, list)) else value
 
-    bound.__name__ = getattr(traced, "__name__", "mask_mod")
+    bound.__name__ = "mask_mod"
     extent = _extent(sizes)
     # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
@@ -69,6 +75,11 @@ def block_lists(
 
 @block_lists.register_fake
 def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
+    return empty_block_lists(like, sizes, separate_full_blocks)
+
+
+def empty_block_lists(like: Tensor, sizes: Sequence[int], separate_full_blocks: bool) -> list[Tensor]:
+    """The tensors of a BlockMask without their values."""
     extent = _extent(sizes)
     rows, columns = extent.tiles
     leading = (extent.batch, extent.heads)
@@ -88,6 +99,8 @@ def _register() -> None:
     from torch._dynamo.variables import higher_order_ops
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    from ..op.dynamo import float_to_tensor
 
     @higher_order_ops.add_hop_context
     class BlockListsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
@@ -112,24 +125,25 @@ def _register() -> None:
                     set_subgraph_inputs="flatten_manual",
                 )
             captures = list(lifted)
-            examples = [proxy.node.meta["example_value"] for proxy in captures]
-            kinds = [
-                "t" if isinstance(e, Tensor) else "n" if isinstance(e, torch.SymInt) else "?"
-                for e in examples
-            ]
-            if "?" in kinds or any(node.op == "get_attr" for node in graph.nodes):
+            kinds = [_kind_of(proxy.node.meta["example_value"]) for proxy in captures]
+            if None in kinds or any(node.op == "get_attr" for node in graph.nodes):
                 unimplemented(
                     gb_type="create_block_mask: a capture cannot be lifted",
                     context=str(graph),
-                    explanation="mask_mod captures something other than tensors and integers that changes.",
-                    hints=["Capture a 0-d tensor instead of a number that changes."],
+                    explanation="mask_mod captures something other than tensors and numbers that changes.",
+                    hints=["Capture a tensor instead."],
                 )
             name = _remember(graph, "".join(kinds))
             call = (
                 like.as_proxy(),
                 name,
-                [c for c, kind in zip(captures, kinds, strict=True) if kind == "t"],
-                [c for c, kind in zip(captures, kinds, strict=True) if kind == "n"],
+                # The op cannot take a float that changes; as a tensor of its own precision it is the same.
+                [
+                    float_to_tensor(tx, like, c, torch.float64)
+                    for c, kind in zip(captures, kinds, strict=True)
+                    if kind != INTEGER
+                ],
+                [c for c, kind in zip(captures, kinds, strict=True) if kind == INTEGER],
                 sizes.as_proxy(),
                 separate_full_blocks.as_proxy(),
             )
@@ -139,18 +153,16 @@ def _register() -> None:
     compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
 
 
+def _kind_of(capture: Any) -> str | None:
+    kinds = ((Tensor, TENSOR), (torch.SymInt, INTEGER), (torch.SymFloat, FLOAT))
+    return next((kind for known, kind in kinds if isinstance(capture, known)), None)
+
+
 def _remember(graph: fx.Graph, kinds: str) -> str:
-    """Registers a traced mask of (b, h, q, kv, *captures) under a name that depends on its code alone."""
+    """Registers a traced mask under a name that depends on its code alone."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     name = hashlib.sha256(f"{kinds}\n{module.code}".encode()).hexdigest()
-
-    def traced(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, tensors: Any, numbers: Any) -> Tensor:
-        of_kind = {"t": iter(tensors), "n": iter(numbers)}
-        value = module(b, h, q, kv, *(next(of_kind[kind]) for kind in kinds))
-        return value[0] if isinstance(value, (tuple, list)) else value
-
-    traced.__name__ = "mask_mod"
-    _TRACED[name] = traced
+    _TRACED[name] = module, kinds
     return name
 
 

@@ -20,6 +20,7 @@ FIRST_RECTANGLES = 1 << 13
 RECTANGLES_AT_ONCE = 1 << 17
 POINTS_AT_ONCE = 1 << 20
 WITNESSES = 64
+POINTS_PER_LOOKUP = 256  # looking up equal values takes some 256 evaluations of the mask for each token
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -128,6 +129,10 @@ class _Refinement:
         corners = self._corner_points()
         undecided = self._witness(tiles, seen, torch.arange(len(tiles), device=self.device), corners)
         undecided = self._witness(tiles, seen, undecided, self._scattered_points())
+        block_q, block_kv = self.extent.block
+        if undecided.numel() * block_q * block_kv > POINTS_PER_LOOKUP * sum(self.extent.lengths):
+            always, possible = self.bounds.over(tiles[undecided], look_up=True)
+            undecided = undecided[(possible & ~always).nonzero().squeeze(-1)]
         self._exhaust(tiles, seen, undecided)
         true_seen, false_seen = seen
         self._keep(tiles, true_seen & ~false_seen, FULL)
@@ -186,16 +191,19 @@ class _Refinement:
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
             function = torch.vmap(function, in_dims=dims)
         columns = torch.arange(block_kv, device=self.device)
-        for part in undecided.split(max(1, POINTS_AT_ONCE // (band * block_kv))):
-            for first in range(0, block_q, band):
-                if part.numel() == 0:
-                    break
+        at_once = max(1, POINTS_AT_ONCE // (band * block_kv))
+        for first in range(0, block_q, band):
+            if undecided.numel() == 0:
+                return
+            rows = torch.arange(first, min(first + band, block_q), device=self.device)
+            left = []
+            for part in undecided.split(at_once):
                 r = tiles[part]
-                rows = torch.arange(first, min(first + band, block_q), device=self.device)
                 q = (r.q[:, None] * block_q + rows).clamp(max=self.extent.lengths[0] - 1)
                 kv = (r.kv[:, None] * block_kv + columns).clamp(max=self.extent.lengths[1] - 1)
                 values = function(r.b, r.h, q, kv)
-                part = self._note(seen, part, values.reshape(part.numel(), -1))
+                left.append(self._note(seen, part, values.reshape(part.numel(), -1)))
+            undecided = torch.cat(left)
 
 
 def _cells(tiles: int, scale: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from .. import compat
 from .algebra import offset
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
@@ -78,6 +79,10 @@ class RunSchedule:
         return block_mask_from_runs(
             self.row_runs(), self.grids, self.extent, self.mask_mod, separate_full_blocks
         )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in TENSORS]
 
     @property
     def extent(self) -> Extent:
@@ -171,8 +176,9 @@ class RunSchedule:
         return f"{self!r}\n{self.picture()}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return f"<pre style='line-height:1'>{self}</pre>"
+        from .draw import to_html
+
+        return to_html(self)
 
 
 def _per_grid(offsets: Tensor, grids: tuple[int, int]) -> Tensor:
@@ -198,6 +204,13 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
         f"RunSchedule index: expected an integer or a non-empty slice without a step for a dimension of "
         f"size {size}, got {index!r}. Other selections: to_block_mask() and index that."
     )
+
+
+def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[tuple, Callable]:
+    """The ops' `schedule` argument, fields of op.schedule's BlockLists or BlockRuns, and the mask_mod."""
+    if isinstance(block_mask, BlockMask):
+        return compat.block_mask_parts(block_mask.as_tuple())
+    return (*block_mask.BLOCK_SIZE, *block_mask.tensors, "runs"), block_mask.mask_mod
 
 
 def extent_of(block_mask: BlockMask) -> Extent:
@@ -241,7 +254,7 @@ _CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod")
 
 
 def _flatten(schedule: RunSchedule) -> tuple[list[Tensor], _Context]:
-    return [getattr(schedule, n) for n in TENSORS], _Context(*(getattr(schedule, n) for n in _CONTEXT))
+    return schedule.tensors, _Context(*(getattr(schedule, n) for n in _CONTEXT))
 
 
 def _flatten_with_keys(schedule: RunSchedule) -> tuple[list[tuple[Any, Tensor]], _Context]:

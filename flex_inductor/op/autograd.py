@@ -17,6 +17,8 @@ from .hop import AttentionCall, BackwardCall, attention, attention_backward, pre
 from .tracing import trace_joint
 from .vmap import fold_backward, fold_forward
 
+_SAVED = object()  # where a saved tensor of the schedule goes
+
 
 class _AttentionFunction(torch.autograd.Function):
     """Ties the two ops together for autograd and functorch."""
@@ -32,8 +34,6 @@ class _AttentionFunction(torch.autograd.Function):
         out, lse, max_scores = output
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
-        lists = call.schedule[2:]
-        ctx.listed = [tensor is not None for tensor in lists]
         ctx.save_for_backward(
             query,
             key,
@@ -42,12 +42,11 @@ class _AttentionFunction(torch.autograd.Function):
             lse,
             *score_captures,
             *call.mask_captures,
-            *(t for t in lists if t is not None),
+            *(field for field in call.schedule if isinstance(field, Tensor)),
         )
         ctx.counts = (len(score_captures), len(call.mask_captures))
-        ctx.call = call._replace(
-            query=None, key=None, value=None, score_captures=(), mask_captures=(), schedule=call.schedule[:2]
-        )
+        schedule = tuple(_SAVED if isinstance(field, Tensor) else field for field in call.schedule)
+        ctx.call = _without_inputs(call)._replace(mask_captures=(), schedule=schedule)
         ctx.joint = joint
 
     @staticmethod
@@ -56,8 +55,8 @@ class _AttentionFunction(torch.autograd.Function):
             return (None,) * (5 + ctx.counts[0])
         query, key, value, out, lse, *rest = ctx.saved_tensors
         scores, masks = ctx.counts
-        lists = iter(rest[scores + masks :])
-        schedule = (*ctx.call.schedule, *(next(lists) if present else None for present in ctx.listed))
+        saved = iter(rest[scores + masks :])
+        schedule = tuple(next(saved) if field is _SAVED else field for field in ctx.call.schedule)
         wants = "".join(name for name, needed in zip("qkv", ctx.needs_input_grad, strict=False) if needed)
         call = ctx.call
         d_query, d_key, d_value, d_captures = attention_backward(

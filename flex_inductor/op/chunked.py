@@ -17,7 +17,7 @@ from torch._C import DispatchKey
 
 from .layout import empty_like_layout
 from .program import AXES, LaneProgram, Leaf
-from .schedule import BlockMap
+from .schedule import Band, Schedule
 from .tracing import INDEX_DTYPE, score_dtype
 
 # A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
@@ -52,11 +52,11 @@ class _Tile(NamedTuple):
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, lists: BlockMap | None, mods: Mods, scale: float
+    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule | None, mods: Mods, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value)
-    run = _Run(query, key, value, lists, mods, scale, factors=(value,))
+    run = _Run(query, key, value, schedule, mods, scale, factors=(value,))
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
         total = run.zeros(rows, 1)
@@ -85,7 +85,7 @@ def backward(
     lse: Tensor,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    lists: BlockMap | None,
+    schedule: Schedule | None,
     mods: Mods,
     joint: LaneProgram | None,
     scale: float,
@@ -93,7 +93,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
     factors = (query, key) if grad_out is None else (query, key, grad_out)
-    run = _Run(query, key, value, lists, mods, scale, factors)
+    run = _Run(query, key, value, schedule, mods, scale, factors)
     d_query, d_key, d_value = (
         torch.zeros(t.shape, dtype=run.dtype, device=t.device) if want else None
         for t, want in zip((query, key, value), wants, strict=True)
@@ -150,12 +150,12 @@ class _Run:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        lists: BlockMap | None,
+        schedule: Schedule | None,
         mods: Mods,
         scale: float,
         factors: Sequence[Tensor],
     ):
-        self.query, self.kv, self.scale, self.mods, self.lists = query, (key, value), scale, mods, lists
+        self.query, self.kv, self.scale, self.mods, self.schedule = query, (key, value), scale, mods, schedule
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
         self.kv_heads, self.keys = key.shape[1:3]
@@ -163,7 +163,7 @@ class _Run:
         self.width = max(query.size(-1), value.size(-1))
         self.score_invariants = mods.score.prologue(*mods.score_captures) if mods.score else ()
         self.mask_invariants = mods.mask.prologue(*mods.mask_captures) if mods.mask else ()
-        masked = lists is not None or mods.mask is not None
+        masked = schedule is not None or mods.mask is not None
         self.all_finite = not masked or _all_finite(factors)
 
     def row_tiles(self) -> Iterator[_Tile]:
@@ -186,11 +186,11 @@ class _Run:
         self, rows: _Tile, scaled_query: Tensor
     ) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor | None]]:
         """Tiles of `rows` with any live lane: scores before and after score_mod, live lanes (None for all)."""
-        for n in _ranges(self.keys, MAX_CHUNK_KEYS):
+        band = None if self.schedule is None else self.schedule.band(rows.b, rows.h, rows.m)
+        everything = _ranges(self.keys, MAX_CHUNK_KEYS)
+        for n in everything if band is None else band.key_tiles(self.keys, MAX_CHUNK_KEYS):
             tile = rows._replace(n=n)
-            if self.lists is not None and not self.lists.visits_any(*tile.lanes):
-                continue
-            live = self.live(tile)
+            live = self.live(tile, band)
             if live is not None and not live.any():
                 continue
             raw = score = self.per_query_head(scaled_query, self.key(tile).transpose(-1, -2))
@@ -200,15 +200,13 @@ class _Run:
                 (score,) = run_lanes(self.mods.score, lanes, live, captures, self.score_invariants)
             yield tile, raw, score.to(self.dtype), live
 
-    def live(self, tile: _Tile) -> Tensor | None:
+    def live(self, tile: _Tile, band: Band | None) -> Tensor | None:
         """Which lanes both the schedule and mask_mod leave, as a tensor that broadcasts; None for all."""
-        if self.lists is None:
+        if band is None:
             return None if self.mods.mask is None else self._mask(tile, None)
-        if self.lists.all_full(*tile.lanes):
+        if band.all_full(tile.n) or (self.mods.mask is None and band.visits_all(tile.n)):
             return None
-        if self.mods.mask is None and self.lists.visits_all(*tile.lanes):
-            return None
-        visited, full = self.lists.lanes(*tile.lanes)
+        visited, full = band.lanes(tile.n)
         partial = visited & ~full
         if self.mods.mask is None or not partial.any():
             return visited

@@ -10,17 +10,18 @@ from torch import Tensor
 from . import chunked
 from .layout import empty_like_layout
 from .program import LaneProgram
-from .schedule import BlockLists, BlockMap
+from .schedule import FORMS, Schedule
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
-    "chunked_forward(Tensor query, Tensor key, Tensor value, Tensor?[] lists, int[] blocks, str score_mod, "
-    "str mask_mod, float scale, Tensor[] score_captures, Tensor[] mask_captures) -> (Tensor, Tensor, Tensor)"
+    "chunked_forward(Tensor query, Tensor key, Tensor value, str form, int[] blocks, Tensor?[] schedule, "
+    "str score_mod, str mask_mod, float scale, Tensor[] score_captures, Tensor[] mask_captures) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _library.define(
     "chunked_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_out, "
-    "Tensor? grad_lse, Tensor?[] lists, int[] blocks, str score_mod, str mask_mod, float scale, str joint, "
-    "str wants, bool[] wanted_captures, Tensor[] score_captures, Tensor[] mask_captures) -> Tensor[]"
+    "Tensor? grad_lse, str form, int[] blocks, Tensor?[] schedule, str score_mod, str mask_mod, float scale, "
+    "str joint, str wants, bool[] wanted_captures, Tensor[] score_captures, Tensor[] mask_captures) -> Tensor[]"
 )
 
 
@@ -42,16 +43,17 @@ def _program(text: str) -> LaneProgram | None:
     return LaneProgram.from_text(text) if text else None
 
 
-def _block_map(blocks: list[int], lists: list[Tensor | None]) -> BlockMap | None:
-    schedule: list[Any] = [*blocks, *lists]
-    return BlockMap(BlockLists(*schedule)) if blocks else None
+def _schedule(form: str, blocks: list[int], tensors: list[Tensor | None]) -> Schedule | None:
+    return FORMS[form](*blocks, *tensors) if form else None
 
 
 @torch.library.impl(_library, "chunked_forward", "CompositeExplicitAutograd")
 @torch.no_grad()
-def _forward(query, key, value, lists, blocks, score_mod, mask_mod, scale, score_captures, mask_captures):
+def _forward(
+    query, key, value, form, blocks, schedule, score_mod, mask_mod, scale, score_captures, mask_captures
+):  # fmt: skip
     mods = _mods(score_mod, mask_mod, score_captures, mask_captures)
-    return chunked.forward(query, key, value, _block_map(blocks, lists), mods, scale)
+    return chunked.forward(query, key, value, _schedule(form, blocks, schedule), mods, scale)
 
 
 @torch.library.register_fake("flex_inductor::chunked_forward", lib=_library)
@@ -62,21 +64,21 @@ def _forward_fake(query, key, value, *_):
 @torch.library.impl(_library, "chunked_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _backward(
-    query, key, value, out, lse, grad_out, grad_lse, lists, blocks, score_mod, mask_mod, scale, joint, wants,
-    wanted_captures, score_captures, mask_captures,
+    query, key, value, out, lse, grad_out, grad_lse, form, blocks, schedule, score_mod, mask_mod, scale, joint,
+    wants, wanted_captures, score_captures, mask_captures,
 ):  # fmt: skip
     mods = _mods(score_mod, mask_mod, score_captures, mask_captures)
     *grads, captured = chunked.backward(
         query, key, value, out, lse, grad_out, grad_lse,
-        _block_map(blocks, lists), mods, _program(joint), scale, [name in wants for name in "qkv"],
+        _schedule(form, blocks, schedule), mods, _program(joint), scale, [name in wants for name in "qkv"],
     )  # fmt: skip
     return [grad for grad in (*grads, *captured) if grad is not None]
 
 
 @torch.library.register_fake("flex_inductor::chunked_backward", lib=_library)
 def _backward_fake(
-    query, key, value, out, lse, grad_out, grad_lse, lists, blocks, score_mod, mask_mod, scale, joint, wants,
-    wanted_captures, score_captures, mask_captures,
+    query, key, value, out, lse, grad_out, grad_lse, form, blocks, schedule, score_mod, mask_mod, scale, joint,
+    wants, wanted_captures, score_captures, mask_captures,
 ):  # fmt: skip
     grads = [
         empty_like_layout(tensor, tensor.shape)

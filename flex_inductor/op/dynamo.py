@@ -59,7 +59,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             *(arg.as_proxy() for arg in (query, key, value, lists)),
             score,
             mask,
-            _float_to_tensor(tx, query, scale.as_proxy()),
+            float_to_tensor(tx, query, scale.as_proxy(), score_dtype(_example_of(query).dtype)),
             options.as_proxy(),
             score_captures,
             mask_captures,
@@ -92,7 +92,10 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         names = [_name_of(capture, mod, function) for capture in outer]
         self._check(_check_captures, name, graph, names, _example_of(query))
         outer += _lift_lengths(tx, graph, outer, len(lanes))
-        captures = tuple(_float_to_tensor(tx, query, c) for c in _drop_unused(graph, outer, len(lanes)))
+        floats = score_dtype(_example_of(query).dtype)
+        captures = tuple(
+            float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
+        )
         for placeholder in graph.find_nodes(op="placeholder"):
             # Dynamo would ask a vmapped tensor for its symbolic sizes, which torch cannot tell.
             example = placeholder.meta["example_value"]
@@ -200,15 +203,14 @@ def _with_static_block_sizes(tx: Any, schedule: Any) -> Any:
     return TupleVariable([*sizes, *schedule.items[2:]])
 
 
-def _float_to_tensor(tx: Any, query: Any, value: Any) -> Any:
+def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
     """A Python float that changes from call to call, as a 0-d tensor.
 
     Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
     """
     if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
         return value
-    dtype = score_dtype(_example_of(query).dtype)
-    one = query.call_method(
+    one = like.call_method(
         tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
     )
     product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})

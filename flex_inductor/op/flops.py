@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
 from .hop import AttentionCall, BackwardCall, attention, attention_backward
-from .schedule import BlockLists, BlockMap
+from .schedule import schedule_of
 
 
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
@@ -27,14 +27,17 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     batch, heads, queries, _ = call.query.shape
     lanes = batch * heads * queries * call.key.size(2)
-    lists = BlockLists.of(call.schedule)
-    if lists is None or not _has_values(lists.kv_num_blocks):
+    schedule = schedule_of(call.schedule)
+    if schedule is None or not _has_values(schedule[2]):
         return lanes
-    blocks = BlockMap(lists)
-    rows = _tokens_in_blocks(queries, blocks.q_block, blocks.visited.size(2))
-    columns = _tokens_in_blocks(call.key.size(2), blocks.kv_block, blocks.visited.size(3))
-    visited = (blocks.visited.cpu() * rows.unsqueeze(-1) * columns).sum()
-    return int(visited) * (batch // blocks.visited.size(0)) * (heads // blocks.visited.size(1))
+    visited = 0
+    for start in range(0, queries, schedule.q_block):
+        m = slice(start, min(start + schedule.q_block, queries))
+        flags = schedule.band(slice(0, batch), slice(0, heads), m).visited.cpu()
+        columns = _tokens_in_blocks(call.key.size(2), schedule.kv_block, flags.size(3))
+        repeats = (batch // flags.size(0)) * (heads // flags.size(1))
+        visited += int((flags * columns).sum()) * (m.stop - m.start) * repeats
+    return visited
 
 
 def _tokens_in_blocks(length: int, block: int, blocks: int) -> Tensor:

@@ -27,7 +27,7 @@ class AttentionCall(NamedTuple):
     query: Tensor  # [B, H, M, D]
     key: Tensor  # [B or 1, K, N, D], H a multiple of K
     value: Tensor  # [B or 1, K, N, V]
-    schedule: tuple  # (), or the fields of schedule.BlockLists
+    schedule: tuple  # (), or the fields of schedule.BlockLists or schedule.BlockRuns
     score_mod: Callable | None
     mask_mod: Callable | None
     scale: float | Tensor  # a 0-d tensor where it changes from call to call

@@ -23,7 +23,7 @@ from .chunked_ops import wanted_gradients
 from .hop import AttentionCall, BackwardCall, attention, attention_backward, lane_graph, mark_checked, prepare
 from .layout import empty_like_layout
 from .program import split
-from .schedule import BlockLists, BlockMap
+from .schedule import schedule_of
 from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes
 
 
@@ -40,17 +40,12 @@ def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
     return chunked.Mods(score, mask, call.score_captures, call.mask_captures)
 
 
-def _block_map(schedule: tuple) -> BlockMap | None:
-    lists = BlockLists.of(schedule)
-    return None if lists is None else BlockMap(lists)
-
-
 @attention.py_impl(DispatchKey.CompositeExplicitAutograd)
 @torch.no_grad()
 def _eager(*args):
     call = prepare(AttentionCall(*args))
     return chunked.forward(
-        call.query, call.key, call.value, _block_map(call.schedule), programs(call), float(call.scale)
+        call.query, call.key, call.value, schedule_of(call.schedule), programs(call), float(call.scale)
     )
 
 
@@ -63,7 +58,7 @@ def _eager_backward(*args):
     joint = None if call.joint is None else split(call.joint, JOINT_LANES, guarded=guarded)
     return chunked.backward(
         call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse,
-        _block_map(call.schedule), mods, joint, call.scale, [name in call.options["wants"] for name in "qkv"],
+        schedule_of(call.schedule), mods, joint, call.scale, [name in call.options["wants"] for name in "qkv"],
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""What to visit, as data: torch's block lists, in the form the ops carry and the chunked route reads."""
+"""What to visit, as data: block lists or runs, in the form the ops carry and the chunked route reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,68 +28,140 @@ class BlockLists(NamedTuple):
     full_q_num_blocks: Tensor | None
     full_q_indices: Tensor | None
 
-    @staticmethod
-    def of(schedule: Sequence[Any]) -> BlockLists | None:
-        return BlockLists(*schedule) if schedule else None
-
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(self[2:])
+    def form(self) -> str:
+        return "lists"
+
+    def band(self, b: slice, h: slice, m: slice) -> Band:
+        """What the queries `m` visit."""
+        rows = _blocks_of(m, self.q_block)
+
+        def flags(counts: Tensor, indices: Tensor) -> Tensor:
+            return _listed(_part(counts, b, h)[..., rows], _part(indices, b, h)[..., rows, :])
+
+        partial = flags(self.kv_num_blocks, self.kv_indices)
+        if self.full_kv_num_blocks is None:
+            return Band(self.q_block, self.kv_block, m, partial, torch.zeros_like(partial))
+        full = flags(self.full_kv_num_blocks, self.full_kv_indices)
+        return Band(self.q_block, self.kv_block, m, partial, full)
 
 
-class BlockMap:
-    """BlockLists as dense flags, one for each block, for walking tiles of other sizes."""
+class BlockRuns(NamedTuple):
+    """A RunSchedule as the ops' `schedule` argument: ranges of blocks, so memory by rows.
 
-    def __init__(self, lists: BlockLists):
-        self.q_block, self.kv_block = lists.q_block, lists.kv_block
-        self.visited = _dense(lists.kv_num_blocks, lists.kv_indices)
-        if lists.full_kv_num_blocks is None:
-            self.full = torch.zeros_like(self.visited)
-        else:
-            self.full = _dense(lists.full_kv_num_blocks, lists.full_kv_indices)
-            self.visited = self.visited | self.full
+    Row r of (b, h) visits the KV blocks [start, stop) of `kv_runs[kv_offsets[b, h, r] : kv_offsets[b, h, r + 1]]`
+    under mask_mod, and those of `full_kv_*` as they are. `q_*` say the same by columns: which query blocks
+    visit a KV block, as the backward of key and value walks them. Offsets are int32 [B or 1, H or 1, rows + 1]
+    and count from the start of the runs, int32 [count, 2], ascending and disjoint within a row.
+    """
+
+    q_block: int
+    kv_block: int
+    kv_offsets: Tensor
+    kv_runs: Tensor
+    full_kv_offsets: Tensor
+    full_kv_runs: Tensor
+    q_offsets: Tensor
+    q_runs: Tensor
+    full_q_offsets: Tensor
+    full_q_runs: Tensor
+    form: str = "runs"
+
+    def band(self, b: slice, h: slice, m: slice) -> Band:
+        """What the queries `m` visit."""
+        rows = _blocks_of(m, self.q_block)
+        columns = self.q_offsets.size(-1) - 1
+
+        def flags(offsets: Tensor, runs: Tensor) -> Tensor:
+            return _in_runs(_part(offsets, b, h)[..., rows.start : rows.stop + 1], runs, columns)
+
+        partial = flags(self.kv_offsets, self.kv_runs)
+        full = flags(self.full_kv_offsets, self.full_kv_runs)
+        return Band(self.q_block, self.kv_block, m, partial, full)
+
+
+Schedule: TypeAlias = BlockLists | BlockRuns
+
+
+def schedule_of(argument: Sequence[Any]) -> Schedule | None:
+    """The ops' `schedule` argument with names; None where everything is visited."""
+    if not argument:
+        return None
+    return BlockRuns(*argument) if len(argument) == len(BlockRuns._fields) else BlockLists(*argument)
+
+
+FORMS: dict[str, Callable[..., Schedule]] = {"lists": BlockLists, "runs": BlockRuns}
+
+
+class Band:
+    """Some rows of queries against all KV blocks as dense flags, for walking tiles of other sizes than blocks."""
+
+    def __init__(self, q_block: int, kv_block: int, m: slice, partial: Tensor, full: Tensor):
+        self.q_block, self.kv_block, self.m = q_block, kv_block, m
+        self.visited, self.full = partial | full, full  # [B or 1, H or 1, rows, columns]
         self._visited_on_host, self._full_on_host = self.visited.cpu(), self.full.cpu()
 
-    def visits_any(self, b: slice, h: slice, m: slice, n: slice) -> bool:
-        """Whether any block in the tile is visited."""
-        return bool(self._blocks(self._visited_on_host, b, h, m, n).any())
+    def key_tiles(self, keys: int, step: int) -> Iterator[slice]:
+        """Those of the tiles of `step` keys in which any block is visited."""
+        columns = self.visited.size(-1)
+        seen = torch.nn.functional.pad(self._visited_on_host.flatten(0, -2).any(0).cumsum(0), (1, 0))
+        start = torch.arange(0, keys, step)
+        first = (start // self.kv_block).clamp(max=columns)
+        last = ((start + step).clamp(max=keys) + self.kv_block - 1) // self.kv_block
+        for at in start[seen[last.clamp(max=columns)] > seen[first]].tolist():
+            yield slice(at, min(at + step, keys))
 
-    def visits_all(self, b: slice, h: slice, m: slice, n: slice) -> bool:
-        return bool(self._blocks(self._visited_on_host, b, h, m, n).all())
+    def visits_all(self, n: slice) -> bool:
+        return bool(self._visited_on_host[..., _blocks_of(n, self.kv_block)].all())
 
-    def all_full(self, b: slice, h: slice, m: slice, n: slice) -> bool:
-        return bool(self._blocks(self._full_on_host, b, h, m, n).all())
+    def all_full(self, n: slice) -> bool:
+        return bool(self._full_on_host[..., _blocks_of(n, self.kv_block)].all())
 
-    def lanes(self, b: slice, h: slice, m: slice, n: slice) -> tuple[Tensor, Tensor]:
-        """Flags for each lane of a tile: in a visited block, and in a full one."""
-        return self._lanes(self.visited, b, h, m, n), self._lanes(self.full, b, h, m, n)
+    def lanes(self, n: slice) -> tuple[Tensor, Tensor]:
+        """Flags for each lane of the rows and the keys `n`: in a visited block, and in a full one."""
+        return self._lanes(self.visited, n), self._lanes(self.full, n)
 
-    def _blocks(self, flags: Tensor, b: slice, h: slice, m: slice, n: slice) -> Tensor:
-        return _broadcast(flags, b, h)[
-            ...,
-            m.start // self.q_block : -(-m.stop // self.q_block),
-            n.start // self.kv_block : -(-n.stop // self.kv_block),
-        ]
-
-    def _lanes(self, flags: Tensor, b: slice, h: slice, m: slice, n: slice) -> Tensor:
-        blocks = self._blocks(flags, b, h, m, n)
+    def _lanes(self, flags: Tensor, n: slice) -> Tensor:
+        blocks = flags[..., _blocks_of(n, self.kv_block)]
         rows, columns = blocks.shape[2:]
         lanes = blocks[..., :, None, :, None].expand(-1, -1, -1, self.q_block, -1, self.kv_block)
         lanes = lanes.reshape(*blocks.shape[:2], rows * self.q_block, columns * self.kv_block)
-        first_row, first_column = m.start % self.q_block, n.start % self.kv_block
-        return lanes.narrow(2, first_row, m.stop - m.start).narrow(3, first_column, n.stop - n.start)
+        first_row, first_column = self.m.start % self.q_block, n.start % self.kv_block
+        return lanes.narrow(2, first_row, self.m.stop - self.m.start).narrow(
+            3, first_column, n.stop - n.start
+        )
 
 
-def _broadcast(flags: Tensor, b: slice, h: slice) -> Tensor:
-    flags = flags if flags.size(0) == 1 else flags[b]
-    return flags if flags.size(1) == 1 else flags[:, h]
+def _blocks_of(tokens: slice, block: int) -> slice:
+    return slice(tokens.start // block, -(-tokens.stop // block))
 
 
-def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    """Flags [B, H, rows, columns] from the first `counts` entries of each index row."""
+def _part(tensor: Tensor, b: slice, h: slice) -> Tensor:
+    """The batches and heads that a tile is about; a dimension of size 1 stands for all."""
+    tensor = tensor if tensor.size(0) == 1 else tensor[b]
+    return tensor if tensor.size(1) == 1 else tensor[:, h]
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Flags [..., columns] from the first `counts` entries of each index row."""
     columns = indices.size(-1)
     listed = torch.arange(columns, device=indices.device) < counts.unsqueeze(-1)
     # Entries past the count are not meaningful: they go to a spare column.
     target = torch.where(listed, indices, columns).to(torch.int64)
     flags = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     return flags.scatter_(-1, target, True)[..., :columns]
+
+
+def _in_runs(offsets: Tensor, runs: Tensor, columns: int) -> Tensor:
+    """Flags [..., rows, columns] from the runs between each two offsets of [..., rows + 1]."""
+    counts = offsets.diff()
+    line = torch.repeat_interleave(counts.flatten())
+    before = counts.flatten().cumsum(0) - counts.flatten()
+    place = torch.arange(line.numel(), device=line.device) - before[line]
+    start, stop = runs[offsets[..., :-1].flatten()[line] + place].unbind(1)
+    # +1 where a run begins, -1 where it ends: the running sum is 1 inside.
+    edges = torch.zeros((counts.numel(), columns + 1), dtype=torch.int8, device=runs.device)
+    ones = torch.ones_like(start, dtype=torch.int8)
+    edges.index_put_((line, start), ones, accumulate=True)
+    edges.index_put_((line, stop), -ones, accumulate=True)
+    return edges.cumsum(1, dtype=torch.int8)[:, :columns].bool().view(*counts.shape, columns)

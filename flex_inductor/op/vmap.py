@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from .chunked_ops import wanted_gradients
 from .hop import AttentionCall, BackwardCall, WrappedMod, capture_names, lane_graph
+from .schedule import schedule_of
 from .tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES, trace_mod
 
 aten = torch.ops.aten
@@ -102,12 +103,27 @@ class _Fold:
         return grad.sum(1, keepdim=True) if shared else grad
 
     def schedule(self, schedule: tuple, dims: tuple) -> tuple:
-        if all(t.size(0) == 1 for t in schedule[2:] if t is not None) and not any(
-            d is not None for d in dims
-        ):
+        tensors, at = schedule[2:10], dims[2:10]
+        # Every other one, counts or offsets, is [B or 1, ...] in either form.
+        if all(t is None or t.size(0) == 1 for t in tensors[::2]) and all(dim is None for dim in at):
             return schedule  # the same for every example and batch
-        lists = (self.tensor(tensor, dim) for tensor, dim in zip(schedule[2:], dims[2:], strict=True))
-        return (*schedule[:2], *lists)
+        if schedule_of(schedule).form == "runs":
+            pairs = zip(tensors[::2], at[::2], tensors[1::2], at[1::2], strict=True)
+            folded = [tensor for pair in pairs for tensor in self._runs(*pair)]
+        else:
+            folded = [self.tensor(tensor, dim) for tensor, dim in zip(tensors, at, strict=True)]
+        return (*schedule[:2], *folded, *schedule[10:])
+
+    def _runs(
+        self, offsets: Tensor, offsets_dim: int | None, runs: Tensor, runs_dim: int | None
+    ) -> tuple[Tensor, Tensor]:
+        offsets = _examples_first(offsets, offsets_dim, self.examples)
+        if runs_dim is not None:
+            runs = runs.movedim(runs_dim, 0)
+            example = torch.arange(self.examples, dtype=offsets.dtype, device=offsets.device)
+            offsets = offsets + example.view(-1, 1, 1, 1) * runs.size(1)
+            runs = runs.flatten(0, 1)
+        return self.tensor(offsets, 0), runs
 
 
 class _FoldedMod:

@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flex_inductor import and_masks, create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor
+from flex_inductor.tools.bench_masks import above_start
 from tests.support import causal
 
 LENGTH = 8192
@@ -83,3 +84,21 @@ def test_peak_memory(attend, bias, compiled, mask_mod):
         attend = torch.compile(attend, backend=flex_inductor, fullgraph=True)
     extra = extra_memory(attend, mask_mod, bias)
     assert extra <= LIMIT, f"{extra / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_runs_need_no_memory_by_blocks(compiled):
+    """8192 x 8192 blocks: one flag for each would be 64 MiB, one list of them 256 MiB."""
+    torch._dynamo.reset()
+    attend = torch.compile(plain, backend=flex_inductor, fullgraph=True, dynamic=True) if compiled else plain
+
+    def step(length):
+        documents = torch.arange(length) // 97
+        mask_mod = and_masks(causal, lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx])
+        schedule = create_block_mask(mask_mod, None, None, length, length, "cpu", 8, compact=True)
+        inputs = [torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3)]
+        torch.autograd.grad(attend(*inputs, schedule, None).sum(), inputs)
+
+    step(1 << 10)  # compiles
+    extra = above_start(lambda: step(1 << 16))
+    assert extra <= 48, f"{extra:.0f} MiB"

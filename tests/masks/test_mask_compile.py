@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from mask_helpers import assert_same_block_mask
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks import library
 from flex_inductor.masks.algebra import and_masks
 from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.errors import MaskArgumentError
 from flex_inductor.masks.lists import LISTS
 
 
@@ -88,6 +91,24 @@ def test_numbers_in_closures_stay_apart():
     assert len(counter.graphs) <= 2
 
 
+def nearer(slope, shift):
+    return lambda b, h, q, kv: ((q - kv).abs() * slope < 50.5) & (q - kv != shift)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_floats_in_closures_keep_their_value(backend):
+    @torch.compile(backend=backend, fullgraph=True)
+    def build(slope, shift):
+        mask_mod = nearer(slope, shift)
+        return create_block_mask(mask_mod, None, None, 500, 500, "cpu", 64)
+
+    counters.clear()
+    for slope, shift in ((0.3, 1), (1 / 3, 2), (0.505, 3), (0.1, 4)):  # 0.505 decides by rounding at 100
+        expected = torch_create_block_mask(nearer(slope, shift), None, None, 500, 500, "cpu", 64)
+        assert_same_block_mask(build(slope, shift), expected)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
 def test_several_captures_keep_their_places():
     starts = torch.arange(500) // 90 * 90
     ends = starts + 130
@@ -131,3 +152,24 @@ def test_compact_breaks_the_graph_and_works():
     )
     assert build(ids) == direct.kv_runs.sum() + ids.sum()
     assert counter.graphs
+
+
+@pytest.mark.parametrize("separate_full_blocks", [True, False])
+def test_fake_tensors_give_a_block_mask_of_the_right_shapes(separate_full_blocks):
+    def build(ids):
+        return create_block_mask(
+            documents_of_batch(ids), 2, 3, 500, 300, "cpu", 64, separate_full_blocks=separate_full_blocks
+        )
+
+    ids = torch.arange(1000).view(2, 500) // 77
+    with FakeTensorMode() as mode:
+        fake = build(mode.from_tensor(ids))
+    for got, expected in zip(lists_of(fake), lists_of(build(ids)), strict=True):
+        assert (got is None) == (expected is None)
+        if expected is not None:
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+
+
+def test_fake_tensors_have_no_runs():
+    with FakeTensorMode(), pytest.raises(MaskArgumentError, match="compact: got True under FakeTensorMode"):
+        create_block_mask(library.causal(), None, None, 500, 500, "cpu", 64, compact=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flex_inductor.masks import library
+from flex_inductor.masks import draw, library, load_ipython_extension
 from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.draw import FULL_COLOUR, draw_mask, tile_shares, tile_tokens
 from flex_inductor.masks.errors import MaskArgumentError
@@ -105,6 +106,12 @@ def test_command_prints_text(capsys):
     )
 
 
+def test_command_knows_the_whole_library():
+    functions = vars(library).values()
+    masks = {f.__name__ for f in functions if getattr(f, "__annotations__", {}).get("return") == "MaskMod"}
+    assert masks == set(mask_command.CONSTRUCTORS)
+
+
 def test_command_takes_lists_and_draws(capsys, tmp_path):
     out = str(tmp_path / "grid.svg")
     words = ("neighborhood", "shape=32,32", "window=5", "tile=8,8", "--length", "1024", "--block", "64", "64")
@@ -112,6 +119,7 @@ def test_command_takes_lists_and_draws(capsys, tmp_path):
     assert f"written to {out}" in capsys.readouterr().out
     assert command("document", "lengths=100,412", "--length", "512") == 0
     assert command("document", "cu_seqlens=0,100,512", "causal=false", "--length", "512") == 0
+    assert command("ragged", "q_lengths=300", "kv_lengths=400", "--length", "512") == 0
 
 
 @pytest.mark.parametrize(
@@ -129,3 +137,24 @@ def test_command_takes_lists_and_draws(capsys, tmp_path):
 def test_command_says_what_is_wrong(words, message, capsys):
     assert command(*words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_notebooks_show_the_drawing():
+    open_before = matplotlib.pyplot.get_fignums()
+    html = create_block_mask(library.causal(), None, None, 640, 640, "cpu", 64, compact=True)._repr_html_()
+    assert html.startswith("<svg") and "sparsity 45.00%" in html
+    assert matplotlib.pyplot.get_fignums() == open_before, "the figure would be shown a second time"
+
+
+def test_notebooks_learn_to_draw_torchs_block_masks():
+    shown = {}
+    html = SimpleNamespace(for_type=shown.__setitem__)
+    load_ipython_extension(SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": html})))
+    block_mask = create_block_mask(library.causal(), None, None, 640, 640, "cpu", 64)
+    assert "sparsity 45.00%" in shown[type(block_mask)](block_mask)
+
+
+def test_notebooks_without_matplotlib_show_text(monkeypatch):
+    monkeypatch.setattr(draw, "find_spec", lambda name: None)
+    schedule = create_block_mask(library.causal(), None, None, 640, 640, "cpu", 64, compact=True)
+    assert str(schedule) in schedule._repr_html_()

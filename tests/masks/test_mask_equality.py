@@ -24,6 +24,7 @@ def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64, low: int 
 SORTED = integers(6, 700).sort().values
 UNSORTED = integers(6, 700, low=-3)
 RARE = integers(400, 700)
+DISTINCT = torch.randperm(700, generator=GENERATOR)
 PER_BATCH = integers(6, 3, 700).sort(dim=-1).values
 DENSE = torch.rand(700, 700, generator=GENERATOR) < 0.01
 RELATIVE = torch.rand(1401, generator=GENERATOR) < 0.5
@@ -54,6 +55,9 @@ MASKS = {
     "sorted documents": lambda b, h, q, kv: (SORTED[q] == SORTED[kv]) & (q >= kv),
     "unsorted, negative ids": lambda b, h, q, kv: UNSORTED[q] == UNSORTED[kv],
     "ids that seldom meet": lambda b, h, q, kv: RARE[q] == RARE[kv],
+    "distinct ids": lambda b, h, q, kv: (DISTINCT[q] == DISTINCT[kv]) | (kv < 3),
+    "ids that never meet": lambda b, h, q, kv: DISTINCT[q] * 2 != DISTINCT[kv] * 2 + 1,
+    "ids of two dtypes": lambda b, h, q, kv: RARE[q] == SMALL[kv],
     "negative indices": lambda b, h, q, kv: SORTED[-q - 1] == SORTED[kv - 700],
     "index that changes sign": lambda b, h, q, kv: RELATIVE[q - kv],
     "relative table": lambda b, h, q, kv: RELATIVE[q - kv + 700],

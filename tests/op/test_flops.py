@@ -27,9 +27,19 @@ def test_two_products_forward_and_five_backward():
     assert count((q, k, v), enable_gqa=True) == (product * (D + V), product * (3 * D + 2 * V))
 
 
+@pytest.mark.parametrize("compact", [False, True], ids=["lists", "runs"])
 @pytest.mark.parametrize("batch, heads", [(None, None), (2, 3)])
-def test_blocks_left_out_are_not_counted(batch, heads):
-    mask = create_block_mask(lambda b, h, q, kv: q >= kv, batch, heads, 10, 10, "cpu", BLOCK_SIZE=4)
+def test_blocks_left_out_are_not_counted(batch, heads, compact):
+    mask = create_block_mask(
+        lambda b, h, q, kv: (q >= kv) | (b + h > 9),
+        batch,
+        heads,
+        10,
+        10,
+        "cpu",
+        BLOCK_SIZE=4,
+        compact=compact,
+    )
     visited = 4 * 4 + 4 * 8 + 2 * 10  # rows times columns: blocks are 4, 4 and 2 long
     forward, backward = count(qkv(2, 3, 10, 4), block_mask=mask)
     assert forward == 2 * 2 * 3 * visited * (4 + 4)

@@ -6,6 +6,7 @@ from op.calls import close, draw, leaf
 from torch.func import grad, vmap
 
 from flex_inductor import AuxRequest, create_block_mask, flex_attention
+from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.op import attention
 from flex_inductor.reference import reference
 
@@ -23,8 +24,10 @@ def one_by_one(fn, in_dims, *args):
     return torch.stack(results)
 
 
-def causal_mask(batch=None):
-    return create_block_mask(lambda b, h, q, kv: q >= kv, batch, None, 6, 6, device="cpu", BLOCK_SIZE=4)
+def shifted_mask(batch, compact):
+    return create_block_mask(
+        lambda b, h, q, kv: q + 3 * b >= kv, batch, None, 6, 6, device="cpu", BLOCK_SIZE=2, compact=compact
+    )
 
 
 @pytest.mark.parametrize("q_dim, kv_dim", [(0, 0), (0, None), (None, 0), (2, 4), (-1, 1)])
@@ -129,10 +132,11 @@ def test_autograd_through_vmap():
     close(ours, expected)
 
 
+@pytest.mark.parametrize("compact", [False, True], ids=["lists", "runs"])
 @pytest.mark.parametrize("batch", [None, 2])
-def test_block_mask_shared_by_examples(batch):
+def test_block_mask_shared_by_examples(batch, compact):
     q, k, v = (draw(EXAMPLES, 2, 2, 6, 4) for _ in range(3))
-    mask = causal_mask(batch)
+    mask = shifted_mask(batch, compact)
 
     def per_example(attend):
         return grad(lambda q, k, v: attend(q, k, v).sin().sum(), (0, 1, 2))
@@ -142,20 +146,32 @@ def test_block_mask_shared_by_examples(batch):
     close(ours, one_by_one(expected, (0, 0, 0), q, k, v))
 
 
-def test_block_mask_of_each_example():
+def stacked(tensors):
+    """As one tensor; runs, of which examples have different numbers, are filled up with ones that no row has."""
+    most = max(t.size(0) for t in tensors)
+    return torch.stack([torch.cat([t, t.new_zeros(most - t.size(0), *t.shape[1:])]) for t in tensors])
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["lists", "runs"])
+def test_block_mask_of_each_example(compact):
     q, k, v = (draw(EXAMPLES, 2, 2, 8, 4) for _ in range(3))
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
 
     def same_document(documents):
         return lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx]
 
-    masks = [create_block_mask(same_document(row), 2, None, 8, 8, "cpu", BLOCK_SIZE=4) for row in documents]
-    lists = [torch.stack(parts) for parts in zip(*(mask.as_tuple()[2:10] for mask in masks), strict=True)]
+    masks = [
+        create_block_mask(same_document(row), 2, None, 8, 8, "cpu", BLOCK_SIZE=2, compact=compact)
+        for row in documents
+    ]
+    schedules = [schedule_parts(mask)[0] for mask in masks]
+    form = schedules[0][10:]
+    tensors = [stacked(parts) for parts in zip(*(schedule[2:10] for schedule in schedules), strict=True)]
 
-    def attend(q, k, v, documents, *lists):
-        return attention(q, k, v, (4, 4, *lists), None, same_document(documents), 0.5, {})[0]
+    def attend(q, k, v, documents, *tensors):
+        return attention(q, k, v, (2, 2, *tensors, *form), None, same_document(documents), 0.5, {})[0]
 
-    ours = vmap(attend)(q, k, v, documents, *lists)
+    ours = vmap(attend)(q, k, v, documents, *tensors)
     expected = [reference(q[i], k[i], v[i], None, masks[i], 0.5)[0] for i in range(EXAMPLES)]
     close(ours, torch.stack(expected))
 

@@ -1,0 +1,85 @@
+"""Which tiles hold an equal value.
+
+`ids[q] == ids[kv]` with ids in no order: the values of two tiles lie in overlapping ranges and yet need not
+meet. Where ranges decide little, the tiles of each value are looked up instead, which takes time by the
+number of tokens and of pairs of tiles that meet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .intervals import INT_DTYPES
+from .runs import counted
+from .tables import POINTS_AT_ONCE, Extent
+from .trace import INDEX_NAMES, MaskProgram, Ref
+
+aten = torch.ops.aten
+
+MOST_PAIRS = 1 << 20  # more than that, and so many tiles meet that knowing which decides little
+
+
+def meetings_of(program: MaskProgram, extent: Extent) -> dict[int, Tensor]:
+    """For each step `x[q] == y[kv]` on integers, the pairs of tiles that meet, q * columns + kv, in order."""
+    found = {}
+    for i in program.needed([program.output]):
+        step = program.steps[i]
+        if (
+            step.target is not aten.eq.Tensor
+            or not step.is_scalar
+            or not all(isinstance(a, Ref) for a in step.args)
+        ):
+            continue
+        sides = {program.steps[a.step].reads: a.step for a in step.args}
+        dtypes = {program.steps[a.step].dtype for a in step.args}
+        if (
+            sides.keys() != {frozenset({"q"}), frozenset({"kv"})}
+            or len(dtypes) > 1
+            or not dtypes <= {*INT_DTYPES}
+        ):
+            continue
+        values = [
+            _along(program, sides[frozenset({name})], length)
+            for name, length in zip(INDEX_NAMES[2:], extent.lengths, strict=True)
+        ]
+        pairs = _meeting_tiles(values, extent)
+        if pairs is not None:
+            found[i] = pairs
+    return found
+
+
+def contains(ordered: Tensor, keys: Tensor) -> Tensor:
+    """Which of the keys are among the ordered ones."""
+    if ordered.numel() == 0:
+        return torch.zeros_like(keys, dtype=torch.bool)
+    return ordered[torch.searchsorted(ordered, keys).clamp(max=ordered.numel() - 1)] == keys
+
+
+def _along(program: MaskProgram, step: int, length: int) -> Tensor:
+    """The values of a step at every position of its side."""
+    function = torch.vmap(program.function(step))
+    parts = []
+    for position in torch.arange(length, device=program.device).split(POINTS_AT_ONCE):
+        nowhere = torch.zeros_like(position)
+        parts.append(function(nowhere, nowhere, position, position))
+    return torch.cat(parts)
+
+
+def _meeting_tiles(values: list[Tensor], extent: Extent) -> Tensor | None:
+    lengths = [v.numel() for v in values]
+    distinct, rank = torch.unique(torch.cat(values), return_inverse=True)
+    sides = []
+    for ranks, tiles, block in zip(rank.split(lengths), extent.tiles, extent.block, strict=True):
+        tile = torch.arange(ranks.numel(), device=ranks.device) // block
+        held = torch.unique(ranks * tiles + tile)  # each value's tiles, value by value
+        counts = torch.bincount(held // tiles, minlength=distinct.numel())
+        sides.append((held % tiles, counts, counts.cumsum(0) - counts))
+    (q_tile, q_counts, q_first), (kv_tile, kv_counts, kv_first) = sides
+    pairs = q_counts * kv_counts
+    if int(pairs.sum()) > MOST_PAIRS:
+        return None
+    value, within = counted(pairs)
+    q = q_tile[q_first[value] + within // kv_counts[value]]
+    kv = kv_tile[kv_first[value] + within % kv_counts[value]]
+    return torch.unique(q * extent.tiles[1] + kv)

@@ -1,0 +1,184 @@
+"""A RunSchedule gives what the block lists of the same tiles give, on every route that takes one."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+import flex_inductor
+from flex_inductor import RunSchedule, create_block_mask, flex_attention
+from flex_inductor.lowerings.routes import ROUTES
+from flex_inductor.op import chunked
+from tests.support import MASKS, MODS, Result, Sizes, assert_accurate, attention_of, dense_of, judge, run
+
+SIZES = Sizes()
+BIASED, CAPTURES = MODS["relative_bias"].build, MODS["relative_bias"].captures(SIZES)
+
+
+def forward_only(attend, inputs, captures, block_mask) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return dict(zip(Result._fields, attend(*inputs, captures, block_mask), strict=False))
+
+
+def both_ways(attend, inputs, captures, block_mask) -> dict[str, torch.Tensor]:
+    return run(attend, inputs, captures, block_mask).named()
+
+
+def assert_equal(runs: dict[str, torch.Tensor], lists: dict[str, torch.Tensor]) -> None:
+    assert runs.keys() == lists.keys()
+    for name, expected in lists.items():
+        assert torch.equal(runs[name], expected), name
+
+
+@functools.cache
+def both_forms(mask: str):
+    lists = MASKS[mask](SIZES)
+    return lists, RunSchedule.from_block_mask(lists)
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "none"])
+def test_eager(mask, monkeypatch):
+    for limit, value in (("MAX_CHUNK_KEYS", 48), ("MAX_CHUNK_QUERIES", 40), ("CHUNK_ELEMENTS", 5000)):
+        monkeypatch.setattr(chunked, limit, value)  # several tiles, none of the size of a block
+    lists, runs = both_forms(mask)
+    inputs = SIZES.inputs(torch.float32)
+    found = judge(attention_of(BIASED), dense_of(BIASED), inputs, CAPTURES, runs)
+    captures = [c.float() for c in CAPTURES]
+    assert_equal(found.named(), both_ways(attention_of(BIASED), inputs, captures, lists))
+
+
+def answer(route: str, results, inputs, captures, block_mask) -> dict[str, torch.Tensor] | str:
+    """What the route gives when it is asked for by name, or its reason for refusing."""
+    attend = torch.compile(
+        attention_of(BIASED), backend="flex_inductor", fullgraph=True, options={"route": route}
+    )
+    torch._dynamo.reset()
+    try:
+        return results(attend, inputs, captures, block_mask)
+    except Exception as error:
+        if refused := re.search(rf"^  {re.escape(route)}: (.*)$", str(error), re.MULTILINE):
+            return refused[1]
+        raise
+
+
+@pytest.mark.parametrize("results", [forward_only, both_ways])
+@pytest.mark.parametrize("mask", ["document", "per_batch", "per_head"])
+@pytest.mark.parametrize("route", [route.name for route in ROUTES])
+def test_routes(route, mask, results):
+    inputs = SIZES.inputs(torch.float32)
+    captures = [c.float() for c in CAPTURES]
+    lists, runs = (answer(route, results, inputs, captures, form) for form in both_forms(mask))
+    if isinstance(lists, str):
+        assert runs == lists, "refused for another reason than lists are"
+        pytest.skip(f"refuses lists and runs: {lists}")
+    if isinstance(runs, str):
+        assert "runs" in runs, f"does not say that it is the runs it cannot take: {runs}"
+        pytest.skip(runs)
+    if route == "chunked":
+        assert_equal(runs, lists)
+    wide = [c.double() for c in captures]
+    gold = results(dense_of(BIASED), [t.double() for t in inputs], wide, both_forms(mask)[0])
+    assert_accurate(runs, lists, gold, torch.float32)
+
+
+def test_decision_names_the_form():
+    torch._dynamo.reset()
+    flex_inductor.decisions(clear=True)
+    compiled = torch.compile(flex_attention, backend="flex_inductor", fullgraph=True)
+    compiled(
+        *(t.detach() for t in SIZES.inputs(torch.float32)),
+        block_mask=both_forms("document")[1],
+        enable_gqa=True,
+    )
+    assert flex_inductor.decisions(clear=True)[-1].call.endswith("blocks 32x32 in runs")
+
+
+def documents(width: int, length: int = 192) -> RunSchedule:
+    ids = torch.arange(length) // width
+    return create_block_mask(
+        lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv),
+        None,
+        None,
+        length,
+        length,
+        "cpu",
+        16,
+        compact=True,
+    )
+
+
+class Model(torch.nn.Module):
+    def __init__(self, schedule: RunSchedule):
+        super().__init__()
+        self.schedule = schedule
+
+    def forward(self, q, k, v, schedule):
+        return flex_attention(q, k, v, block_mask=self.schedule)
+
+
+def in_closure(schedule):
+    return lambda q, k, v, _: flex_attention(q, k, v, block_mask=schedule)
+
+
+def as_argument(schedule):
+    return lambda q, k, v, given: flex_attention(q, k, v, block_mask=given)
+
+
+@pytest.mark.parametrize("holder", [as_argument, in_closure, Model])
+def test_a_schedule_comes_into_a_full_graph(holder):
+    torch._dynamo.reset()
+    schedule = documents(70)
+    q, k, v = (torch.randn(1, 2, 192, 8) for _ in range(3))
+    compiled = torch.compile(holder(schedule), backend="flex_inductor", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, schedule), flex_attention(q, k, v, block_mask=schedule))
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_other_runs_do_not_compile_again(dynamic):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(module, inputs, **kwargs):
+        graphs.append(module)
+        return flex_inductor.backend.flex_inductor(module, inputs, **kwargs)
+
+    compiled = torch.compile(as_argument(None), backend=backend, fullgraph=True, dynamic=dynamic)
+    counts = []
+    for width, length in ((40, 192), (50, 192), (70, 208), (43, 240), (100, 400), (64, 192)):
+        schedule = documents(width, length)
+        q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+        expected = flex_attention(q, k, v, block_mask=schedule.to_block_mask())
+        assert torch.equal(compiled(q, k, v, schedule), expected)
+        counts.append(len(graphs))
+    assert counts[-1] == counts[2], counts
+
+
+def test_created_within_the_compiled_function():
+    torch._dynamo.reset()
+
+    def attend(q, k, v, ids):
+        schedule = create_block_mask(
+            lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx],
+            None,
+            None,
+            192,
+            192,
+            "cpu",
+            16,
+            compact=True,
+        )
+        return flex_attention(q, k, v, block_mask=schedule)
+
+    compiled = torch.compile(attend, backend="flex_inductor")
+    q, k, v = (torch.randn(1, 2, 192, 8) for _ in range(3))
+    for width in (70, 30):
+        ids = torch.arange(192) // width
+        assert torch.equal(compiled(q, k, v, ids), attend(q, k, v, ids))
+
+
+def test_wrong_length_is_refused_as_for_lists():
+    with pytest.raises(ValueError, match="block_mask was made for Q_LEN=192"):
+        flex_attention(*(torch.randn(1, 2, 100, 8) for _ in range(3)), block_mask=documents(70))

@@ -58,6 +58,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             signature=signature,
             profile=kernel.maybe_codegen_profile(),
             scale=scale_text(call.scale),
+            schedule=problem.schedule,
             blocks=problem.blocks,
             lane_symbols=lanes.SYMBOL_NAMES,
             bodies={name: lanes.loops(stores, kernel) for name, stores in bodies.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -44,18 +44,24 @@ def inlinable(problem: AttentionProblem, call: Any) -> dict[str, lanes.Lanes | N
     }
 
 
-def walks(
-    problem: AttentionProblem, call: Any, masked: bool
-) -> tuple[list[tuple[str, str, str]], dict[str, Any]]:
-    """(counts, indices, how to treat lanes) for each list that is walked, and the lists by name."""
-    if problem.blocks is None:
+class Walk(NamedTuple):
+    """One set of blocks that a row of the schedule visits."""
+
+    counts: str  # name of the counts, or of the offsets into runs
+    blocks: str  # name of the indices, or of the runs
+    lanes: str  # what becomes of the lanes of these blocks
+
+
+def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
+    """What is visited, and the tensors that say so, by name."""
+    if problem.schedule is None:
         return [], {}
-    names = ("kv_counts", "kv_indices", "full_counts", "full_indices")
-    lists = dict(zip(names, call.schedule[2:6], strict=True))
-    walked = [("kv_counts", "kv_indices", "partial_lanes" if masked else "full_lanes")]
-    if lists["full_counts"] is not None:
-        walked.append(("full_counts", "full_indices", "full_lanes"))
-    return walked, {name: lanes.realized(tensor) for name, tensor in lists.items() if tensor is not None}
+    names = ("partial_counts", "partial_blocks", "full_counts", "full_blocks")
+    given = dict(zip(names, call.schedule[2:6], strict=True))
+    walked = [Walk(*names[:2], "partial_lanes" if masked else "full_lanes")]
+    if given["full_counts"] is not None:
+        walked.append(Walk(*names[2:], "full_lanes"))
+    return walked, {name: lanes.realized(tensor) for name, tensor in given.items() if tensor is not None}
 
 
 def scale_text(scale: float) -> str:

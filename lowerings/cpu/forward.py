@@ -68,6 +68,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             signature=signature,
             profile=kernel.maybe_codegen_profile(),
             scale=scale_text(call.scale),
+            schedule=problem.schedule,
             blocks=problem.blocks,
             lane_symbols=lanes.SYMBOL_NAMES,
             bodies={name: lanes.loops(stores, kernel) for name, stores in bodies.items()},
@@ -77,7 +78,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             key=given["key"],
             value=given["value"],
             outputs=outputs,
-            heads_share_lists=all(tensor.get_size()[1] == 1 for tensor in lists.values()),
+            heads_share_lists=all(lists[walk.counts].get_size()[1] == 1 for walk in walked),
         )
 
     layouts = [layout_of(fake) for fake in V.graph.current_node.meta["val"]]

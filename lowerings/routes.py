@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from .chunked import ChunkedRoute
 from .problem import AttentionProblem
+from .triton.route import TritonRoute
 
 
 class Route(Protocol):
@@ -31,4 +32,4 @@ class Route(Protocol):
         ...
 
 
-ROUTES: tuple[Route, ...] = (ChunkedRoute(),)
+ROUTES: tuple[Route, ...] = (TritonRoute(), ChunkedRoute())

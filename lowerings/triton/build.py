@@ -1,0 +1,229 @@
+"""What the kernels of one call have in common: their mods, schedule and rendering."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jinja2
+import sympy
+import torch
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
+
+from flex_inductor.op.program import LaneProgram, split
+from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
+
+from ..problem import AttentionProblem
+from .configs import Config, Shape
+from .kernel import Arguments, Tensor, realized
+from .lanes import Inlined, Lane, LaneCode, Statement, invariants
+
+ALL = frozenset(("b", "h", "q_idx", "kv_idx"))
+LOG2_E = 1.4426950408889634
+
+
+def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
+    """The call's mods, cut into what runs once and what runs for every score."""
+    graphs = (
+        ("score", problem.score_mod, SCORE_LANES),
+        ("mask", problem.mask_mod, MASK_LANES),
+        ("joint", problem.joint, JOINT_LANES),
+    )
+    return {name: split(graph, lanes, guarded=False) for name, graph, lanes in graphs if graph is not None}
+
+
+class Mod(NamedTuple):
+    program: LaneProgram
+    inputs: list[Any]  # captures, then invariants
+
+
+def mods(problem: AttentionProblem, call: Any) -> dict[str, Mod]:
+    found = {}
+    for name, program in programs(problem).items():
+        captures = [realized(t) for t in (call.mask_captures if name == "mask" else call.score_captures)]
+        found[name] = Mod(program, [*captures, *invariants(program, captures)])
+    return found
+
+
+class Inline(NamedTuple):
+    """A mod as the template writes it."""
+
+    inside: list[str]
+    result: str
+    outputs: list[Inlined]
+
+
+class Walk(NamedTuple):
+    """One pass over blocks: a list of the schedule, or all keys (queries) without one."""
+
+    title: str
+    masked: bool
+    counts: Tensor | None = None
+    indices: Tensor | None = None
+
+
+class Builder:
+    """One kernel of a call: its arguments, and the mods as statements on tiles of `tile` shape."""
+
+    def __init__(self, problem: AttentionProblem, call: Any, mods: dict[str, Mod], outer: Sequence[str]):
+        self.problem, self.call, self.mods = problem, call, mods
+        self.outer = frozenset(outer)  # the axes that are fixed before the kernel's loop
+        self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
+        self.arguments = Arguments()
+        self.score_code = LaneCode(self.arguments, "score_", problem.device)
+        self.mask_code = LaneCode(self.arguments, "mask_", problem.device)
+        self.hoisted: list[str] = []
+
+    def size(self, expression: Any) -> str:
+        return self.arguments.size(expression)
+
+    def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
+        return self.arguments.tensor(name, value, written=written)
+
+    def inline(self, name: str) -> Inline | None:
+        """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values."""
+        mod = self.mods.get(name)
+        if mod is None:
+            return None
+        code = self.mask_code if name == "mask" else self.score_code
+        before = len(code.statements())
+        outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
+        inside = self.place(code.statements()[before:])
+        first = outputs[0]
+        dtype = "tl.int1" if name == "mask" else "tl.float32"
+        return Inline(inside, self.spread(first, dtype), outputs)
+
+    def place(self, statements: Sequence[Statement]) -> list[str]:
+        """The statements that belong in the loop; the others run before it."""
+        self.hoisted += [s.text for s in statements if s.axes <= self.outer]
+        return [s.text for s in statements if not s.axes <= self.outer]
+
+    def spread(self, value: Inlined, dtype: str) -> str:
+        """`value` with the shape of a tile."""
+        text = value.name if value.dtype in (torch.bool, torch.float32) else f"{value.name}.to({dtype})"
+        whole = {"q_idx", "kv_idx"} <= value.axes
+        return text if whole else f"tl.broadcast_to({text}, {self.tile})"
+
+    def _lanes(self, names: Sequence[str]) -> list[Lane]:
+        p = self.problem
+        below = {"b": p.B, "h": p.H, "q_idx": p.M, "kv_idx": p.N}
+        return [
+            Lane(n, frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]))
+            if n in below
+            else Lane(n, ALL, torch.float32)
+            for n in names
+        ]
+
+    def walks(self, lists: Sequence[Any], side: str) -> list[Walk]:
+        """Partial blocks first: their last tile is the likelier one to be cut off by a cache of the rest."""
+        masked = "mask" in self.mods
+        if not lists:
+            return [Walk(f"All {side}.", masked)]
+        counts, indices, full_counts, full_indices = lists
+        found = [
+            Walk(
+                f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}.",
+                masked,
+                self.tensor("counts", realized(counts)),
+                self.tensor("indices", realized(indices)),
+            )
+        ]
+        if full_counts is not None:
+            full = (self.tensor("full_counts", realized(full_counts)), realized(full_indices))
+            found.append(
+                Walk(f"Full blocks of {side}.", False, full[0], self.tensor("full_indices", full[1]))
+            )
+        return found
+
+    def common(self) -> dict[str, Any]:
+        """What every template is given."""
+        p = self.problem
+        blocks = p.blocks or (None, None)
+        return {
+            **{name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")},
+            "D_PAD": padded(p.D),
+            "V_PAD": padded(p.V),
+            "q_block": self._block(blocks[0], p.M),
+            "kv_block": self._block(blocks[1], p.N),
+            "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
+            "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
+            "group": int(p.H) // int(p.K),
+            "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
+            "precision": repr(dot_precision(p.dtype)),
+        }
+
+    def _block(self, block: int | None, length: Any) -> str | None:
+        """Tokens in a block, no more than there are."""
+        if block is None:
+            return None
+        known = V.graph.sizevars.statically_known_leq(length, block)
+        return self.size(length) if known else str(block)
+
+    def _even(self, length: Any, block: int | None, tile: str) -> str:
+        """Whether every tile that is visited lies inside: a constant expression of the kernel."""
+        size = self.size(length)
+        if not size.isdigit():
+            return "False"
+        unit = tile if block is None or block >= int(size) else str(block)
+        return f"{size} % {unit} == 0"
+
+    def render(self, template: str, name: str, constants: Sequence[str], values: dict[str, Any]) -> str:
+        parameters = [*self.arguments.names, *(f"{constant}: tl.constexpr" for constant in constants)]
+        return source(template).render(name=name, parameters=", ".join(parameters), **values)
+
+
+def shape_of(problem: AttentionProblem) -> Shape:
+    """What configs are chosen by."""
+    q_block, kv_block = problem.blocks or (None, None)
+
+    def divides(block: int | None, length: Any) -> int | None:
+        # One block that holds everything divides into tiles of any size.
+        known = block is not None and V.graph.sizevars.statically_known_leq(length, block)
+        return None if known else block
+
+    return Shape(
+        padded(problem.D),
+        padded(problem.V),
+        problem.dtype.itemsize,
+        divides(q_block, problem.M),
+        divides(kv_block, problem.N),
+    )
+
+
+def tiles(length: Any, tile: int) -> Any:
+    return FloorDiv(sympy.sympify(length) + tile - 1, tile)
+
+
+def padded(head_dim: Any) -> int:
+    """A head dim as the dot takes it: a power of two, at least 16."""
+    return max(16, 1 << (int(head_dim) - 1).bit_length())
+
+
+def one_kv_batch(problem: AttentionProblem) -> bool:
+    """Whether all batches share one of keys and values."""
+    return problem.B_kv == 1
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
+    return "ieee" if exact and dtype == torch.float32 else "tf32"
+
+
+def launch_constants(configs: Sequence[Config]) -> list[str]:
+    return [*configs[0].constants]
+
+
+@functools.cache
+def source(name: str) -> jinja2.Template:
+    folder = str(resources.files("flex_inductor.templates").joinpath("triton"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(name)

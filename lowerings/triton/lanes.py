@@ -1,0 +1,292 @@
+"""Lane graphs as Triton statements, by Inductor's lowerings and its Triton printer.
+
+Every value knows the lane axes it varies along, so that what does not change in a kernel's loop is
+computed before it. A load whose index may leave the tensor is masked by that comparison: a dead lane may
+hold any index, and a live one with an index out of range reads NaN (0 from integers).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
+from torch._inductor.codegen.triton import TritonOverrides, texpr
+from torch._inductor.lowering import fallbacks, lowerings, to_dtype
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.utils import sympy_subs
+from torch._inductor.virtualized import OpsValue, V
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from flex_inductor.op.program import LaneProgram
+
+from .kernel import Arguments, fits_int32, realized
+
+aten = torch.ops.aten
+
+# Pointwise at 0-d, though not tagged so.
+_ALSO_POINTWISE = {
+    aten.index.Tensor,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten._to_copy.default,
+    aten.where.ScalarOther,
+}
+
+
+def refusal(program: LaneProgram, field: str) -> str | None:
+    """Why the program cannot be inlined, or None if it can."""
+    for node in (*program.prologue.graph.nodes, *program.lane.graph.nodes, *program.epilogue.graph.nodes):
+        if node.op == "get_attr":
+            return f"{field} holds a constant tensor"
+    for leaf in program.leaves:
+        if not leaf.indices and leaf.shape:
+            return f"{field} has a gradient that is summed as a whole tensor"
+    for node in program.lane.graph.nodes:
+        if node.op != "call_function":
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return f"{field} computes a tensor for each score ({node.target})"
+        pointwise = node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        known = node.target in lowerings or node.target in _LOWERINGS
+        if not pointwise or not known or node.target in fallbacks:
+            return f"{field} uses {node.target}, which is not inlined"
+    return None
+
+
+def invariants(program: LaneProgram, captures: Sequence[Any]) -> list[Any]:
+    """What the program's prologue computes: buffers of the surrounding graph, and sizes."""
+    return [
+        realized(value) if isinstance(value, ir.TensorBox) else value
+        for value in run_outside(program.prologue, captures)
+    ]
+
+
+def run_outside(module: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Lower a graph of ordinary tensor code into the surrounding graph."""
+
+    class Lowering(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is aten.sym_size.int:
+                return args[0].get_size()[args[1]]
+            if any(isinstance(a, ir.TensorBox) for a in args) or isinstance(target, torch._ops.OpOverload):
+                return V.graph.call_function(target, args, kwargs)
+            return target(*args, **kwargs)
+
+        def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return args[0]
+
+    return Lowering(module).run(*inputs)
+
+
+class Lane(NamedTuple):
+    """A lane argument: a variable of the kernel, the axes it varies along, and its least upper bound."""
+
+    name: str
+    axes: frozenset[str]
+    dtype: torch.dtype
+    below: sympy.Expr | None = None  # an index lies in [0, below)
+
+
+class Statement(NamedTuple):
+    text: str
+    axes: frozenset[str]
+
+
+class Inlined(NamedTuple):
+    """A value that a lane graph computes."""
+
+    name: str
+    axes: frozenset[str]
+    dtype: torch.dtype
+
+
+class LaneCode:
+    """The statements of lane graphs that may share values; `prefix` keeps their names apart from others."""
+
+    def __init__(self, arguments: Arguments, prefix: str, device: torch.device):
+        self.kernel = _LaneKernel(arguments, prefix, device)
+
+    def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Inlined]:
+        """The lane graph's outputs on `lanes`. `inputs` are its captures and invariants."""
+        kernel, device = self.kernel, self.kernel.device
+        for value in inputs:
+            if isinstance(value, ir.TensorBox):
+                kernel.arguments.capture(value)
+        lowering = _Lowering(program.lane, V.graph, additional_lowerings=_LOWERINGS)
+        values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
+        with (
+            V.graph.set_current_device(device),
+            V.set_graph_handler(lowering),
+            V.set_kernel_handler(kernel),
+            V.set_ops_handler(_LaneOps(kernel, TritonOverrides())),
+        ):
+            lowering.run(*values, *inputs)
+            return [self._result(output) for output in lowering.graph_outputs]
+
+    def _result(self, output: ir.TensorBox) -> Inlined:
+        variable = _computed(output)
+        name = str(variable)
+        self.statements()  # brings `axes` up to date
+        return Inlined(name, self.kernel.axes[name], variable.dtype)
+
+    def statements(self) -> list[Statement]:
+        """All statements, in order."""
+        found = []
+        axes = self.kernel.axes
+        for line in self.kernel.compute.getvalue().splitlines():
+            name, _, expression = line.partition(" = ")
+            words = re.findall(r"[A-Za-z_]\w*", expression)
+            axes[name] = frozenset().union(*(axes.get(word, frozenset()) for word in words))
+            found.append(Statement(line, axes[name]))
+        return found
+
+
+class _Lowering(PointwiseSubgraphLowering):
+    """Computes each node's value when it meets it, so that nothing is computed twice."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.op != "call_function" or not isinstance(result, ir.TensorBox):
+            return result
+        return _value(_computed(result), result.get_dtype(), result.get_device())
+
+
+def _computed(value: ir.TensorBox) -> CSEVariable:
+    """Write the statements for a 0-d value."""
+    computed = value.make_loader()([])
+    return computed.value if isinstance(computed, OpsValue) else computed
+
+
+def _value(variable: Any, dtype: torch.dtype, device: torch.device) -> ir.TensorBox:
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda _: variable, ranges=[])
+
+
+def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+    return value if dtype is None else to_dtype(value, dtype)
+
+
+def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+    assert not size, "lanes hold 0-d tensors"
+    dtype = torch.tensor(value).dtype if dtype is None else dtype
+    return _value(V.ops.constant(value, dtype), dtype, V.graph.get_current_device_or_throw())
+
+
+_LOWERINGS = {
+    aten._to_copy.default: _to_copy,
+    aten.full.default: _full,
+    aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
+}
+
+
+class _LaneKernel(Kernel):
+    """The state behind Inductor's printer: names, statements, and what the tensors are called."""
+
+    def __init__(self, arguments: Arguments, prefix: str, device: torch.device):
+        super().__init__(increase_kernel_count=False)
+        self.cse: CSE = CSE(name_prefix=prefix)
+        self.arguments, self.device = arguments, device
+        self.axes: dict[str, frozenset[str]] = {}
+        self.below: dict[str, sympy.Expr] = {}
+        self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
+
+    def variable(self, lane: Lane) -> CSEVariable:
+        bounds = ValueRanges.unknown()
+        if lane.below is not None:
+            last = lane.below - 1
+            bounds = ValueRanges(0, last if last.is_Integer else int_oo)
+            self.below[lane.name] = lane.below
+        self.axes[lane.name] = lane.axes
+        return CSEVariable(lane.name, bounds, lane.dtype, ())
+
+    def new(self, text: str, dtype: torch.dtype, bounds: ValueRanges | None = None) -> CSEVariable:
+        bounds = ValueRanges.unknown() if bounds is None else bounds
+        return self.cse.generate(self.compute, text, bounds=bounds, dtype=dtype, shape=())
+
+    def text(self, expression: sympy.Expr) -> str:
+        symbols = [s for s in expression.free_symbols if s.name not in self.axes]
+        names = {s: sympy.Symbol(self.arguments.size(s), integer=True) for s in symbols}
+        return texpr(sympy_subs(expression, names))
+
+
+_BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
+
+
+class _LaneOps(CSEProxy):
+    kernel: _LaneKernel
+
+    def _bound_variable(self, name: str, *args: Any, **kwargs: Any) -> ValueRanges:
+        """Ranges of indices: an index that cannot leave its tensor needs no check."""
+        variables = [a for a in args if isinstance(a, CSEVariable)]
+        if name not in _BOUNDED or kwargs.get("use_compute_types") is False:
+            return ValueRanges.unknown()
+        if any(v.dtype is None or v.dtype.is_floating_point for v in variables):
+            return ValueRanges.unknown()
+        if name == "constant" and not isinstance(args[0], int):
+            return ValueRanges.unknown()
+        bounds = [a.bounds if isinstance(a, CSEVariable) else a for a in args]
+        return getattr(self.vr_analysis, name)(*bounds)
+
+    def indirect_indexing(
+        self, var: CSEVariable, size: Any, check: bool = True, wrap_neg: bool = True
+    ) -> sympy.Symbol:
+        kernel, size = self.kernel, sympy.sympify(size)
+        low = var.bounds.lower >= 0
+        below = kernel.below.get(str(var))
+        if below is not None:
+            high = V.graph.sizevars.statically_known_leq(below, size)
+        else:
+            high = size.is_Integer and var.bounds.upper < size
+        limit = kernel.text(size)
+        if not low:
+            var = kernel.new(f"tl.where({var} < 0, {var} + {limit}, {var})", var.dtype)
+        comparisons = ([] if low else [f"({var} >= 0)"]) + ([] if high else [f"({var} < {limit})"])
+        known = str(kernel.new(" & ".join(comparisons), torch.bool)) if comparisons else None
+        if var.dtype == torch.int64 and fits_int32(size):
+            var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
+        if known is not None:
+            kernel.checks[str(var)] = known
+        if str(var) not in kernel.axes:  # every name in an index is looked up there
+            kernel.axes[str(var)] = frozenset()
+        return sympy.Symbol(str(var), integer=True)
+
+    def load(self, name: str, index: sympy.Expr) -> CSEVariable:
+        kernel = self.kernel
+        dtype = V.graph.get_dtype(name)
+        variables = sorted(s.name for s in index.free_symbols if s.name in kernel.axes)
+        checks = [kernel.checks[v] for v in variables if v in kernel.checks]
+        text = f"tl.load({kernel.arguments.captures[name]} + ({self._offset(name, index, variables)})"
+        if checks:
+            other = 'float("nan")' if dtype.is_floating_point else "0"
+            text += f", mask={' & '.join(checks)}, other={other}"
+        text += ")"
+        if dtype == torch.bool:
+            text += ".to(tl.int1)"
+        elif dtype in (torch.float16, torch.bfloat16):
+            text, dtype = f"{text}.to(tl.float32)", torch.float32
+        return kernel.new(text, dtype)
+
+    def _offset(self, name: str, index: sympy.Expr, variables: Sequence[str]) -> str:
+        layout = V.graph.get_buffer(name).get_layout()
+        extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
+        text = self.kernel.text(index)
+        if not fits_int32(extent):
+            for variable in variables:
+                text = re.sub(rf"\b{variable}\b", f"{variable}.to(tl.int64)", text)
+        return text
+
+    def index_expr(self, expression: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
+        text = f"tl.full([], {self.kernel.text(expression)}, tl.int64)"
+        return self.kernel.new(f"{text}.to({_TRITON[dtype]})", dtype)
+
+    value_expr = index_expr
+
+
+_TRITON = {torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float32: "tl.float32"}

@@ -1,0 +1,172 @@
+"""Run generated Triton kernels on the CPU, by Triton's interpreter.
+
+    python -m flex_inductor.tools.interpret script.py [args]
+
+runs the script in an environment where `flex_inductor.tools.interpret.run(fn, *args)` compiles `fn`
+through Inductor and executes its Triton kernels on CPU tensors, autograd included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from flex_inductor import errors
+
+COMMAND = "python -m flex_inductor.tools.interpret script.py [args]"
+
+
+def run(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args)`, its graphs compiled with Triton kernels that the interpreter executes.
+
+    The outputs are those of the compiled function: `backward()` on them runs interpreted kernels too.
+    """
+    return compiled(fn)(*args, **kwargs)
+
+
+def compiled(fn: Callable, **options: Any) -> Callable:
+    """`torch.compile(fn, backend="flex_inductor", **options)`, to be run by the interpreter."""
+    import torch
+
+    check_environment()
+
+    def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
+        from flex_inductor.backend import flex_inductor
+
+        with environment():
+            return flex_inductor(module, inputs, **given)
+
+    forward = torch.compile(fn, backend=backend, **options)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with environment():
+            return forward(*args, **kwargs)
+
+    return call
+
+
+def check_environment() -> None:
+    """Refuse where Triton was imported without its interpreter."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreting and "triton" in sys.modules:
+        import triton
+
+        interpreting = type(triton.jit(lambda: None)).__name__ == "InterpretedFunction"
+    if not interpreting:
+        raise errors.no_interpreter(COMMAND)
+
+
+@contextlib.contextmanager
+def environment() -> Iterator[None]:
+    """Inductor makes Triton kernels for CPU tensors, and loads them for the interpreter."""
+    import torch._inductor.scheduler
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from triton.runtime import driver
+
+    driver.set_active(_CpuDriver())
+    with (
+        config.patch({"cpu_backend": "triton", "fx_graph_cache": False}),
+        mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
+        mock.patch.object(AsyncCompile, "triton", lambda _, name, source, device_str="cpu": _load(name, source)),
+    ):
+        yield
+
+
+class _CpuDriver:
+    """What Inductor and Triton ask of a driver before a kernel runs."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 80, 32)  # makes a backend that nothing is compiled with
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+
+class _Interpreted:
+    """In place of Inductor's autotuner: the first config, executed by the interpreter."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.config = kernel.configs[0]
+
+    def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        kernel = self.kernel
+        if "tl.dot" in kernel.source and "*bf16" in kernel.triton_meta["signature"].values():
+            check_bf16_dot()
+        extra = kernel.inductor_meta.get("extra_launcher_args", [])
+        names = [n for n in kernel.fn.arg_names if kernel.triton_meta["signature"].get(n) not in (None, "constexpr")]
+        given = dict(zip([*names, *extra], args, strict=True))
+        constants = {n: self.config[n] for n in kernel.constexprs if n in self.config}
+        grid = GridExpr.from_meta(kernel.inductor_meta, self.config, mode="python")
+        sizes = grid.eval_slow({**given, **self.config})
+        if 0 not in sizes:
+            arguments = {name: given[name] for name in names}
+            kernel.fn[sizes](**arguments, **kernel.triton_meta.get("constants", {}), **constants)
+
+
+def _load(name: str, source: str) -> _Interpreted:
+    from flex_inductor.tools.generated import load
+
+    return _Interpreted(load(name, source))
+
+
+@functools.cache
+def _bf16_dot_error() -> float:
+    """How far the interpreter's product of two bf16 matrices is from the right one, which is exact here."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def product(a, b, c):
+        at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(c + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+    a, b = (torch.arange(256, dtype=torch.float32).reshape(16, 16) % n for n in (7, 5))
+    c = torch.full((16, 16), float("nan"))
+    product[(1,)](a.bfloat16(), b.bfloat16(), c)
+    error = (c - a @ b).abs().max().item()
+    return error if error == error else float("inf")
+
+
+def check_bf16_dot() -> None:
+    if error := _bf16_dot_error():
+        import triton
+
+        raise errors.interpreter_bf16(triton.__version__, error)
+
+
+def main(argv: Sequence[str]) -> None:
+    if not argv:
+        raise SystemExit(f"usage: {COMMAND}")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        # Triton decides when it is imported, and an import may already have happened here.
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "flex_inductor.tools.interpret", *argv])
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,16 +8,16 @@ through Inductor and executes its Triton kernels on CPU tensors, autograd includ
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 from flex_inductor import errors
+
+from .environment import triton_on_cpu
 
 COMMAND = "python -m flex_inductor.tools.interpret script.py [args]"
 
@@ -39,14 +39,14 @@ def compiled(fn: Callable, **options: Any) -> Callable:
     def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
         from flex_inductor.backend import flex_inductor
 
-        with environment():
+        with triton_on_cpu(_load):
             return flex_inductor(module, inputs, **given)
 
     forward = torch.compile(fn, backend=backend, **options)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with environment():
+        with triton_on_cpu(_load):
             return forward(*args, **kwargs)
 
     return call
@@ -61,43 +61,6 @@ def check_environment() -> None:
         interpreting = type(triton.jit(lambda: None)).__name__ == "InterpretedFunction"
     if not interpreting:
         raise errors.no_interpreter(COMMAND)
-
-
-@contextlib.contextmanager
-def environment() -> Iterator[None]:
-    """Inductor makes Triton kernels for CPU tensors, and loads them for the interpreter."""
-    import torch._inductor.scheduler
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-    from triton.runtime import driver
-
-    driver.set_active(_CpuDriver())
-    with (
-        config.patch({"cpu_backend": "triton", "fx_graph_cache": False}),
-        mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
-        mock.patch.object(AsyncCompile, "triton", lambda _, name, source, device_str="cpu": _load(name, source)),
-    ):
-        yield
-
-
-class _CpuDriver:
-    """What Inductor and Triton ask of a driver before a kernel runs."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 80, 32)  # makes a backend that nothing is compiled with
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> Any:
-        import torch
-
-        return torch.device("cpu")
 
 
 class _Interpreted:

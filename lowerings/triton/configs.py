@@ -57,7 +57,12 @@ def known_device(arch: str) -> Device:
     return Device(arch, _SHARED.get(arch, 99) * 1024)
 
 
+target: str | None = None  # where kernels are made for an architecture other than the machine's
+
+
 def current_device(device: torch.device) -> Device:
+    if target is not None:
+        return known_device(target)
     if device.type == "cpu":
         return Device("interpreter", 1 << 30, registers=1 << 30)
     properties = torch.cuda.get_device_properties(device)

@@ -30,6 +30,7 @@ class AttentionProblem:
     D: Size
     V: Size
     blocks: tuple[int, int] | None  # the BlockMask's block sizes; None without one
+    lists_queries: bool  # whether the schedule also says which query blocks visit a KV block
     score_mod: fx.GraphModule | None
     mask_mod: fx.GraphModule | None
     joint: fx.GraphModule | None

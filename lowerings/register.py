@@ -44,6 +44,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         dtype=call.query.get_dtype(),
         **_sizes(call),
         blocks=(int(call.schedule[0]), int(call.schedule[1])) if call.schedule else None,
+        lists_queries=bool(call.schedule) and call.schedule[6] is not None,
         score_mod=_graph(call.score_mod),
         mask_mod=_graph(call.mask_mod),
         joint=_graph(joint),

@@ -15,9 +15,11 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
     Nothing compiled inside is cached, and Triton's driver is put back at the end.
     """
     import torch._functorch.config as functorch_config
+    import torch._inductor.graph
     import torch._inductor.scheduler
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import tensor_is_aligned
     from triton.runtime import driver
 
     def triton(_self: Any, name: str, source: str, device_str: str = "cpu") -> Any:
@@ -28,6 +30,8 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         config.patch({"cpu_backend": "triton", "fx_graph_cache": False}),
         functorch_config.patch({"enable_autograd_cache": False}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
+        # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
+        mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),
         mock.patch.object(AsyncCompile, "triton", triton),
     ):
         yield

@@ -36,20 +36,18 @@ def compiled(fn: Callable, **options: Any) -> Callable:
 
     check_environment()
 
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        with triton_on_cpu(_load):
+            return compile_fx_inner(*args, **kwargs)
+
     def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
         from flex_inductor.backend import flex_inductor
 
-        with triton_on_cpu(_load):
-            return flex_inductor(module, inputs, **given)
+        return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
 
-    forward = torch.compile(fn, backend=backend, **options)
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with triton_on_cpu(_load):
-            return forward(*args, **kwargs)
-
-    return call
+    return torch.compile(fn, backend=backend, **options)
 
 
 def check_environment() -> None:
@@ -76,21 +74,46 @@ class _Interpreted:
         kernel = self.kernel
         if "tl.dot" in kernel.source and "*bf16" in kernel.triton_meta["signature"].values():
             check_bf16_dot()
+        signature, constants = kernel.triton_meta["signature"], kernel.triton_meta.get("constants", {})
+        passed = [n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants]
         extra = kernel.inductor_meta.get("extra_launcher_args", [])
-        names = [n for n in kernel.fn.arg_names if kernel.triton_meta["signature"].get(n) not in (None, "constexpr")]
-        given = dict(zip([*names, *extra], args, strict=True))
-        constants = {n: self.config[n] for n in kernel.constexprs if n in self.config}
+        given = dict(zip([*passed, *extra], args, strict=True))
+        chosen = {n: self.config[n] for n in kernel.constexprs if n in self.config}
         grid = GridExpr.from_meta(kernel.inductor_meta, self.config, mode="python")
         sizes = grid.eval_slow({**given, **self.config})
         if 0 not in sizes:
-            arguments = {name: given[name] for name in names}
-            kernel.fn[sizes](**arguments, **kernel.triton_meta.get("constants", {}), **constants)
+            kernel.fn[sizes](**{name: given[name] for name in passed}, **chosen)
 
 
 def _load(name: str, source: str) -> _Interpreted:
     from flex_inductor.tools.generated import load
 
-    return _Interpreted(load(name, source))
+    kernel = load(name, source)
+    kernel.fn.fn.__globals__["libdevice"] = _Libdevice()
+    return _Interpreted(kernel)
+
+
+class _Libdevice:
+    """The device's mathematical library, which the interpreter lacks, by torch's functions."""
+
+    def __getattr__(self, name: str) -> Callable:
+        import torch
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        function = getattr(torch, _OTHER_NAMES.get(name, name), None) or getattr(torch.special, name)
+
+        def on_tiles(*arguments: Any) -> Any:
+            first = next(a for a in arguments if isinstance(a, tl.tensor))
+            numbers = [
+                torch.as_tensor(a.handle.data if isinstance(a, tl.tensor) else a, dtype=None) for a in arguments
+            ]
+            return tl.tensor(TensorHandle(function(*numbers).numpy(), first.dtype), first.type)
+
+        return on_tiles
+
+
+_OTHER_NAMES = {"fast_expf": "exp", "fast_logf": "log", "llrint": "round", "rint": "round"}
 
 
 @functools.cache

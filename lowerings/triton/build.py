@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
 import jinja2
 import sympy
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
+from flex_inductor import errors
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..problem import AttentionProblem
-from .configs import Config, Shape
+from .configs import Config, Shape, Table, candidates, current_device
 from .kernel import Arguments, Tensor, realized
 from .lanes import Inlined, Lane, LaneCode, Statement, invariants
 
@@ -73,9 +75,11 @@ class Builder:
         self.outer = frozenset(outer)  # the axes that are fixed before the kernel's loop
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
-        self.score_code = LaneCode(self.arguments, "score_", problem.device)
-        self.mask_code = LaneCode(self.arguments, "mask_", problem.device)
+        approximate = problem.dtype.itemsize < 4
+        self.score_code = LaneCode(self.arguments, "score_", problem.device, approximate=approximate)
+        self.mask_code = LaneCode(self.arguments, "mask_", problem.device, approximate=approximate)
         self.hoisted: list[str] = []
+        self.tile_loads = 0  # captured values loaded for every lane
 
     def size(self, expression: Any) -> str:
         return self.arguments.size(expression)
@@ -83,23 +87,40 @@ class Builder:
     def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
         return self.arguments.tensor(name, value, written=written)
 
-    def inline(self, name: str) -> Inline | None:
-        """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values."""
+    def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
+        """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values.
+
+        `extend` may write more statements after the mod's.
+        """
         mod = self.mods.get(name)
         if mod is None:
             return None
         code = self.mask_code if name == "mask" else self.score_code
         before = len(code.statements())
         outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
-        inside = self.place(code.statements()[before:])
-        first = outputs[0]
-        dtype = "tl.int1" if name == "mask" else "tl.float32"
-        return Inline(inside, self.spread(first, dtype), outputs)
+        result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
+        inline = Inline([], result, outputs)
+        if extend is not None:
+            extend(inline)
+        inline.inside.extend(self._place(code.statements()[before:]))
+        return inline
 
-    def place(self, statements: Sequence[Statement]) -> list[str]:
+    def _place(self, statements: Sequence[Statement]) -> list[str]:
         """The statements that belong in the loop; the others run before it."""
+        inside = [s for s in statements if not s.axes <= self.outer]
         self.hoisted += [s.text for s in statements if s.axes <= self.outer]
-        return [s.text for s in statements if not s.axes <= self.outer]
+        self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
+        return [s.text for s in inside]
+
+    def configs(
+        self, table: Table, cost: Callable[[Config, Shape], tuple[int, int]]
+    ) -> list[Config]:
+        """The configs to time, or the one to use; called once the mods are inlined."""
+        shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads)
+        found, rejected = candidates(table, cost, current_device(self.problem.device), shape)
+        if not found:
+            raise errors.no_config(rejected)
+        return found if inductor_config.max_autotune else found[:1]
 
     def spread(self, value: Inlined, dtype: str) -> str:
         """`value` with the shape of a tile."""
@@ -113,12 +134,12 @@ class Builder:
         return [
             Lane(n, frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]))
             if n in below
-            else Lane(n, ALL, torch.float32)
+            else Lane("d_score" if n == "grad_score" else n, ALL, torch.float32)
             for n in names
         ]
 
     def walks(self, lists: Sequence[Any], side: str) -> list[Walk]:
-        """Partial blocks first: their last tile is the likelier one to be cut off by a cache of the rest."""
+        """Passes over four fields of BlockLists."""
         masked = "mask" in self.mods
         if not lists:
             return [Walk(f"All {side}.", masked)]
@@ -170,8 +191,9 @@ class Builder:
         unit = tile if block is None or block >= int(size) else str(block)
         return f"{size} % {unit} == 0"
 
-    def render(self, template: str, name: str, constants: Sequence[str], values: dict[str, Any]) -> str:
-        parameters = [*self.arguments.names, *(f"{constant}: tl.constexpr" for constant in constants)]
+    def render(self, template: str, name: str, configs: Sequence[Config], values: dict[str, Any]) -> str:
+        constants = [f"{constant}: tl.constexpr" for constant in configs[0].constants]
+        parameters = [*self.arguments.names, *constants]
         return source(template).render(name=name, parameters=", ".join(parameters), **values)
 
 
@@ -212,8 +234,13 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if exact and dtype == torch.float32 else "tf32"
 
 
-def launch_constants(configs: Sequence[Config]) -> list[str]:
-    return [*configs[0].constants]
+def layout_of(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """Size and stride of what the op's fake rule returned."""
+
+    def plain(size: Any) -> Any:
+        return size.node.expr if isinstance(size, torch.SymInt) else size
+
+    return [*map(plain, fake.shape)], [*map(plain, fake.stride())]
 
 
 @functools.cache

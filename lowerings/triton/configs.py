@@ -81,6 +81,7 @@ class Shape(NamedTuple):
     bytes: int  # of an element
     q_block: int | None = None  # the schedule's blocks, which a tile must divide; None for any tile
     kv_block: int | None = None
+    tile_loads: int = 0  # captured values loaded for every lane: the pipeline keeps them in shared memory
 
     @property
     def widest(self) -> int:
@@ -155,14 +156,18 @@ def forward_cost(config: Config, shape: Shape) -> tuple[int, int]:
     """Shared bytes of a program and registers of all its threads, about."""
     m, n, stages = config.block_m, config.block_n, config.stages
     shared = (m * shape.D + max(stages, 1) * n * (shape.D + shape.V)) * shape.bytes
-    return shared, m * shape.V + 2 * m * n
+    return shared + _captured(config, shape), m * shape.V + (2 + shape.tile_loads) * m * n
 
 
 def backward_cost(config: Config, shape: Shape) -> tuple[int, int]:
     m, n, stages = config.block_m, config.block_n, config.stages
     rows, walked = max(m, n), min(m, n)
     shared = (rows + max(stages, 1) * walked) * (shape.D + shape.V) * shape.bytes + m * n * shape.bytes
-    return shared, rows * (shape.D + shape.V) + 3 * m * n
+    return shared + _captured(config, shape), rows * (shape.D + shape.V) + (3 + shape.tile_loads) * m * n
+
+
+def _captured(config: Config, shape: Shape) -> int:
+    return shape.tile_loads * config.stages * config.block_m * config.block_n * 4
 
 
 def candidates(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
-from .build import LOG2_E, Builder, launch_constants, mods, shape_of, tiles
-from .configs import FORWARD, candidates, current_device, forward_cost
+from .build import LOG2_E, Builder, layout_of, mods, tiles
+from .configs import FORWARD, forward_cost
 from .kernel import KernelCall, empty, realized
 
 OUTPUTS = ("out", "lse", "max_scores")
 
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
-    outputs = [empty(*_layout(fake), fake.dtype, problem.device) for fake in V.graph.current_node.meta["val"]]
+    outputs = [empty(*layout_of(fake), fake.dtype, problem.device) for fake in V.graph.current_node.meta["val"]]
     builder = Builder(problem, call, mods(problem, call), ("b", "h", "q_idx"))
     scale = float(call.scale)
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
@@ -43,12 +42,10 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
         "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
         "to_natural": repr(1.0 if scaled else scale),
     }
-    configs, _ = candidates(FORWARD, forward_cost, current_device(problem.device), shape_of(problem))
-    configs = configs if torch._inductor.config.max_autotune else configs[:1]
-    constants = launch_constants(configs)
+    configs = builder.configs(FORWARD, forward_cost)
     KernelCall(
         "forward",
-        lambda name: builder.render("forward.jinja", name, constants, values),
+        lambda name: builder.render("forward.jinja", name, configs, values),
         builder.arguments,
         configs,
         lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
@@ -60,10 +57,3 @@ def _used_outputs() -> set[str]:
     """The output, and what else the graph reads."""
     taken = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
     return {"out", *(name for i, name in enumerate(OUTPUTS) if i in taken)}
-
-
-def _layout(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    def plain(size: Any) -> Any:
-        return size.node.expr if isinstance(size, torch.SymInt) else size
-
-    return [*map(plain, fake.shape)], [*map(plain, fake.stride())]

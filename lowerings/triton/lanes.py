@@ -7,8 +7,10 @@ hold any index, and a live one with an index out of range reads NaN (0 from inte
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -17,6 +19,7 @@ from torch import fx
 from torch._inductor import ir
 from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
 from torch._inductor.codegen.triton import TritonOverrides, texpr
+from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
 from torch._inductor.lowering import fallbacks, lowerings, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.utils import sympy_subs
@@ -45,9 +48,6 @@ def refusal(program: LaneProgram, field: str) -> str | None:
     for node in (*program.prologue.graph.nodes, *program.lane.graph.nodes, *program.epilogue.graph.nodes):
         if node.op == "get_attr":
             return f"{field} holds a constant tensor"
-    for leaf in program.leaves:
-        if not leaf.indices and leaf.shape:
-            return f"{field} has a gradient that is summed as a whole tensor"
     for node in program.lane.graph.nodes:
         if node.op != "call_function":
             continue
@@ -103,16 +103,27 @@ class Statement(NamedTuple):
 class Inlined(NamedTuple):
     """A value that a lane graph computes."""
 
-    name: str
+    variable: CSEVariable
     axes: frozenset[str]
-    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.variable)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.variable.dtype
 
 
 class LaneCode:
-    """The statements of lane graphs that may share values; `prefix` keeps their names apart from others."""
+    """The statements of lane graphs that may share values.
 
-    def __init__(self, arguments: Arguments, prefix: str, device: torch.device):
-        self.kernel = _LaneKernel(arguments, prefix, device)
+    `prefix` keeps their names apart from others. With `approximate`, functions may be as rough as 16-bit
+    inputs hide.
+    """
+
+    def __init__(self, arguments: Arguments, prefix: str, device: torch.device, *, approximate: bool):
+        self.kernel = _LaneKernel(arguments, prefix, device, approximate)
 
     def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Inlined]:
         """The lane graph's outputs on `lanes`. `inputs` are its captures and invariants."""
@@ -122,20 +133,29 @@ class LaneCode:
                 kernel.arguments.capture(value)
         lowering = _Lowering(program.lane, V.graph, additional_lowerings=_LOWERINGS)
         values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
-        with (
-            V.graph.set_current_device(device),
-            V.set_graph_handler(lowering),
-            V.set_kernel_handler(kernel),
-            V.set_ops_handler(_LaneOps(kernel, TritonOverrides())),
-        ):
+        with V.graph.set_current_device(device), V.set_graph_handler(lowering), self._writing():
             lowering.run(*values, *inputs)
-            return [self._result(output) for output in lowering.graph_outputs]
-
-    def _result(self, output: ir.TensorBox) -> Inlined:
-        variable = _computed(output)
-        name = str(variable)
+            outputs = [_computed(output) for output in lowering.graph_outputs]
         self.statements()  # brings `axes` up to date
-        return Inlined(name, self.kernel.axes[name], variable.dtype)
+        return [Inlined(variable, kernel.axes[str(variable)]) for variable in outputs]
+
+    def element(self, indices: Sequence[Inlined], size: Sequence[Any]) -> tuple[str, list[str]]:
+        """The offset of an element of a contiguous tensor, and the comparisons that hold if it exists."""
+        kernel, offset, step = self.kernel, sympy.S.Zero, sympy.S.One
+        checks = []
+        with self._writing() as ops:
+            for index, length in zip(reversed(indices), reversed(size), strict=True):
+                symbol = ops.indirect_indexing(index.variable, length)
+                offset, step = offset + symbol * step, step * length
+                checks += [kernel.checks[symbol.name]] if symbol.name in kernel.checks else []
+            wide = not fits_int32(step)
+            return kernel.text(offset, wide), checks
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[_LaneOps]:
+        ops = _LaneOps(self.kernel, TritonOverrides())
+        with V.set_kernel_handler(self.kernel), V.set_ops_handler(ops):
+            yield ops
 
     def statements(self) -> list[Statement]:
         """All statements, in order."""
@@ -189,10 +209,11 @@ _LOWERINGS = {
 class _LaneKernel(Kernel):
     """The state behind Inductor's printer: names, statements, and what the tensors are called."""
 
-    def __init__(self, arguments: Arguments, prefix: str, device: torch.device):
+    def __init__(self, arguments: Arguments, prefix: str, device: torch.device, approximate: bool):
         super().__init__(increase_kernel_count=False)
         self.cse: CSE = CSE(name_prefix=prefix)
         self.arguments, self.device = arguments, device
+        self.approximate = approximate
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
@@ -210,10 +231,15 @@ class _LaneKernel(Kernel):
         bounds = ValueRanges.unknown() if bounds is None else bounds
         return self.cse.generate(self.compute, text, bounds=bounds, dtype=dtype, shape=())
 
-    def text(self, expression: sympy.Expr) -> str:
-        symbols = [s for s in expression.free_symbols if s.name not in self.axes]
-        names = {s: sympy.Symbol(self.arguments.size(s), integer=True) for s in symbols}
-        return texpr(sympy_subs(expression, names))
+    def text(self, expression: sympy.Expr, wide: bool = False) -> str:
+        """An index expression in Triton, in 64 bits if `wide`."""
+        lanes = sorted(s.name for s in expression.free_symbols if s.name in self.axes)
+        sizes = [s for s in expression.free_symbols if s.name not in self.axes]
+        names = {s: sympy.Symbol(self.arguments.size(s), integer=True) for s in sizes}
+        text = texpr(sympy_subs(expression, names))
+        for name in lanes if wide else ():
+            text = re.sub(rf"\b{name}\b", f"{name}.to(tl.int64)", text)
+        return text
 
 
 _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
@@ -253,16 +279,19 @@ class _LaneOps(CSEProxy):
             var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
         if known is not None:
             kernel.checks[str(var)] = known
-        if str(var) not in kernel.axes:  # every name in an index is looked up there
-            kernel.axes[str(var)] = frozenset()
+        kernel.axes.setdefault(str(var), frozenset())  # names in an index are lanes if they are known there
         return sympy.Symbol(str(var), integer=True)
 
     def load(self, name: str, index: sympy.Expr) -> CSEVariable:
         kernel = self.kernel
         dtype = V.graph.get_dtype(name)
+        if should_unwrap_unspec_arg(name):  # a 0-d CPU tensor: the wrapper passes its value
+            return kernel.new(f"{kernel.arguments.captures[name]} + 0", dtype)
         variables = sorted(s.name for s in index.free_symbols if s.name in kernel.axes)
         checks = [kernel.checks[v] for v in variables if v in kernel.checks]
-        text = f"tl.load({kernel.arguments.captures[name]} + ({self._offset(name, index, variables)})"
+        layout = V.graph.get_buffer(name).get_layout()
+        extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
+        text = f"tl.load({kernel.arguments.captures[name]} + ({kernel.text(index, not fits_int32(extent))})"
         if checks:
             other = 'float("nan")' if dtype.is_floating_point else "0"
             text += f", mask={' & '.join(checks)}, other={other}"
@@ -273,14 +302,11 @@ class _LaneOps(CSEProxy):
             text, dtype = f"{text}.to(tl.float32)", torch.float32
         return kernel.new(text, dtype)
 
-    def _offset(self, name: str, index: sympy.Expr, variables: Sequence[str]) -> str:
-        layout = V.graph.get_buffer(name).get_layout()
-        extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
-        text = self.kernel.text(index)
-        if not fits_int32(extent):
-            for variable in variables:
-                text = re.sub(rf"\b{variable}\b", f"{variable}.to(tl.int64)", text)
-        return text
+    def tanh(self, x: CSEVariable) -> CSEVariable:
+        """Off by 1e-7 at most, where the library's is exact to the last place with 20 times the instructions."""
+        if not self.kernel.approximate or x.dtype != torch.float32:
+            return self._default("tanh", (x,), {})
+        return self.kernel.new(f"1.0 - 2.0 / (tl.exp2({x} * {2 * math.log2(math.e)!r}) + 1.0)", torch.float32)
 
     def index_expr(self, expression: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
         text = f"tl.full([], {self.kernel.text(expression)}, tl.int64)"

@@ -29,17 +29,15 @@ class TritonRoute:
         return ChunkedRoute().notes(problem)
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
-        from . import forward
+        from . import backward, forward
 
-        return forward.lower(problem, inputs)
+        return (forward if problem.direction == "forward" else backward).lower(problem, inputs)
 
 
 def _refusal(problem: AttentionProblem) -> str | None:
     """Why the family cannot serve a call."""
     from torch._inductor import config
 
-    if problem.direction != "forward":
-        return "forward only"
     if problem.device.type == "cpu":
         if config.cpu_backend != "triton":
             return "for GPUs; on CPU only with Triton's interpreter"
@@ -54,10 +52,16 @@ def _refusal(problem: AttentionProblem) -> str | None:
     if problem.blocks is not None and any(block % 16 for block in problem.blocks):
         return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
 
+    if problem.blocks is not None and {"key", "value"} & set(problem.outputs) and not problem.lists_queries:
+        return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
+
     from .build import programs
     from .lanes import refusal
 
-    for name, program in programs(problem).items():
+    cut = programs(problem)
+    if "joint" in cut and cut["joint"].leaves and torch.are_deterministic_algorithms_enabled():
+        return "captured gradients are summed by atomics, which use_deterministic_algorithms rules out"
+    for name, program in cut.items():
         if reason := refusal(program, "score_mod" if name == "joint" else f"{name}_mod"):
             return reason
     return None

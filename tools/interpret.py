@@ -88,9 +88,24 @@ class _Interpreted:
 def _load(name: str, source: str) -> _Interpreted:
     from flex_inductor.tools.generated import load
 
+    _let_numbers_be_indices()
     kernel = load(name, source)
     kernel.fn.fn.__globals__["libdevice"] = _Libdevice()
     return _Interpreted(kernel)
+
+
+@functools.cache
+def _let_numbers_be_indices() -> None:
+    """Triton 3.6's interpreter makes numbers of arrays with one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_index
 
 
 class _Libdevice:

@@ -119,7 +119,11 @@ FORWARD: Table = {
         1024: [Config(16, 16, 4, 1)],
     },
 }
-FORWARD["blackwell"] = FORWARD["hopper"]
+FORWARD["blackwell"] = {
+    **FORWARD["hopper"],
+    128: [Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3)],
+    256: [Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
+}
 
 # dQ walks keys for a tile of queries, dK/dV queries for a tile of keys.
 BACKWARD: Table = {

@@ -216,6 +216,7 @@ class _LaneKernel(Kernel):
         self.approximate = approximate
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
+        self.constants: dict[str, Any] = {}
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
 
     def variable(self, lane: Lane) -> CSEVariable:
@@ -301,6 +302,18 @@ class _LaneOps(CSEProxy):
         elif dtype in (torch.float16, torch.bfloat16):
             text, dtype = f"{text}.to(tl.float32)", torch.float32
         return kernel.new(text, dtype)
+
+    def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
+        variable = self._default("constant", (value, dtype), {})
+        self.kernel.constants[str(variable)] = value
+        return variable
+
+    def truediv(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        """By a constant: times its reciprocal, which rounds once more than a division."""
+        divisor = self.kernel.constants.get(str(y), 0)
+        if not self.kernel.approximate or x.dtype != torch.float32 or divisor == 0:
+            return self._default("truediv", (x, y), {})
+        return self.kernel.new(f"{x} * {1.0 / divisor!r}", torch.float32)
 
     def tanh(self, x: CSEVariable) -> CSEVariable:
         """Off by 1e-7 at most, where the library's is exact to the last place with 20 times the instructions."""

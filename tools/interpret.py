@@ -75,7 +75,9 @@ class _Interpreted:
         if "tl.dot" in kernel.source and "*bf16" in kernel.triton_meta["signature"].values():
             check_bf16_dot()
         signature, constants = kernel.triton_meta["signature"], kernel.triton_meta.get("constants", {})
-        passed = [n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants]
+        passed = [
+            n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants
+        ]
         extra = kernel.inductor_meta.get("extra_launcher_args", [])
         given = dict(zip([*passed, *extra], args, strict=True))
         chosen = {n: self.config[n] for n in kernel.constexprs if n in self.config}
@@ -121,7 +123,8 @@ class _Libdevice:
         def on_tiles(*arguments: Any) -> Any:
             first = next(a for a in arguments if isinstance(a, tl.tensor))
             numbers = [
-                torch.as_tensor(a.handle.data if isinstance(a, tl.tensor) else a, dtype=None) for a in arguments
+                torch.as_tensor(a.handle.data if isinstance(a, tl.tensor) else a, dtype=None)
+                for a in arguments
             ]
             return tl.tensor(TensorHandle(function(*numbers).numpy(), first.dtype), first.type)
 

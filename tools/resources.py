@@ -63,7 +63,10 @@ def resources(compiled: Any, target: str) -> Resources:
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
     return Resources(
-        found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, _by_class(operations, _NVIDIA)
+        found["REG"],
+        found["STACK"] + found["LOCAL"],
+        compiled.metadata.shared,
+        _by_class(operations, _NVIDIA),
     )
 
 

@@ -93,7 +93,9 @@ def _accumulators(joint: Mod, captures: int, device: torch.device) -> list[_Sum]
     return sums
 
 
-def _place_sums(builder: Builder, joint: Inline, sums: Sequence[_Sum], leaves: Sequence[Any]) -> list[_Placed]:
+def _place_sums(
+    builder: Builder, joint: Inline, sums: Sequence[_Sum], leaves: Sequence[Any]
+) -> list[_Placed]:
     outputs, placed = iter(joint.outputs[1:]), []
     for i, (total, leaf) in enumerate(zip(sums, leaves, strict=True)):
         value, indices = next(outputs), [next(outputs) for _ in range(leaf.indices)]
@@ -159,7 +161,11 @@ def _dq(
 
 
 def _dkdv(
-    problem: AttentionProblem, call: Any, found: dict[str, Mod], tensors: dict[str, Any], fakes: dict[str, Any]
+    problem: AttentionProblem,
+    call: Any,
+    found: dict[str, Mod],
+    tensors: dict[str, Any],
+    fakes: dict[str, Any],
 ) -> dict[str, Any]:
     builder = Builder(problem, call, found, ("b", "h", "kv_idx"))
     score_mod, mask_mod, joint = builder.inline("score"), builder.inline("mask"), builder.inline("joint")

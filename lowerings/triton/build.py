@@ -112,9 +112,7 @@ class Builder:
         self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
         return [s.text for s in inside]
 
-    def configs(
-        self, table: Table, cost: Callable[[Config, Shape], tuple[int, int]]
-    ) -> list[Config]:
+    def configs(self, table: Table, cost: Callable[[Config, Shape], tuple[int, int]]) -> list[Config]:
         """The configs to time, or the one to use; called once the mods are inlined."""
         shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads)
         found, rejected = candidates(table, cost, current_device(self.problem.device), shape)

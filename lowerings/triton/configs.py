@@ -214,5 +214,3 @@ def _too_large(config: Config, cost: tuple[int, int], device: Device) -> str | N
     if a_thread > (400 if device.warp == 64 else 255):
         return f"about {a_thread} registers a thread"
     return None
-
-

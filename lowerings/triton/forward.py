@@ -15,15 +15,15 @@ OUTPUTS = ("out", "lse", "max_scores")
 
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
-    outputs = [empty(*layout_of(fake), fake.dtype, problem.device) for fake in V.graph.current_node.meta["val"]]
+    outputs = [
+        empty(*layout_of(fake), fake.dtype, problem.device) for fake in V.graph.current_node.meta["val"]
+    ]
     builder = Builder(problem, call, mods(problem, call), ("b", "h", "q_idx"))
     scale = float(call.scale)
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
     # A negative factor would turn the row's maximum into its minimum.
     scaled = score_mod is not None or scale <= 0
-    inputs = {
-        name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")
-    }
+    inputs = {name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")}
     used = _used_outputs()
     written = {
         name: builder.tensor(name, output, written=True) if name in used else None

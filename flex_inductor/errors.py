@@ -286,11 +286,6 @@ def route_refused(demanded: str, reasons: Iterable[tuple[str, str]]) -> FlexRunt
     )
 
 
-def no_config(reasons: Iterable[str]) -> FlexRuntimeError:
-    lines = "".join(f"\n  {reason}" for reason in reasons)
-    return FlexRuntimeError(f"No config of the Triton kernels fits this call and device:{lines}")
-
-
 # ---- Derivatives ----------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ class ChunkedRoute:
         return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
 
     def notes(self, problem: AttentionProblem) -> list[str]:
-        ignored = [name for name in hints(problem.options) if _says_something(name, problem.options[name])]
+        ignored = [name for name in hints(problem.options) if says_something(name, problem.options[name])]
         return [f"{', '.join(sorted(ignored))}: for fused kernels, not used here"] if ignored else []
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
@@ -58,7 +58,7 @@ class ChunkedRoute:
         return (*d_qkv, tuple(next(found) if want else None for want in wanted))
 
 
-def _says_something(name: str, value: Any) -> bool:
+def says_something(name: str, value: Any) -> bool:
     """Torch's wrapper writes defaults for some hints into every call."""
     defaults = {"BACKEND": "AUTO", "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False}
     defaults |= {"BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": False}

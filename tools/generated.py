@@ -34,7 +34,9 @@ class GeneratedKernel:
         """Constants and launch options, best first; Inductor's own kernels get blocks that hold their sizes."""
         if "configs" in self.given:
             return [dict(config) for config in self.given["configs"]]
-        options = {name: self.given[name] for name in ("num_warps", "num_stages") if name in self.given}
+        options: dict[str, int] = {
+            name: self.given[name] for name in ("num_warps", "num_stages") if name in self.given
+        }
         hints = self.given.get("size_hints") or {}
         blocks = {
             name: min(max(hints[name.removesuffix("BLOCK").lower()], 1), 1024)

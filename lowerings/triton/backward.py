@@ -12,7 +12,7 @@ from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
 from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles
-from .configs import BACKWARD, Config, backward_cost
+from .configs import Config
 from .kernel import KernelCall, empty, realized
 from .lanes import run_outside
 
@@ -149,7 +149,7 @@ def _dq(
         "d_query": None if d_query is None else builder.tensor("d_query", d_query, written=True),
         "sums": placed,
     }
-    configs = builder.configs(BACKWARD, backward_cost)
+    configs = builder.configs("backward_dq")
     KernelCall(
         "backward_dq",
         lambda name: builder.render("backward_dq.jinja", name, configs, values),
@@ -169,10 +169,10 @@ def _dkdv(
 ) -> dict[str, Any]:
     builder = Builder(problem, call, found, ("b", "h", "kv_idx"))
     score_mod, mask_mod, joint = builder.inline("score"), builder.inline("mask"), builder.inline("joint")
-    configs = builder.configs(BACKWARD, backward_cost)
+    configs = builder.configs("backward_dkdv")
     heads = _heads_in_a_program(problem, configs[0])
     parts = int(problem.H) // heads
-    summed = parts != problem.K or one_kv_batch(problem) and problem.B != 1
+    summed = parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
     outputs, written = {}, {}
     for name, source in (("d_key", "key"), ("d_value", "value")):
         if source not in problem.outputs:

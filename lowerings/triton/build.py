@@ -14,12 +14,23 @@ from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from flex_inductor import errors
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..problem import AttentionProblem
-from .configs import Config, Shape, Table, candidates, current_device
+from .configs import (
+    BACKWARD,
+    FORWARD,
+    Config,
+    Shape,
+    backward_cost,
+    candidates,
+    current_device,
+    describe,
+    forward_cost,
+    misfit,
+)
+from .hints import hinted
 from .kernel import Arguments, Tensor, realized
 from .lanes import Inlined, Lane, LaneCode, Statement, invariants
 
@@ -112,13 +123,10 @@ class Builder:
         self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
         return [s.text for s in inside]
 
-    def configs(self, table: Table, cost: Callable[[Config, Shape], tuple[int, int]]) -> list[Config]:
+    def configs(self, kind: str) -> list[Config]:
         """The configs to time, or the one to use; called once the mods are inlined."""
         shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads)
-        found, rejected = candidates(table, cost, current_device(self.problem.device), shape)
-        if not found:
-            raise errors.no_config(rejected)
-        return found if inductor_config.max_autotune else found[:1]
+        return choose(kind, self.problem, shape)[0]
 
     def spread(self, value: Inlined, dtype: str) -> str:
         """`value` with the shape of a tile."""
@@ -193,6 +201,20 @@ class Builder:
         constants = [f"{constant}: tl.constexpr" for constant in configs[0].constants]
         parameters = [*self.arguments.names, *constants]
         return source(template).render(name=name, parameters=", ".join(parameters), **values)
+
+
+def choose(kind: str, problem: AttentionProblem, shape: Shape) -> tuple[list[Config], str | None]:
+    """The configs for one kind of kernel, and why what hints ask for is not among them."""
+    table, cost = (FORWARD, forward_cost) if kind == "forward" else (BACKWARD, backward_cost)
+    device = current_device(problem.device)
+    found, _ = candidates(table, cost, device, shape)
+    wanted = hinted(found[0], kind, problem.options)
+    if wanted != found[0]:
+        reason = misfit(wanted, cost, device, shape)
+        if reason is None:
+            return [wanted], None
+        return found[:1], f"{kind}: {describe(wanted)} was asked for: {reason}"
+    return (found if inductor_config.max_autotune else found[:1]), None
 
 
 def shape_of(problem: AttentionProblem) -> Shape:

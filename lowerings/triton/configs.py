@@ -89,6 +89,7 @@ class Shape(NamedTuple):
 
 
 Table = dict[str, dict[int, list[Config]]]  # family -> largest head dim -> configs, best first
+Cost = Callable[[Config, Shape], tuple[int, int]]  # shared bytes of a program, registers of all its threads
 
 _LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
 
@@ -174,43 +175,40 @@ def _captured(config: Config, shape: Shape) -> int:
     return shape.tile_loads * config.stages * config.block_m * config.block_n * 4
 
 
-def candidates(
-    table: Table, cost: Callable[[Config, Shape], tuple[int, int]], device: Device, shape: Shape
-) -> tuple[list[Config], list[str]]:
-    """The configs that fit, best first, and why the others do not. The smallest tile is always among them
-    unless the schedule's blocks are smaller still."""
+def candidates(table: Table, cost: Cost, device: Device, shape: Shape) -> tuple[list[Config], list[str]]:
+    """The configs that fit, best first, and why the others do not. Where none does, the smallest tile that
+    divides the schedule's blocks is taken all the same."""
     classes = table[device.family]
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
     rejected: list[str] = []
     for config in dict.fromkeys([*classes[width], *_LAST]):
-        reason = _misfit(config, shape) or _too_large(config, cost(config, shape), device)
-        if reason is None or (config == _LAST[-1] and not kept and _misfit(config, shape) is None):
+        reason = misfit(config, cost, device, shape)
+        if reason is None:
             kept.append(config)
         else:
             rejected.append(f"{describe(config)}: {reason}")
-    return kept, rejected
+    return kept or [_LAST[-1]], rejected
 
 
-def describe(config: Config) -> str:
-    return f"{config.block_m}x{config.block_n}, {config.warps} warps, {config.stages} stages"
-
-
-def _misfit(config: Config, shape: Shape) -> str | None:
+def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
+    """Why a config cannot serve, or None."""
     for tile, block, name in (
         (config.block_m, shape.q_block, "query"),
         (config.block_n, shape.kv_block, "KV"),
     ):
+        if tile < 16 or tile & (tile - 1):
+            return f"a tile of {tile} is not a power of two from 16"
         if block is not None and block % tile:
             return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
-    return None
-
-
-def _too_large(config: Config, cost: tuple[int, int], device: Device) -> str | None:
-    shared, registers = cost
+    shared, registers = cost(config, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"
     a_thread = registers // (config.warps * device.warp)
     if a_thread > (400 if device.warp == 64 else 255):
         return f"about {a_thread} registers a thread"
     return None
+
+
+def describe(config: Config) -> str:
+    return f"{config.block_m}x{config.block_n}, {config.warps} warps, {config.stages} stages"

@@ -8,7 +8,6 @@ from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
 from .build import LOG2_E, Builder, layout_of, mods, tiles
-from .configs import FORWARD, forward_cost
 from .kernel import KernelCall, empty, realized
 
 OUTPUTS = ("out", "lse", "max_scores")
@@ -42,7 +41,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
         "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
         "to_natural": repr(1.0 if scaled else scale),
     }
-    configs = builder.configs(FORWARD, forward_cost)
+    configs = builder.configs("forward")
     KernelCall(
         "forward",
         lambda name: builder.render("forward.jinja", name, configs, values),

@@ -27,14 +27,14 @@ class Tensor(NamedTuple):
     name: str
     size: list[str]
     stride: list[str]
-    index: str  # tl.int32 where every offset into one [rows, columns] slice fits, else tl.int64
+    offsets: str  # tl.int32 where every offset into one [rows, columns] slice fits, else tl.int64
 
 
 class Arguments:
     """A kernel's parameters: tensors by name, then those sizes and strides that are not constants."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, ir.IRNode] = {}
+        self.tensors: dict[str, Any] = {}  # buffers, and views of them
         self.captures: dict[str, str] = {}  # names of Inductor's buffers -> of arguments
         self.written: list[str] = []
         self.sizes: dict[sympy.Expr, str] = {}
@@ -46,8 +46,8 @@ class Arguments:
         size, stride = value.get_size(), value.get_stride()
         # The last two dimensions are walked by one program: their offsets are computed for every lane.
         inner = [(n - 1) * s for n, s in zip(size[-2:], stride[-2:], strict=True)]
-        index = "tl.int32" if fits_int32(sum(inner, sympy.S.Zero)) else "tl.int64"
-        return Tensor(name, [*map(self.size, size)], [*map(self.size, stride)], index)
+        offsets = "tl.int32" if fits_int32(sum(inner, sympy.S.Zero)) else "tl.int64"
+        return Tensor(name, [*map(self.size, size)], [*map(self.size, stride)], offsets)
 
     def capture(self, value: Any) -> None:
         """A tensor that lanes read: Inductor's own index expressions say where, from the buffer's start."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -45,10 +45,11 @@ _ALSO_POINTWISE = {
 
 def refusal(program: LaneProgram, field: str) -> str | None:
     """Why the program cannot be inlined, or None if it can."""
-    for node in (*program.prologue.graph.nodes, *program.lane.graph.nodes, *program.epilogue.graph.nodes):
+    parts: Any = (program.prologue, program.lane, program.epilogue)
+    for node in (node for part in parts for node in part.graph.nodes):
         if node.op == "get_attr":
             return f"{field} holds a constant tensor"
-    for node in program.lane.graph.nodes:
+    for node in parts[1].graph.nodes:
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
@@ -135,7 +136,8 @@ class LaneCode:
         values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
         with V.graph.set_current_device(device), V.set_graph_handler(lowering), self._writing():
             lowering.run(*values, *inputs)
-            outputs = [_computed(output) for output in lowering.graph_outputs]
+            results: Any = lowering.graph_outputs
+            outputs = [_computed(result) for result in results]
         self.statements()  # brings `axes` up to date
         return [Inlined(variable, kernel.axes[str(variable)]) for variable in outputs]
 
@@ -199,7 +201,7 @@ def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, 
     return _value(V.ops.constant(value, dtype), dtype, V.graph.get_current_device_or_throw())
 
 
-_LOWERINGS = {
+_LOWERINGS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.full.default: _full,
     aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
@@ -321,8 +323,8 @@ class _LaneOps(CSEProxy):
             return self._default("tanh", (x,), {})
         return self.kernel.new(f"1.0 - 2.0 / (tl.exp2({x} * {2 * math.log2(math.e)!r}) + 1.0)", torch.float32)
 
-    def index_expr(self, expression: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
-        text = f"tl.full([], {self.kernel.text(expression)}, tl.int64)"
+    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
+        text = f"tl.full([], {self.kernel.text(expr)}, tl.int64)"
         return self.kernel.new(f"{text}.to({_TRITON[dtype]})", dtype)
 
     value_expr = index_expr

@@ -24,9 +24,14 @@ class TritonRoute:
         return (True, "fused Triton kernel") if reason is None else (False, reason)
 
     def notes(self, problem: AttentionProblem) -> list[str]:
-        from ..chunked import ChunkedRoute
+        from .build import choose, shape_of
+        from .hints import without_effect
 
-        return ChunkedRoute().notes(problem)
+        kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", "backward_dkdv")
+        refused = [choose(kind, problem, shape_of(problem))[1] for kind in kinds]
+        ignored = without_effect(problem.options)
+        notes = [f"{', '.join(ignored)}: for torch's kernels, without effect here"] if ignored else []
+        return [*(reason for reason in refused if reason is not None), *notes]
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         from . import backward, forward

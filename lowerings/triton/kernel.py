@@ -15,6 +15,7 @@ from torch._inductor.codegen.wrapper import ArgName, cexpr, pexpr
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from .configs import Config
 
@@ -127,7 +128,7 @@ class KernelCall(ir.ExternKernel):
         return self.device
 
     def get_unbacked_symbol_defs(self) -> Any:
-        return set()
+        return OrderedSet()
 
     def codegen(self, wrapper: Any) -> None:
         launch_symbols = self._launch_symbols()

@@ -134,7 +134,7 @@ def _dq(
     d_query: Any,
     sums: Sequence[_Sum],
 ) -> None:
-    builder = Builder(problem, call, found, ("b", "h", "q_idx"))
+    builder = Builder(problem, found, ("b", "h", "q_idx"))
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
     placed: list[_Placed] = []
 
@@ -167,7 +167,7 @@ def _dkdv(
     tensors: dict[str, Any],
     fakes: dict[str, Any],
 ) -> dict[str, Any]:
-    builder = Builder(problem, call, found, ("b", "h", "kv_idx"))
+    builder = Builder(problem, found, ("b", "h", "kv_idx"))
     score_mod, mask_mod, joint = builder.inline("score"), builder.inline("mask"), builder.inline("joint")
     configs = builder.configs("backward_dkdv")
     heads = _heads_in_a_program(problem, configs[0])

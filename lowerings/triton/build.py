@@ -19,15 +19,12 @@ from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE
 
 from ..problem import AttentionProblem
 from .configs import (
-    BACKWARD,
-    FORWARD,
+    TABLES,
     Config,
     Shape,
-    backward_cost,
     candidates,
     current_device,
     describe,
-    forward_cost,
     misfit,
 )
 from .hints import hinted
@@ -36,6 +33,7 @@ from .lanes import Inlined, Lane, LaneCode, Statement, invariants
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx"))
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 
 
 def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
@@ -81,8 +79,8 @@ class Walk(NamedTuple):
 class Builder:
     """One kernel of a call: its arguments, and the mods as statements on tiles of `tile` shape."""
 
-    def __init__(self, problem: AttentionProblem, call: Any, mods: dict[str, Mod], outer: Sequence[str]):
-        self.problem, self.call, self.mods = problem, call, mods
+    def __init__(self, problem: AttentionProblem, mods: dict[str, Mod], outer: Sequence[str]):
+        self.problem, self.mods = problem, mods
         self.outer = frozenset(outer)  # the axes that are fixed before the kernel's loop
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
@@ -203,9 +201,28 @@ class Builder:
         return source(template).render(name=name, parameters=", ".join(parameters), **values)
 
 
+def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
+    """What the templates that use softmax.jinja are given."""
+    scale = float(call.scale)
+    score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
+    # A negative factor would turn the row's maximum into its minimum.
+    scaled = score_mod is not None or scale <= 0
+    return {
+        **builder.common(),
+        **{name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")},
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "hoisted": builder.hoisted,
+        "scaled": scaled,
+        "scale": repr(scale),
+        "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
+        "to_natural": repr(1.0 if scaled else scale),
+    }
+
+
 def choose(kind: str, problem: AttentionProblem, shape: Shape) -> tuple[list[Config], str | None]:
     """The configs for one kind of kernel, and why what hints ask for is not among them."""
-    table, cost = (FORWARD, forward_cost) if kind == "forward" else (BACKWARD, backward_cost)
+    table, cost = TABLES[kind]
     device = current_device(problem.device)
     found, _ = candidates(table, cost, device, shape)
     wanted = hinted(found[0], kind, problem.options)

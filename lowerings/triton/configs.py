@@ -31,8 +31,8 @@ class Device(NamedTuple):
 
     arch: str
     shared_bytes: int  # that one program may have
-    registers: int = 65536
     warp: int = 32
+    multiprocessors: int = 132
 
     @property
     def family(self) -> str:
@@ -50,11 +50,15 @@ _SHARED = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "s
 _SHARED |= {"sm_103": 227, "sm_120": 99, "sm_121": 99}
 
 
+_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
+
+
 def known_device(arch: str) -> Device:
     """The device of an architecture name, for one that may not be there."""
+    multiprocessors = _MULTIPROCESSORS.get(arch, 100)
     if arch.startswith("gfx"):
-        return Device(arch, 64 * 1024, registers=131072, warp=64)
-    return Device(arch, _SHARED.get(arch, 99) * 1024)
+        return Device(arch, 64 * 1024, warp=64, multiprocessors=multiprocessors)
+    return Device(arch, _SHARED.get(arch, 99) * 1024, multiprocessors=multiprocessors)
 
 
 target: str | None = None  # where kernels are made for an architecture other than the machine's
@@ -64,12 +68,13 @@ def current_device(device: torch.device) -> Device:
     if target is not None:
         return known_device(target)
     if device.type == "cpu":
-        return Device("interpreter", 1 << 30, registers=1 << 30)
+        return Device("interpreter", 1 << 30, multiprocessors=8)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return known_device(properties.gcnArchName.split(":")[0])
     found = known_device(f"sm_{properties.major}{properties.minor}")
     shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    found = found._replace(multiprocessors=properties.multi_processor_count)
     return found._replace(shared_bytes=shared) if shared else found
 
 
@@ -173,6 +178,36 @@ def backward_cost(config: Config, shape: Shape) -> tuple[int, int]:
 
 def _captured(config: Config, shape: Shape) -> int:
     return shape.tile_loads * config.stages * config.block_m * config.block_n * 4
+
+
+# A tile holds all queries of a call: block_m is set by their number.
+DECODE: Table = {
+    "interpreter": {1024: [Config(16, 32, 4, 1)]},
+    "ampere": {
+        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2)],
+        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+    "hopper": {
+        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3)],
+        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+    "amd": {128: [Config(16, 64, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
+}
+DECODE["blackwell"] = DECODE["hopper"]
+DECODE["consumer"] = {
+    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2)],
+    256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
+    1024: [Config(16, 16, 4, 1)],
+}
+
+TABLES: dict[str, tuple[Table, Cost]] = {
+    "forward": (FORWARD, forward_cost),
+    "decode": (DECODE, forward_cost),
+    "backward_dq": (BACKWARD, backward_cost),
+    "backward_dkdv": (BACKWARD, backward_cost),
+}
 
 
 def candidates(table: Table, cost: Cost, device: Device, shape: Shape) -> tuple[list[Config], list[str]]:

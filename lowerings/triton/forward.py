@@ -1,4 +1,4 @@
-"""The fused forward: one kernel for the output, the logsumexp and the maximum."""
+"""The fused forward: the output, the logsumexp and the maximum, by one kernel or, for few queries, two."""
 
 from __future__ import annotations
 
@@ -7,40 +7,31 @@ from typing import Any
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
-from .build import LOG2_E, Builder, layout_of, mods, tiles
-from .kernel import KernelCall, empty, realized
+from . import decode
+from .build import Builder, Mod, layout_of, mods, softmax_values, tiles
+from .kernel import KernelCall, empty
 
 OUTPUTS = ("out", "lse", "max_scores")
 
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
-    outputs = [
-        empty(*layout_of(fake), fake.dtype, problem.device) for fake in V.graph.current_node.meta["val"]
-    ]
-    builder = Builder(problem, call, mods(problem, call), ("b", "h", "q_idx"))
-    scale = float(call.scale)
-    score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
-    # A negative factor would turn the row's maximum into its minimum.
-    scaled = score_mod is not None or scale <= 0
-    inputs = {name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")}
+    fakes = dict(zip(OUTPUTS, V.graph.current_node.meta["val"], strict=True))
+    outputs = {name: empty(*layout_of(fake), fake.dtype, problem.device) for name, fake in fakes.items()}
     used = _used_outputs()
-    written = {
-        name: builder.tensor(name, output, written=True) if name in used else None
-        for name, output in zip(OUTPUTS, outputs, strict=True)
+    read = {name: output if name in used else None for name, output in outputs.items()}
+    few = decode.serves(problem)
+    (decode.lower if few else _lower)(problem, call, mods(problem, call), read)
+    return tuple(outputs.values())
+
+
+def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
+    builder = Builder(problem, mods, ("b", "h", "q_idx"))
+    values = softmax_values(builder, call)
+    values |= {
+        name: None if output is None else builder.tensor(name, output, written=True)
+        for name, output in outputs.items()
     }
-    values = {
-        **builder.common(),
-        **inputs,
-        **written,
-        "walks": builder.walks(call.schedule[2:6], "keys"),
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-        "hoisted": builder.hoisted,
-        "scaled": scaled,
-        "scale": repr(scale),
-        "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
-        "to_natural": repr(1.0 if scaled else scale),
-    }
+    values["walks"] = builder.walks(call.schedule[2:6], "keys")
     configs = builder.configs("forward")
     KernelCall(
         "forward",
@@ -49,7 +40,6 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
         configs,
         lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
     )
-    return tuple(outputs)
 
 
 def _used_outputs() -> set[str]:

@@ -13,6 +13,7 @@ from .configs import Config
 # numbered 1 belong to the pass for keys and values, those numbered 2 to the one for queries.
 _TILES = {
     "forward": {"block_m": "BLOCK_M", "block_n": "BLOCK_N"},
+    "decode": {"block_n": "BLOCK_N"},
     "backward_dq": {"block_m": "BLOCK_M2", "block_n": "BLOCK_N2"},
     "backward_dkdv": {"block_m": "BLOCK_M1", "block_n": "BLOCK_N1"},
 }
@@ -21,7 +22,7 @@ _LAUNCH = {"warps": "num_warps", "stages": "num_stages"}
 
 def hinted(config: Config, kind: str, options: dict[str, Any]) -> Config:
     """`config` with what the hints ask of this kind of kernel; a prefixed hint outranks a plain one."""
-    prefix = "fwd_" if kind == "forward" else "bwd_"
+    prefix = "bwd_" if kind.startswith("backward") else "fwd_"
     for field, name in (_TILES[kind] | _LAUNCH).items():
         value = options.get(prefix + name, options.get(name))
         if value is not None:

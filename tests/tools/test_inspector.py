@@ -75,6 +75,24 @@ def test_default_configs_fit(target, variant, head_dim):
         assert not found.reasons
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["sm_90", *(pytest.param(target, marks=pytest.mark.slow) for target in TARGETS if target != "sm_90")],
+)
+def test_few_queries_split_the_keys(target):
+    query = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16)
+    key = torch.randn(1, 8, 4096, 128, dtype=torch.bfloat16)
+    report = flex_inductor.inspect(
+        lambda q, k: flex_attention(q, k, k, enable_gqa=True), query, key, target=target
+    )
+    decode, combine = report.kernels
+    assert (decode.kind, combine.kind) == ("decode", "combine")
+    assert decode.resources.spill_bytes == combine.resources.spill_bytes == 0
+    assert decode.resources.shared_bytes <= known_device(target).shared_bytes
+    assert decode.resources.instructions["tensor"] > 0
+    assert "first_h = tl.program_id(1) * 4" in decode.source  # the group is in one tile
+
+
 def test_only_the_forward_where_nothing_needs_a_gradient():
     q = torch.randn(1, 2, 128, 64)
     report = flex_inductor.inspect(flex_attention, q, q, q)

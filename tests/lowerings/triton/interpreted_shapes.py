@@ -5,6 +5,7 @@ import torch
 from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 from flex_inductor import BlockMask, decisions, flex_attention
+from flex_inductor.lowerings.triton.kernel import KernelCall
 from flex_inductor.tools import interpret
 
 SHAPES = {
@@ -15,6 +16,14 @@ SHAPES = {
     "one query": (Sizes(batch=1, queries=1, keys=300), "none"),
     "odd heads": (Sizes(batch=1, queries=33, keys=31, head_dim=80, value_dim=65), "causal"),
     "whole tiles": (Sizes(batch=1, queries=64, keys=128, head_dim=32, value_dim=32), "document"),
+}
+
+
+FEW_QUERIES = {
+    "heads in one tile": (Sizes(queries=5, keys=300), "causal"),
+    "most of a group": (Sizes(batch=1, kv_heads=1, queries=16, keys=512, head_dim=32), "document"),
+    "a schedule for each head": (Sizes(batch=1, queries=3, keys=400), "per_head"),
+    "one KV batch": (Sizes(queries=3, keys=400, kv_batch=1), "per_batch"),
 }
 
 
@@ -29,6 +38,19 @@ def judge_interpreted(mod, sizes, mask, layout="contiguous", scale=None):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape):
     judge_interpreted("position_bias", *SHAPES[shape])
+
+
+@pytest.mark.parametrize("shape", FEW_QUERIES)
+def test_few_queries_split_the_keys(shape, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(KernelCall, "_heuristics", _noting(kinds))
+    judge_interpreted("position_bias", *FEW_QUERIES[shape])
+    assert kinds == ["decode", "combine", "backward_dq", "backward_dkdv"]
+
+
+def _noting(kinds):
+    heuristics = KernelCall._heuristics
+    return lambda call, *metas: [kinds.append(call.kind), heuristics(call, *metas)][1]
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])

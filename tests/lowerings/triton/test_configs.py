@@ -10,6 +10,7 @@ from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
     BACKWARD,
     FORWARD,
+    TABLES,
     Config,
     Shape,
     backward_cost,
@@ -88,13 +89,14 @@ def test_what_is_rejected_says_why():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_call_gets_a_config_that_divides_its_blocks(arch):
-    for table, cost in ((FORWARD, forward_cost), (BACKWARD, backward_cost)):
+    for kind, (table, cost) in TABLES.items():
         for head_dim in (16, 64, 128, 256, 512, 1024):
             for block in (None, 16, 48, 128):
                 for loads in (0, 3):
                     shape = Shape(head_dim, head_dim, 4, block, block, loads)
                     kept, _ = candidates(table, cost, known_device(arch), shape)
-                    assert block is None or not (block % kept[0].block_m or block % kept[0].block_n)
+                    tiles = (kept[0].block_n,) if kind == "decode" else kept[0][:2]
+                    assert block is None or not any(block % tile for tile in tiles)
 
 
 def test_hints_change_the_kernels_they_are_for():

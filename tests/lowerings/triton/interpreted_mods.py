@@ -85,13 +85,13 @@ def test_only_what_is_wanted_is_computed(wanted):
     tensors[wanted].requires_grad_()
 
     def attend(q, k, v, captured):
-        return flex_attention(q, k, v, lambda s, b, h, m, n: s + captured[h] * n, enable_gqa=True)
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + captured[h] * n / 32, enable_gqa=True)
 
     out = interpret.run(attend, *tensors.values())
     upstream = torch.randn_like(out)
     (got,) = torch.autograd.grad(out, tensors[wanted], upstream)
     (want,) = torch.autograd.grad(attend(*tensors.values()), tensors[wanted], upstream)
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert decisions()[-1].chosen == "triton"
 
 

@@ -104,3 +104,26 @@ def test_a_mask_without_lists_of_queries_serves_all_but_keys_and_values():
         assert decisions()[-1].chosen == route
         tensor.requires_grad_(False)
     assert "without lists of queries" in dict(decisions()[-1].rejected)["triton"]
+
+
+def test_inside_a_model():
+    """Inputs and captures that are views of what the graph computes, two layers, a loss after them."""
+    torch.manual_seed(0)
+    project, bias = torch.nn.Linear(32, 96), torch.nn.Parameter(torch.randn(3, 2, 80))
+    mask = MASKS["causal"](Sizes(queries=40, keys=40))
+
+    def loss(x):
+        shifted = (bias * 2).tanh()[1]
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in project(x).chunk(3, dim=-1))
+            out = flex_attention(q, k, v, lambda s, b, h, m, n: s + shifted[h, m - n + 40], mask)
+            x = x + out.transpose(1, 2).flatten(-2)
+        return x.square().mean()
+
+    x = torch.randn(2, 40, 32)
+    wanted = (project.weight, project.bias, bias)
+    decisions(clear=True)
+    got = torch.autograd.grad(interpret.run(loss, x), wanted)
+    assert [decision.chosen for decision in decisions()] == ["triton"] * 4
+    for mine, want in zip(got, torch.autograd.grad(loss(x), wanted), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)

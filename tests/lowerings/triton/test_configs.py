@@ -136,3 +136,17 @@ def test_a_hint_is_honoured_or_noted(monkeypatch):
         "forward: 100x64, 4 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16",
         "PRESCALE_QK: for torch's kernels, without effect here",
     ]
+
+
+def test_max_autotune_gives_the_tuner_every_config_that_fits():
+    from torch._inductor import config
+
+    from flex_inductor.tools.inspector import attention_kernels
+
+    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
+    with config.patch({"max_autotune": True}):
+        (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80")
+    kept, _ = candidates(FORWARD, forward_cost, known_device("sm_80"), Shape(64, 64, 2))
+    assert kernel.configs == [config.launch for config in kept] and len(kept) > 3
+    grids = {grid["config"]["BLOCK_M"]: grid["python"] for grid in kernel.inductor_meta["precomputed_grids"]}
+    assert grids == {128: ["2", "2", "1"], 64: ["4", "2", "1"], 32: ["8", "2", "1"], 16: ["16", "2", "1"]}

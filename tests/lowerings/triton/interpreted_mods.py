@@ -39,12 +39,18 @@ def test_as_right_as_dense_attention(mod, mask, dtype):
 def test_dead_lanes_neither_load_nor_scatter_out_of_range():
     sizes = Sizes(batch=1, queries=64, keys=64)
 
-    def windowed(table):  # an index of a live lane is below 20: the mask is a window of 20
-        return lambda score, b, h, q_idx, kv_idx: score + table[q_idx - kv_idx]
+    def windowed(table, strength):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            distance = q_idx - kv_idx
+            inside = (distance >= 0) & (distance < 20)  # what the mask leaves
+            # A gigabyte away there is nothing to read: the process would end.
+            return score + strength * table[torch.where(inside, distance, 1 << 28)]
 
-    table = torch.randn(20, dtype=torch.float64)
+        return score_mod
+
+    captures = torch.randn(20, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
     # Dense attention would read everywhere; the chunks guard their loads, and are tested on their own.
-    judge_interpreted(windowed, sizes, (table,), MASKS["sliding_window"](sizes), dense=attention_of(windowed))
+    judge_interpreted(windowed, sizes, captures, MASKS["sliding_window"](sizes), dense=attention_of(windowed))
 
 
 def test_negative_indices_count_from_the_end():

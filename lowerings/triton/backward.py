@@ -109,6 +109,7 @@ def _place_sums(
         inside = {"loop": "live", "columns": f"(columns < {N})[None, :]", "rows": f"(rows < {M})[:, None]"}
         mask = " & ".join([*checks, *([inside[where]] if where in inside else [])]) or "None"
         spread = builder.spread(value, "tl.float32")
+        builder.tile_loads += where == "loop"
         placed.append(_Placed(name, where, spread, f"{name} + ({offset})", mask))
     return placed
 

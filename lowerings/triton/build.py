@@ -88,7 +88,7 @@ class Builder:
         self.score_code = LaneCode(self.arguments, "score_", problem.device, approximate=approximate)
         self.mask_code = LaneCode(self.arguments, "mask_", problem.device, approximate=approximate)
         self.hoisted: list[str] = []
-        self.tile_loads = 0  # captured values loaded for every lane
+        self.tile_loads = 0  # captured values that every lane loads or adds to
 
     def size(self, expression: Any) -> str:
         return self.arguments.size(expression)

@@ -36,6 +36,7 @@ __all__ = [
     "decisions",
     "draw_mask",
     "flex_attention",
+    "inspect",
     "masks",
     "mods",
     "noop_mask",
@@ -45,7 +46,7 @@ __all__ = [
     "take_over",
 ]
 
-_LAZY = {"decisions": "flex_inductor.lowerings.decision"}
+_LAZY = {"decisions": "flex_inductor.lowerings.decision", "inspect": "flex_inductor.tools.inspector"}
 
 
 def __getattr__(name: str) -> _Any:

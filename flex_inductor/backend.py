@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -18,10 +19,14 @@ def flex_inductor(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    inner_compile: Callable | None = None,
 ) -> Any:
-    """The backend. `mode` and `options` are Inductor's, plus the few of options.BackendOptions."""
+    """The backend. `mode` and `options` are Inductor's, plus the few of options.BackendOptions.
+
+    `inner_compile` stands in for Inductor's compile_fx_inner, which compiles the forward and the backward graph.
+    """
     import torch._inductor
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     own, inductors = split_options(options)
     names = [route.name for route in ROUTES]
@@ -29,4 +34,5 @@ def flex_inductor(
         raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
     replace_torch_nodes(module, own)
-    return compile_fx(module, example_inputs, config_patches=config or None)
+    inner = compile_fx_inner if inner_compile is None else inner_compile
+    return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)

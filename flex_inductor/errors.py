@@ -303,3 +303,20 @@ def forward_mode_derivative() -> FlexNotImplementedError:
         "flex_attention has no forward-mode derivative (torch.func.jvp, jacfwd). Use reverse mode: "
         "torch.func.vjp, jacrev or grad."
     )
+
+
+# ---- Tools ----------------------------------------------------------------------------------------
+
+
+def no_interpreter(command: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"interpret.run needs TRITON_INTERPRET=1 set before triton is imported, which it was not. "
+        f"Run the script with: {command}"
+    )
+
+
+def interpreter_bf16(version: str, error: float) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"A kernel multiplies bfloat16 matrices, which the interpreter of triton {version} gets wrong (off by "
+        f"{error:.3g} where the product is exact). Use float16 or float32 inputs with interpret.run."
+    )

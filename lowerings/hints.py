@@ -20,9 +20,9 @@ _DEFAULTS = {
 
 
 def unused_hints(problem: AttentionProblem) -> list[str]:
-    ignored = [name for name in hints(problem.options) if _says_something(name, problem.options[name])]
+    ignored = [name for name in hints(problem.options) if says_something(name, problem.options[name])]
     return [f"{', '.join(sorted(ignored))}: for GPU kernels, not used here"] if ignored else []
 
 
-def _says_something(name: str, value: Any) -> bool:
+def says_something(name: str, value: Any) -> bool:
     return name not in _DEFAULTS or _DEFAULTS[name] != value

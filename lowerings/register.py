@@ -47,6 +47,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         **_sizes(call),
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
+        lists_queries=bool(call.schedule) and call.schedule[6] is not None,
         score_mod=_graph(call.score_mod),
         mask_mod=_graph(call.mask_mod),
         joint=_graph(joint),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from .chunked import ChunkedRoute
 from .cpu.route import CpuRoute
 from .problem import AttentionProblem
+from .triton.route import TritonRoute
 
 
 class Route(Protocol):
@@ -32,4 +33,4 @@ class Route(Protocol):
         ...
 
 
-ROUTES: tuple[Route, ...] = (CpuRoute(), ChunkedRoute())
+ROUTES: tuple[Route, ...] = (TritonRoute(), CpuRoute(), ChunkedRoute())

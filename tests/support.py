@@ -81,7 +81,7 @@ def run(
     out, lse, max_scores = attend(query, key, value, tuple(captures), block_mask)
     generator = torch.Generator().manual_seed(1)
     upstream = [
-        torch.randn(t.shape, dtype=torch.float64, generator=generator).to(query.dtype).to(t.dtype)
+        torch.randn(t.shape, dtype=torch.float64, generator=generator).to(query.dtype).to(t)
         for t in (out, lse)
     ]
     wanted = [query, key, value, *(c for c in captures if c.requires_grad)]

@@ -166,7 +166,7 @@ backend option:
             compiled(make(), make(), make())
         self.assertExpectedInline(
             str(raised.value).splitlines()[1],
-            """FlexValueError: options['route'] is 'fused'; expected one of cpu, chunked.""",
+            """FlexValueError: options['route'] is 'fused'; expected one of triton, cpu, chunked.""",
         )
 
 

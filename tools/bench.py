@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import bench_cpu, bench_masks
+from . import bench_cpu, bench_gpu, bench_masks
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -15,6 +15,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def _register_kinds(kinds: argparse._SubParsersAction) -> None:
     bench_cpu.register(kinds)
+    bench_gpu.register(kinds)
     bench_masks.register(kinds)
 
 

@@ -102,11 +102,13 @@ route 'fused' was asked for and cannot serve this call. Every route:
             """\
 call:     forward float32 on cpu, B2 H4:2 M40 N40 D8, score_mod (1 captured), mask_mod, blocks 16x16
 chosen:   chunked (asked for; serves every device, dtype, shape and mod, in bounded memory; not fused)
+rejected: triton: for GPUs; on CPU only with Triton's interpreter
 rejected: cpu: not asked for; fused C++ forward
 note:     BLOCK_M, num_warps: for GPU kernels, not used here
 
 call:     backward float32 on cpu, B2 H4:2 M40 N40 D8, score_mod (1 captured), mask_mod, blocks 16x16
 chosen:   chunked (asked for; serves every device, dtype, shape and mod, in bounded memory; not fused)
+rejected: triton: for GPUs; on CPU only with Triton's interpreter
 rejected: cpu: not asked for; fused C++ backward
 note:     BLOCK_M, num_warps: for GPU kernels, not used here""",
         )

@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: forward and backward."""

@@ -1,0 +1,245 @@
+"""The fused backward: one kernel for d(query) and captured tensors, one for d(key) and d(value)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.virtualized import V
+
+from ..problem import AttentionProblem
+from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles
+from .configs import Config
+from .kernel import KernelCall, empty, realized
+from .lanes import run_outside
+
+aten = torch.ops.aten
+
+# Below this many programs the query heads of one KV head get programs of their own.
+ENOUGH_PROGRAMS = 512
+
+
+def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
+    found = mods(problem, call)
+    tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "lse")}
+    tensors["grad_out"] = _grad_out(problem, call)
+    tensors["delta"] = _delta(call)
+    fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
+    grads: dict[str, Any] = dict.fromkeys(fakes)
+    joint = found.get("joint")
+    captured: Sequence[Any] = (None,) * len(call.score_captures)
+    sums = _accumulators(joint, len(call.score_captures), problem.device) if joint else []
+    if "query" in problem.outputs or sums:
+        if "query" in problem.outputs:
+            grads["d_query"] = empty(*layout_of(fakes["d_query"]), problem.dtype, problem.device)
+        _dq(problem, call, found, tensors, grads["d_query"], sums)
+    if joint is not None:
+        captured = _captured(joint, call.score_captures, sums)
+    if "key" in problem.outputs or "value" in problem.outputs:
+        grads.update(_dkdv(problem, call, found, tensors, fakes))
+    return (*grads.values(), tuple(captured))
+
+
+def _grad_out(problem: AttentionProblem, call: Any) -> Any:
+    if call.grad_out is not None:
+        return realized(call.grad_out)
+    size = [*call.query.get_size()[:3], problem.V]
+    zeros = lowerings[aten.full](size, 0, dtype=problem.dtype, device=problem.device)
+    return realized(zeros)
+
+
+def _delta(call: Any) -> Any:
+    """[B, H, M]: what the softmax's own gradient subtracts in every row."""
+    parts = []
+    if call.grad_out is not None:
+        products = lowerings[aten.mul](
+            to_dtype(call.out, torch.float32), to_dtype(call.grad_out, torch.float32)
+        )
+        parts.append(lowerings[aten.sum](products, [-1]))
+    if call.grad_lse is not None:
+        parts.append(lowerings[aten.neg](call.grad_lse))
+    delta = parts[0] if len(parts) == 1 else lowerings[aten.add](*parts)
+    return realized(delta)
+
+
+class _Sum(NamedTuple):
+    """One leaf of the joint program: what lanes add into `buffer`, fp32 zeros of `size`."""
+
+    buffer: Any
+    size: list[Any]
+
+
+class _Placed(NamedTuple):
+    """A leaf in the dQ kernel. `where`: in the "loop", for its "columns", for "rows" after it, or "once"."""
+
+    name: str
+    where: str
+    value: str
+    pointer: str
+    mask: str
+
+
+def _accumulators(joint: Mod, captures: int, device: torch.device) -> list[_Sum]:
+    invariants = joint.inputs[captures:]
+    sums = []
+    for leaf in joint.program.leaves:
+        shape = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
+        size = [invariants[at] if invariant else at for at, invariant in shape]
+        zeros = lowerings[aten.full](size, 0.0, dtype=torch.float32, device=device)
+        sums.append(_Sum(realized(zeros), size))
+    return sums
+
+
+def _place_sums(
+    builder: Builder, joint: Inline, sums: Sequence[_Sum], leaves: Sequence[Any]
+) -> list[_Placed]:
+    outputs, placed = iter(joint.outputs[1:]), []
+    for i, (total, leaf) in enumerate(zip(sums, leaves, strict=True)):
+        value, indices = next(outputs), [next(outputs) for _ in range(leaf.indices)]
+        offset, checks = builder.score_code.element(indices, total.size)
+        name = builder.tensor(f"sum_{i}", total.buffer, written=True).name
+        if "kv_idx" not in leaf.axes:
+            where = "rows" if "q_idx" in leaf.axes else "once"
+        else:
+            where = "loop" if "q_idx" in leaf.axes else "columns"
+        M, N = builder.size(builder.problem.M), builder.size(builder.problem.N)
+        inside = {"loop": "live", "columns": f"(columns < {N})[None, :]", "rows": f"(rows < {M})[:, None]"}
+        mask = " & ".join([*checks, *([inside[where]] if where in inside else [])]) or "None"
+        spread = builder.spread(value, "tl.float32")
+        builder.tile_loads += where == "loop"
+        placed.append(_Placed(name, where, spread, f"{name} + ({offset})", mask))
+    return placed
+
+
+def _captured(joint: Mod, captures: Sequence[Any], sums: Sequence[_Sum]) -> list[Any]:
+    """Gradients of the captured tensors from what lanes added up."""
+    totals = [total.buffer for total in sums]
+    grads = iter(run_outside(joint.program.epilogue, [*totals, *joint.inputs]))
+    found = []
+    for capture, wanted in zip(captures, joint.program.gradients, strict=True):
+        grad = next(grads)
+        if wanted and grad is not None:
+            grad = lowerings[aten.expand](to_dtype(grad, capture.get_dtype()), [*capture.get_size()])
+        found.append(grad if wanted else None)
+    return found
+
+
+def _dq(
+    problem: AttentionProblem,
+    call: Any,
+    found: dict[str, Mod],
+    tensors: dict[str, Any],
+    d_query: Any,
+    sums: Sequence[_Sum],
+) -> None:
+    builder = Builder(problem, found, ("b", "h", "q_idx"))
+    score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
+    placed: list[_Placed] = []
+
+    def place(joint: Inline) -> None:
+        placed.extend(_place_sums(builder, joint, sums, found["joint"].program.leaves))
+
+    joint = builder.inline("joint", place)
+    values = {
+        **_values(builder, call, tensors, score_mod, mask_mod, joint),
+        "walks": builder.walks(call.schedule[2:6], "keys"),
+        "wants": [] if d_query is None else ["d_query"],
+        "d_query": None if d_query is None else builder.tensor("d_query", d_query, written=True),
+        "sums": placed,
+    }
+    configs = builder.configs("backward_dq")
+    KernelCall(
+        "backward_dq",
+        lambda name: builder.render("backward_dq.jinja", name, configs, values),
+        builder.arguments,
+        configs,
+        lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
+        accumulated=[total.name for total in placed],
+    )
+
+
+def _dkdv(
+    problem: AttentionProblem,
+    call: Any,
+    found: dict[str, Mod],
+    tensors: dict[str, Any],
+    fakes: dict[str, Any],
+) -> dict[str, Any]:
+    builder = Builder(problem, found, ("b", "h", "kv_idx"))
+    score_mod, mask_mod, joint = builder.inline("score"), builder.inline("mask"), builder.inline("joint")
+    configs = builder.configs("backward_dkdv")
+    heads = _heads_in_a_program(problem, configs[0])
+    parts = int(problem.H) // heads
+    summed = parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
+    outputs, written = {}, {}
+    for name, source in (("d_key", "key"), ("d_value", "value")):
+        if source not in problem.outputs:
+            continue
+        if summed:
+            size = [problem.B, parts, problem.N, problem.D if source == "key" else problem.V]
+            outputs[name] = empty(size, None, torch.float32, problem.device)
+        else:
+            outputs[name] = empty(*layout_of(fakes[name]), problem.dtype, problem.device)
+        written[name] = builder.tensor(name, outputs[name], written=True)
+    values = {
+        **_values(builder, call, tensors, score_mod, mask_mod, joint),
+        **{"d_key": None, "d_value": None},
+        **written,
+        "walks": builder.walks(call.schedule[6:10], "queries"),
+        "wants": list(written),
+        "heads": heads,
+    }
+    KernelCall(
+        "backward_dkdv",
+        lambda name: builder.render("backward_dkdv.jinja", name, configs, values),
+        builder.arguments,
+        configs,
+        lambda config: (tiles(problem.N, config.block_n), parts, problem.B),
+    )
+    if summed:
+        outputs = {name: _sum_parts(grad, problem) for name, grad in outputs.items()}
+    return outputs
+
+
+def _heads_in_a_program(problem: AttentionProblem, config: Config) -> int:
+    """Of the query heads that share a KV head: all where that leaves programs enough, else one."""
+    group = int(problem.H) // int(problem.K)
+    programs = tiles(problem.N, config.block_n) * problem.K * problem.B
+    few = V.graph.sizevars.optimization_hint(programs, fallback=0) < ENOUGH_PROGRAMS
+    return 1 if few else group
+
+
+def _sum_parts(parts: Any, problem: AttentionProblem) -> Any:
+    """[B or 1, K, N, D] of the call's dtype from one part for each batch and some query heads."""
+    B, count, N, D = parts.get_size()
+    grouped = lowerings[aten.view](parts, [B, problem.K, int(count) // int(problem.K), N, D])
+    total = lowerings[aten.sum](grouped, [2])
+    if one_kv_batch(problem):
+        total = lowerings[aten.sum](total, [0], True)
+    return to_dtype(total, problem.dtype)
+
+
+def _values(
+    builder: Builder,
+    call: Any,
+    tensors: dict[str, ir.IRNode],
+    score_mod: Inline | None,
+    mask_mod: Inline | None,
+    joint: Inline | None,
+) -> dict[str, Any]:
+    """What both templates are given."""
+    scale = float(call.scale)
+    return {
+        **builder.common(),
+        **{name: builder.tensor(name, tensor) for name, tensor in tensors.items()},
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "joint": joint,
+        "hoisted": builder.hoisted,
+        "scaled": score_mod is not None,
+        "scale": repr(scale),
+        "to_log2": repr(LOG2_E if score_mod else LOG2_E * scale),
+    }

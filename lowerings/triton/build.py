@@ -1,0 +1,293 @@
+"""What the kernels of one call have in common: their mods, schedule and rendering."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jinja2
+import sympy
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
+
+from flex_inductor.op.program import LaneProgram, split
+from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
+
+from ..problem import AttentionProblem
+from .configs import (
+    TABLES,
+    Config,
+    Shape,
+    candidates,
+    current_device,
+    describe,
+    misfit,
+)
+from .hints import hinted
+from .kernel import Arguments, Tensor, realized
+from .lanes import Inlined, Lane, LaneCode, Statement, invariants
+
+ALL = frozenset(("b", "h", "q_idx", "kv_idx"))
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
+    """The call's mods, cut into what runs once and what runs for every score."""
+    graphs = (
+        ("score", problem.score_mod, SCORE_LANES),
+        ("mask", problem.mask_mod, MASK_LANES),
+        ("joint", problem.joint, JOINT_LANES),
+    )
+    return {name: split(graph, lanes, guarded=False) for name, graph, lanes in graphs if graph is not None}
+
+
+class Mod(NamedTuple):
+    program: LaneProgram
+    inputs: list[Any]  # captures, then invariants
+
+
+def mods(problem: AttentionProblem, call: Any) -> dict[str, Mod]:
+    found = {}
+    for name, program in programs(problem).items():
+        captures = [realized(t) for t in (call.mask_captures if name == "mask" else call.score_captures)]
+        found[name] = Mod(program, [*captures, *invariants(program, captures)])
+    return found
+
+
+class Inline(NamedTuple):
+    """A mod as the template writes it."""
+
+    inside: list[str]
+    result: str
+    outputs: list[Inlined]
+
+
+class Walk(NamedTuple):
+    """One pass over blocks: a list of the schedule, or all keys (queries) without one."""
+
+    title: str
+    masked: bool
+    counts: Tensor | None = None
+    indices: Tensor | None = None
+
+
+class Builder:
+    """One kernel of a call: its arguments, and the mods as statements on tiles of `tile` shape."""
+
+    def __init__(self, problem: AttentionProblem, mods: dict[str, Mod], outer: Sequence[str]):
+        self.problem, self.mods = problem, mods
+        self.outer = frozenset(outer)  # the axes that are fixed before the kernel's loop
+        self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
+        self.arguments = Arguments()
+        approximate = problem.dtype.itemsize < 4
+        self.score_code = LaneCode(self.arguments, "score_", problem.device, approximate=approximate)
+        self.mask_code = LaneCode(self.arguments, "mask_", problem.device, approximate=approximate)
+        self.hoisted: list[str] = []
+        self.tile_loads = 0  # captured values that every lane loads or adds to
+
+    def size(self, expression: Any) -> str:
+        return self.arguments.size(expression)
+
+    def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
+        return self.arguments.tensor(name, value, written=written)
+
+    def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
+        """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values.
+
+        `extend` may write more statements after the mod's.
+        """
+        mod = self.mods.get(name)
+        if mod is None:
+            return None
+        code = self.mask_code if name == "mask" else self.score_code
+        before = len(code.statements())
+        outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
+        result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
+        inline = Inline([], result, outputs)
+        if extend is not None:
+            extend(inline)
+        inline.inside.extend(self._place(code.statements()[before:]))
+        return inline
+
+    def _place(self, statements: Sequence[Statement]) -> list[str]:
+        """The statements that belong in the loop; the others run before it."""
+        inside = [s for s in statements if not s.axes <= self.outer]
+        self.hoisted += [s.text for s in statements if s.axes <= self.outer]
+        self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
+        return [s.text for s in inside]
+
+    def configs(self, kind: str) -> list[Config]:
+        """The configs to time, or the one to use; called once the mods are inlined."""
+        shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads)
+        return choose(kind, self.problem, shape)[0]
+
+    def spread(self, value: Inlined, dtype: str) -> str:
+        """`value` with the shape of a tile."""
+        text = value.name if value.dtype in (torch.bool, torch.float32) else f"{value.name}.to({dtype})"
+        whole = {"q_idx", "kv_idx"} <= value.axes
+        return text if whole else f"tl.broadcast_to({text}, {self.tile})"
+
+    def _lanes(self, names: Sequence[str]) -> list[Lane]:
+        p = self.problem
+        below = {"b": p.B, "h": p.H, "q_idx": p.M, "kv_idx": p.N}
+        return [
+            Lane(n, frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]))
+            if n in below
+            else Lane("d_score" if n == "grad_score" else n, ALL, torch.float32)
+            for n in names
+        ]
+
+    def walks(self, lists: Sequence[Any], side: str) -> list[Walk]:
+        """Passes over four fields of BlockLists."""
+        masked = "mask" in self.mods
+        if not lists:
+            return [Walk(f"All {side}.", masked)]
+        counts, indices, full_counts, full_indices = lists
+        found = [
+            Walk(
+                f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}.",
+                masked,
+                self.tensor("counts", realized(counts)),
+                self.tensor("indices", realized(indices)),
+            )
+        ]
+        if full_counts is not None:
+            full = (self.tensor("full_counts", realized(full_counts)), realized(full_indices))
+            found.append(
+                Walk(f"Full blocks of {side}.", False, full[0], self.tensor("full_indices", full[1]))
+            )
+        return found
+
+    def common(self) -> dict[str, Any]:
+        """What every template is given."""
+        p = self.problem
+        blocks = p.blocks or (None, None)
+        return {
+            **{name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")},
+            "D_PAD": padded(p.D),
+            "V_PAD": padded(p.V),
+            "q_block": self._block(blocks[0], p.M),
+            "kv_block": self._block(blocks[1], p.N),
+            "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
+            "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
+            "group": int(p.H) // int(p.K),
+            "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
+            "precision": repr(dot_precision(p.dtype)),
+        }
+
+    def _block(self, block: int | None, length: Any) -> str | None:
+        """Tokens in a block, no more than there are."""
+        if block is None:
+            return None
+        known = V.graph.sizevars.statically_known_leq(length, block)
+        return self.size(length) if known else str(block)
+
+    def _even(self, length: Any, block: int | None, tile: str) -> str:
+        """Whether every tile that is visited lies inside: a constant expression of the kernel."""
+        size = self.size(length)
+        if not size.isdigit():
+            return "False"
+        unit = tile if block is None or block >= int(size) else str(block)
+        return f"{size} % {unit} == 0"
+
+    def render(self, template: str, name: str, configs: Sequence[Config], values: dict[str, Any]) -> str:
+        constants = [f"{constant}: tl.constexpr" for constant in configs[0].constants]
+        parameters = [*self.arguments.names, *constants]
+        return source(template).render(name=name, parameters=", ".join(parameters), **values)
+
+
+def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
+    """What the templates that use softmax.jinja are given."""
+    scale = float(call.scale)
+    score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
+    # A negative factor would turn the row's maximum into its minimum.
+    scaled = score_mod is not None or scale <= 0
+    return {
+        **builder.common(),
+        **{name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")},
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
+        "hoisted": builder.hoisted,
+        "scaled": scaled,
+        "scale": repr(scale),
+        "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
+        "to_natural": repr(1.0 if scaled else scale),
+    }
+
+
+def choose(kind: str, problem: AttentionProblem, shape: Shape) -> tuple[list[Config], str | None]:
+    """The configs for one kind of kernel, and why what hints ask for is not among them."""
+    table, cost = TABLES[kind]
+    device = current_device(problem.device)
+    found, _ = candidates(table, cost, device, shape)
+    wanted = hinted(found[0], kind, problem.options)
+    if wanted != found[0]:
+        reason = misfit(wanted, cost, device, shape)
+        if reason is None:
+            return [wanted], None
+        return found[:1], f"{kind}: {describe(wanted)} was asked for: {reason}"
+    return (found if inductor_config.max_autotune else found[:1]), None
+
+
+def shape_of(problem: AttentionProblem) -> Shape:
+    """What configs are chosen by."""
+    q_block, kv_block = problem.blocks or (None, None)
+
+    def divides(block: int | None, length: Any) -> int | None:
+        # One block that holds everything divides into tiles of any size.
+        known = block is not None and V.graph.sizevars.statically_known_leq(length, block)
+        return None if known else block
+
+    return Shape(
+        padded(problem.D),
+        padded(problem.V),
+        problem.dtype.itemsize,
+        divides(q_block, problem.M),
+        divides(kv_block, problem.N),
+    )
+
+
+def tiles(length: Any, tile: int) -> Any:
+    return FloorDiv(sympy.sympify(length) + tile - 1, tile)
+
+
+def padded(head_dim: Any) -> int:
+    """A head dim as the dot takes it: a power of two, at least 16."""
+    return max(16, 1 << (int(head_dim) - 1).bit_length())
+
+
+def one_kv_batch(problem: AttentionProblem) -> bool:
+    """Whether all batches share one of keys and values."""
+    return problem.B_kv == 1
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
+    return "ieee" if exact and dtype == torch.float32 else "tf32"
+
+
+def layout_of(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """Size and stride of what the op's fake rule returned."""
+
+    def plain(size: Any) -> Any:
+        return size.node.expr if isinstance(size, torch.SymInt) else size
+
+    return [*map(plain, fake.shape)], [*map(plain, fake.stride())]
+
+
+@functools.cache
+def source(name: str) -> jinja2.Template:
+    folder = str(resources.files("flex_inductor.templates").joinpath("triton"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(name)

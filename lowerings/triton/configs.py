@@ -1,0 +1,251 @@
+"""Tile sizes and launch parameters by architecture and head dim, and the estimates that prune them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """One way to launch a kernel: a tile is block_m queries by block_n keys."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """In the form Inductor's autotuner takes."""
+        return {**self.constants, "num_warps": self.warps, "num_stages": self.stages}
+
+
+class Device(NamedTuple):
+    """What limits a kernel. `arch` is sm_80... or gfx942, or "interpreter"."""
+
+    arch: str
+    shared_bytes: int  # that one program may have
+    warp: int = 32
+    multiprocessors: int = 132
+
+    @property
+    def family(self) -> str:
+        """The table's row: cards with the same tensor cores and about as much shared memory."""
+        if self.arch.startswith("gfx"):
+            return "amd"
+        if self.arch == "interpreter":
+            return "interpreter"
+        if self.shared_bytes < 128 * 1024:
+            return "consumer"
+        return {"8": "ampere", "9": "hopper"}.get(self.arch[3:4] if len(self.arch) == 5 else "", "blackwell")
+
+
+_SHARED = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}
+_SHARED |= {"sm_103": 227, "sm_120": 99, "sm_121": 99}
+
+
+_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
+
+
+def known_device(arch: str) -> Device:
+    """The device of an architecture name, for one that may not be there."""
+    multiprocessors = _MULTIPROCESSORS.get(arch, 100)
+    if arch.startswith("gfx"):
+        return Device(arch, 64 * 1024, warp=64, multiprocessors=multiprocessors)
+    return Device(arch, _SHARED.get(arch, 99) * 1024, multiprocessors=multiprocessors)
+
+
+target: str | None = None  # where kernels are made for an architecture other than the machine's
+
+
+def current_device(device: torch.device) -> Device:
+    if target is not None:
+        return known_device(target)
+    if device.type == "cpu":
+        return Device("interpreter", 1 << 30, multiprocessors=8)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return known_device(properties.gcnArchName.split(":")[0])
+    found = known_device(f"sm_{properties.major}{properties.minor}")
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    found = found._replace(multiprocessors=properties.multi_processor_count)
+    return found._replace(shared_bytes=shared) if shared else found
+
+
+class Shape(NamedTuple):
+    """What the estimates need to know of a call."""
+
+    D: int  # head dims, padded
+    V: int
+    bytes: int  # of an element
+    q_block: int | None = None  # the schedule's blocks, which a tile must divide; None for any tile
+    kv_block: int | None = None
+    tile_loads: int = (
+        0  # captured values read or added to by every lane: the pipeline keeps loads in shared memory
+    )
+
+    @property
+    def widest(self) -> int:
+        return max(self.D, self.V)
+
+
+Table = dict[str, dict[int, list[Config]]]  # family -> largest head dim -> configs, best first
+Cost = Callable[[Config, Shape], tuple[int, int]]  # shared bytes of a program, registers of all its threads
+
+_LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
+
+FORWARD: Table = {
+    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "ampere": {
+        64: [Config(128, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 64, 4, 3)],
+        128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
+        256: [Config(64, 32, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 2)],
+        1024: [Config(32, 16, 8, 1)],
+    },
+    "hopper": {
+        64: [Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 3)],
+        128: [Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
+        256: [Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
+        1024: [Config(32, 16, 8, 1)],
+    },
+    "consumer": {
+        64: [Config(64, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 32, 4, 3)],
+        128: [Config(64, 32, 4, 3), Config(64, 64, 4, 2), Config(32, 32, 4, 2)],
+        256: [Config(64, 32, 8, 1), Config(32, 32, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+    "amd": {
+        64: [Config(128, 64, 4, 1), Config(64, 64, 4, 1)],
+        128: [Config(128, 64, 4, 1), Config(64, 64, 4, 1)],
+        256: [Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+}
+FORWARD["blackwell"] = {
+    **FORWARD["hopper"],
+    128: [Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3)],
+    256: [Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
+}
+
+# dQ walks keys for a tile of queries, dK/dV queries for a tile of keys.
+BACKWARD: Table = {
+    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "ampere": {
+        64: [Config(64, 64, 4, 2), Config(64, 32, 4, 2)],
+        128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
+        256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
+        1024: [Config(16, 16, 8, 1)],
+    },
+    "hopper": {
+        64: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 32, 4, 2)],
+        128: [Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
+        256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
+        1024: [Config(16, 16, 8, 1)],
+    },
+    "consumer": {
+        64: [Config(64, 32, 4, 2), Config(32, 32, 4, 2)],
+        128: [Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
+        256: [Config(16, 16, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+    "amd": {
+        64: [Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
+        128: [Config(32, 32, 4, 1), Config(16, 16, 4, 1)],
+        256: [Config(16, 16, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+}
+BACKWARD["blackwell"] = BACKWARD["hopper"]
+
+
+def forward_cost(config: Config, shape: Shape) -> tuple[int, int]:
+    """Shared bytes of a program and registers of all its threads, about."""
+    m, n, stages = config.block_m, config.block_n, config.stages
+    shared = (m * shape.D + max(stages, 1) * n * (shape.D + shape.V)) * shape.bytes
+    return shared + _captured(config, shape), m * shape.V + (2 + shape.tile_loads) * m * n
+
+
+def backward_cost(config: Config, shape: Shape) -> tuple[int, int]:
+    m, n, stages = config.block_m, config.block_n, config.stages
+    rows, walked = max(m, n), min(m, n)
+    shared = (rows + max(stages, 1) * walked) * (shape.D + shape.V) * shape.bytes + m * n * shape.bytes
+    return shared + _captured(config, shape), rows * (shape.D + shape.V) + (3 + shape.tile_loads) * m * n
+
+
+def _captured(config: Config, shape: Shape) -> int:
+    return shape.tile_loads * config.stages * config.block_m * config.block_n * 4
+
+
+# A tile holds all queries of a call: block_m is set by their number.
+DECODE: Table = {
+    "interpreter": {1024: [Config(16, 32, 4, 1)]},
+    "ampere": {
+        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2)],
+        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+    "hopper": {
+        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3)],
+        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2)],
+        1024: [Config(16, 16, 4, 1)],
+    },
+    "amd": {128: [Config(16, 64, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
+}
+DECODE["blackwell"] = DECODE["hopper"]
+DECODE["consumer"] = {
+    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2)],
+    256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
+    1024: [Config(16, 16, 4, 1)],
+}
+
+TABLES: dict[str, tuple[Table, Cost]] = {
+    "forward": (FORWARD, forward_cost),
+    "decode": (DECODE, forward_cost),
+    "backward_dq": (BACKWARD, backward_cost),
+    "backward_dkdv": (BACKWARD, backward_cost),
+}
+
+
+def candidates(table: Table, cost: Cost, device: Device, shape: Shape) -> tuple[list[Config], list[str]]:
+    """The configs that fit, best first, and why the others do not. Where none does, the smallest tile that
+    divides the schedule's blocks is taken all the same."""
+    classes = table[device.family]
+    width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
+    kept: list[Config] = []
+    rejected: list[str] = []
+    for config in dict.fromkeys([*classes[width], *_LAST]):
+        reason = misfit(config, cost, device, shape)
+        if reason is None:
+            kept.append(config)
+        else:
+            rejected.append(f"{describe(config)}: {reason}")
+    return kept or [_LAST[-1]], rejected
+
+
+def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
+    """Why a config cannot serve, or None."""
+    for tile, block, name in (
+        (config.block_m, shape.q_block, "query"),
+        (config.block_n, shape.kv_block, "KV"),
+    ):
+        if tile < 16 or tile & (tile - 1):
+            return f"a tile of {tile} is not a power of two from 16"
+        if block is not None and block % tile:
+            return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
+    shared, registers = cost(config, shape)
+    if shared > device.shared_bytes:
+        return f"about {shared} bytes of shared memory of {device.shared_bytes}"
+    a_thread = registers // (config.warps * device.warp)
+    if a_thread > (400 if device.warp == 64 else 220):
+        return f"about {a_thread} registers a thread"
+    return None
+
+
+def describe(config: Config) -> str:
+    return f"{config.block_m}x{config.block_n}, {config.warps} warps, {config.stages} stages"

@@ -1,0 +1,48 @@
+"""The fused forward: the output, the logsumexp and the maximum, by one kernel or, for few queries, two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor.virtualized import V
+
+from ..problem import AttentionProblem
+from . import decode
+from .build import Builder, Mod, layout_of, mods, softmax_values, tiles
+from .kernel import KernelCall, empty
+
+OUTPUTS = ("out", "lse", "max_scores")
+
+
+def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
+    fakes = dict(zip(OUTPUTS, V.graph.current_node.meta["val"], strict=True))
+    outputs = {name: empty(*layout_of(fake), fake.dtype, problem.device) for name, fake in fakes.items()}
+    used = _used_outputs()
+    read = {name: output if name in used else None for name, output in outputs.items()}
+    few = decode.serves(problem)
+    (decode.lower if few else _lower)(problem, call, mods(problem, call), read)
+    return tuple(outputs.values())
+
+
+def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
+    builder = Builder(problem, mods, ("b", "h", "q_idx"))
+    values = softmax_values(builder, call)
+    values |= {
+        name: None if output is None else builder.tensor(name, output, written=True)
+        for name, output in outputs.items()
+    }
+    values["walks"] = builder.walks(call.schedule[2:6], "keys")
+    configs = builder.configs("forward")
+    KernelCall(
+        "forward",
+        lambda name: builder.render("forward.jinja", name, configs, values),
+        builder.arguments,
+        configs,
+        lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
+    )
+
+
+def _used_outputs() -> set[str]:
+    """The output, and what else the graph reads."""
+    taken = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
+    return {"out", *(name for i, name in enumerate(OUTPUTS) if i in taken)}

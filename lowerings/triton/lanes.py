@@ -1,0 +1,333 @@
+"""Lane graphs as Triton statements, by Inductor's lowerings and its Triton printer.
+
+Every value knows the lane axes it varies along, so that what does not change in a kernel's loop is
+computed before it. A load whose index may leave the tensor is masked by that comparison: a dead lane may
+hold any index, and a live one with an index out of range reads NaN (0 from integers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
+from torch._inductor.codegen.triton import TritonOverrides, texpr
+from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
+from torch._inductor.lowering import fallbacks, lowerings, to_dtype
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.utils import sympy_subs
+from torch._inductor.virtualized import OpsValue, V
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from flex_inductor.op.program import LaneProgram
+
+from .kernel import Arguments, fits_int32, realized
+
+aten = torch.ops.aten
+
+# Pointwise at 0-d, though not tagged so.
+_ALSO_POINTWISE = {
+    aten.index.Tensor,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten._to_copy.default,
+    aten.where.ScalarOther,
+}
+
+
+def refusal(program: LaneProgram, field: str) -> str | None:
+    """Why the program cannot be inlined, or None if it can."""
+    parts: Any = (program.prologue, program.lane, program.epilogue)
+    for node in (node for part in parts for node in part.graph.nodes):
+        if node.op == "get_attr":
+            return f"{field} holds a constant tensor"
+    for node in parts[1].graph.nodes:
+        if node.op != "call_function":
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return f"{field} computes a tensor for each score ({node.target})"
+        pointwise = node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        known = node.target in lowerings or node.target in _LOWERINGS
+        if not pointwise or not known or node.target in fallbacks:
+            return f"{field} uses {node.target}, which is not inlined"
+    return None
+
+
+def invariants(program: LaneProgram, captures: Sequence[Any]) -> list[Any]:
+    """What the program's prologue computes: buffers of the surrounding graph, and sizes."""
+    return [
+        realized(value) if isinstance(value, ir.TensorBox) else value
+        for value in run_outside(program.prologue, captures)
+    ]
+
+
+def run_outside(module: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Lower a graph of ordinary tensor code into the surrounding graph."""
+
+    class Lowering(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is aten.sym_size.int:
+                return args[0].get_size()[args[1]]
+            if any(isinstance(a, ir.TensorBox) for a in args) or isinstance(target, torch._ops.OpOverload):
+                return V.graph.call_function(target, args, kwargs)
+            return target(*args, **kwargs)
+
+        def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return args[0]
+
+    return Lowering(module).run(*inputs)
+
+
+class Lane(NamedTuple):
+    """A lane argument: a variable of the kernel, the axes it varies along, and its least upper bound."""
+
+    name: str
+    axes: frozenset[str]
+    dtype: torch.dtype
+    below: sympy.Expr | None = None  # an index lies in [0, below)
+
+
+class Statement(NamedTuple):
+    text: str
+    axes: frozenset[str]
+
+
+class Inlined(NamedTuple):
+    """A value that a lane graph computes."""
+
+    variable: CSEVariable
+    axes: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return str(self.variable)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.variable.dtype
+
+
+class LaneCode:
+    """The statements of lane graphs that may share values.
+
+    `prefix` keeps their names apart from others. With `approximate`, functions may be as rough as 16-bit
+    inputs hide.
+    """
+
+    def __init__(self, arguments: Arguments, prefix: str, device: torch.device, *, approximate: bool):
+        self.kernel = _LaneKernel(arguments, prefix, device, approximate)
+
+    def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Inlined]:
+        """The lane graph's outputs on `lanes`. `inputs` are its captures and invariants."""
+        kernel, device = self.kernel, self.kernel.device
+        for value in inputs:
+            if isinstance(value, ir.TensorBox):
+                kernel.arguments.capture(value)
+        lowering = _Lowering(program.lane, V.graph, additional_lowerings=_LOWERINGS)
+        values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
+        with V.graph.set_current_device(device), V.set_graph_handler(lowering), self._writing():
+            lowering.run(*values, *inputs)
+            results: Any = lowering.graph_outputs
+            outputs = [_computed(result) for result in results]
+        self.statements()  # brings `axes` up to date
+        return [Inlined(variable, kernel.axes[str(variable)]) for variable in outputs]
+
+    def element(self, indices: Sequence[Inlined], size: Sequence[Any]) -> tuple[str, list[str]]:
+        """The offset of an element of a contiguous tensor, and the comparisons that hold if it exists."""
+        kernel, offset, step = self.kernel, sympy.S.Zero, sympy.S.One
+        checks = []
+        with self._writing() as ops:
+            for index, length in zip(reversed(indices), reversed(size), strict=True):
+                symbol = ops.indirect_indexing(index.variable, length)
+                offset, step = offset + symbol * step, step * length
+                checks += [kernel.checks[symbol.name]] if symbol.name in kernel.checks else []
+            wide = not fits_int32(step)
+            return kernel.text(offset, wide), checks
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[_LaneOps]:
+        ops = _LaneOps(self.kernel, TritonOverrides())
+        with V.set_kernel_handler(self.kernel), V.set_ops_handler(ops):
+            yield ops
+
+    def statements(self) -> list[Statement]:
+        """All statements, in order."""
+        found = []
+        axes = self.kernel.axes
+        for line in self.kernel.compute.getvalue().splitlines():
+            name, _, expression = line.partition(" = ")
+            words = re.findall(r"[A-Za-z_]\w*", expression)
+            axes[name] = frozenset().union(*(axes.get(word, frozenset()) for word in words))
+            found.append(Statement(line, axes[name]))
+        return found
+
+
+class _Lowering(PointwiseSubgraphLowering):
+    """Computes each node's value when it meets it, so that nothing is computed twice."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.op != "call_function" or not isinstance(result, ir.TensorBox):
+            return result
+        return _value(_computed(result), result.get_dtype(), result.get_device())
+
+
+def _computed(value: ir.TensorBox) -> CSEVariable:
+    """Write the statements for a 0-d value."""
+    computed = value.make_loader()([])
+    return computed.value if isinstance(computed, OpsValue) else computed
+
+
+def _value(variable: Any, dtype: torch.dtype, device: torch.device) -> ir.TensorBox:
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda _: variable, ranges=[])
+
+
+def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+    return value if dtype is None else to_dtype(value, dtype)
+
+
+def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+    assert not size, "lanes hold 0-d tensors"
+    dtype = torch.tensor(value).dtype if dtype is None else dtype
+    return _value(V.ops.constant(value, dtype), dtype, V.graph.get_current_device_or_throw())
+
+
+_LOWERINGS: dict[Any, Callable[..., Any]] = {
+    aten._to_copy.default: _to_copy,
+    aten.full.default: _full,
+    aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
+}
+
+
+class _LaneKernel(Kernel):
+    """The state behind Inductor's printer: names, statements, and what the tensors are called."""
+
+    def __init__(self, arguments: Arguments, prefix: str, device: torch.device, approximate: bool):
+        super().__init__(increase_kernel_count=False)
+        self.cse: CSE = CSE(name_prefix=prefix)
+        self.arguments, self.device = arguments, device
+        self.approximate = approximate
+        self.axes: dict[str, frozenset[str]] = {}
+        self.below: dict[str, sympy.Expr] = {}
+        self.constants: dict[str, Any] = {}
+        self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
+
+    def variable(self, lane: Lane) -> CSEVariable:
+        bounds = ValueRanges.unknown()
+        if lane.below is not None:
+            last = lane.below - 1
+            bounds = ValueRanges(0, last if last.is_Integer else int_oo)
+            self.below[lane.name] = lane.below
+        self.axes[lane.name] = lane.axes
+        return CSEVariable(lane.name, bounds, lane.dtype, ())
+
+    def new(self, text: str, dtype: torch.dtype, bounds: ValueRanges | None = None) -> CSEVariable:
+        bounds = ValueRanges.unknown() if bounds is None else bounds
+        return self.cse.generate(self.compute, text, bounds=bounds, dtype=dtype, shape=())
+
+    def text(self, expression: sympy.Expr, wide: bool = False) -> str:
+        """An index expression in Triton, in 64 bits if `wide`."""
+        lanes = sorted(s.name for s in expression.free_symbols if s.name in self.axes)
+        sizes = [s for s in expression.free_symbols if s.name not in self.axes]
+        names = {s: sympy.Symbol(self.arguments.size(s), integer=True) for s in sizes}
+        text = texpr(sympy_subs(expression, names))
+        for name in lanes if wide else ():
+            text = re.sub(rf"\b{name}\b", f"{name}.to(tl.int64)", text)
+        return text
+
+
+_BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
+
+
+class _LaneOps(CSEProxy):
+    kernel: _LaneKernel
+
+    def _bound_variable(self, name: str, *args: Any, **kwargs: Any) -> ValueRanges:
+        """Ranges of indices: an index that cannot leave its tensor needs no check."""
+        variables = [a for a in args if isinstance(a, CSEVariable)]
+        if name not in _BOUNDED or kwargs.get("use_compute_types") is False:
+            return ValueRanges.unknown()
+        if any(v.dtype is None or v.dtype.is_floating_point for v in variables):
+            return ValueRanges.unknown()
+        if name == "constant" and not isinstance(args[0], int):
+            return ValueRanges.unknown()
+        bounds = [a.bounds if isinstance(a, CSEVariable) else a for a in args]
+        return getattr(self.vr_analysis, name)(*bounds)
+
+    def indirect_indexing(
+        self, var: CSEVariable, size: Any, check: bool = True, wrap_neg: bool = True
+    ) -> sympy.Symbol:
+        kernel, size = self.kernel, sympy.sympify(size)
+        low = var.bounds.lower >= 0
+        below = kernel.below.get(str(var))
+        if below is not None:
+            high = V.graph.sizevars.statically_known_leq(below, size)
+        else:
+            high = size.is_Integer and var.bounds.upper < size
+        limit = kernel.text(size)
+        if not low:
+            var = kernel.new(f"tl.where({var} < 0, {var} + {limit}, {var})", var.dtype)
+        comparisons = ([] if low else [f"({var} >= 0)"]) + ([] if high else [f"({var} < {limit})"])
+        known = str(kernel.new(" & ".join(comparisons), torch.bool)) if comparisons else None
+        if var.dtype == torch.int64 and fits_int32(size):
+            var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
+        if known is not None:
+            kernel.checks[str(var)] = known
+        kernel.axes.setdefault(str(var), frozenset())  # names in an index are lanes if they are known there
+        return sympy.Symbol(str(var), integer=True)
+
+    def load(self, name: str, index: sympy.Expr) -> CSEVariable:
+        kernel = self.kernel
+        dtype = V.graph.get_dtype(name)
+        if should_unwrap_unspec_arg(name):  # a 0-d CPU tensor: the wrapper passes its value
+            return kernel.new(f"{kernel.arguments.captures[name]} + 0", dtype)
+        variables = sorted(s.name for s in index.free_symbols if s.name in kernel.axes)
+        checks = [kernel.checks[v] for v in variables if v in kernel.checks]
+        layout = V.graph.get_buffer(name).get_layout()
+        extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
+        text = f"tl.load({kernel.arguments.captures[name]} + ({kernel.text(index, not fits_int32(extent))})"
+        if checks:
+            other = 'float("nan")' if dtype.is_floating_point else "0"
+            text += f", mask={' & '.join(checks)}, other={other}"
+        text += ")"
+        if dtype == torch.bool:
+            text += ".to(tl.int1)"
+        elif dtype in (torch.float16, torch.bfloat16):
+            text, dtype = f"{text}.to(tl.float32)", torch.float32
+        return kernel.new(text, dtype)
+
+    def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
+        variable = self._default("constant", (value, dtype), {})
+        self.kernel.constants[str(variable)] = value
+        return variable
+
+    def truediv(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        """By a constant: times its reciprocal, which rounds once more than a division."""
+        divisor = self.kernel.constants.get(str(y), 0)
+        if not self.kernel.approximate or x.dtype != torch.float32 or divisor == 0:
+            return self._default("truediv", (x, y), {})
+        return self.kernel.new(f"{x} * {1.0 / divisor!r}", torch.float32)
+
+    def tanh(self, x: CSEVariable) -> CSEVariable:
+        """Off by 1e-7 at most, where the library's is exact to the last place with 20 times the instructions."""
+        if not self.kernel.approximate or x.dtype != torch.float32:
+            return self._default("tanh", (x,), {})
+        return self.kernel.new(f"1.0 - 2.0 / (tl.exp2({x} * {2 * math.log2(math.e)!r}) + 1.0)", torch.float32)
+
+    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
+        text = f"tl.full([], {self.kernel.text(expr)}, tl.int64)"
+        return self.kernel.new(f"{text}.to({_TRITON[dtype]})", dtype)
+
+    value_expr = index_expr
+
+
+_TRITON = {torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float32: "tl.float32"}

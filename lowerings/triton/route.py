@@ -1,0 +1,74 @@
+"""The Triton family: kernels for CUDA and ROCm, and on CPU for Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..problem import AttentionProblem
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TritonRoute:
+    name = "triton"
+
+    def available(self) -> tuple[bool, str]:
+        if torch.cuda.is_available():
+            return True, "compiled by Triton"
+        return False, "no CUDA or ROCm device"
+
+    def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
+        reason = _refusal(problem)
+        return (True, "fused Triton kernel") if reason is None else (False, reason)
+
+    def notes(self, problem: AttentionProblem) -> list[str]:
+        from .build import choose, shape_of
+        from .hints import without_effect
+
+        kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", "backward_dkdv")
+        refused = [choose(kind, problem, shape_of(problem))[1] for kind in kinds]
+        ignored = without_effect(problem.options)
+        notes = [f"{', '.join(ignored)}: for torch's kernels, without effect here"] if ignored else []
+        return [*(reason for reason in refused if reason is not None), *notes]
+
+    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
+        from . import backward, forward
+
+        return (forward if problem.direction == "forward" else backward).lower(problem, inputs)
+
+
+def _refusal(problem: AttentionProblem) -> str | None:
+    """Why the family cannot serve a call."""
+    from torch._inductor import config
+
+    if problem.device.type == "cpu":
+        if config.cpu_backend != "triton":
+            return "for GPUs; on CPU only with Triton's interpreter"
+    elif problem.device.type != "cuda":
+        return f"for CUDA and ROCm, not {problem.device.type}"
+    if problem.dtype not in _DTYPES:
+        return f"no {str(problem.dtype).removeprefix('torch.')}; float16, bfloat16 and float32 only"
+    if 0 in (problem.B, problem.H, problem.M, problem.N, problem.D, problem.V):
+        return "an empty tensor"
+    if not all(getattr(size, "is_number", True) for size in (problem.H, problem.K, problem.D, problem.V)):
+        return "a number of heads or a head dim that changes from call to call"
+    if problem.schedule == "runs":
+        return "a schedule in runs; block lists only"
+    if problem.blocks is not None and any(block % 16 for block in problem.blocks):
+        return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
+
+    if problem.blocks is not None and {"key", "value"} & set(problem.outputs) and not problem.lists_queries:
+        return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
+
+    from .build import programs
+    from .lanes import refusal
+
+    cut = programs(problem)
+    if "joint" in cut and cut["joint"].leaves and torch.are_deterministic_algorithms_enabled():
+        return "captured gradients are summed by atomics, which use_deterministic_algorithms rules out"
+    for name, program in cut.items():
+        if reason := refusal(program, "score_mod" if name == "joint" else f"{name}_mod"):
+            return reason
+    return None

@@ -1,0 +1,137 @@
+"""Generated Triton kernels run by Triton's interpreter, with every mod and mask. See test_interpreted.py."""
+
+import pytest
+import torch
+from support import MASKS, MODS, Mod, Sizes, attention_of, dense_of, judge
+
+from flex_inductor import FlexError, decisions, flex_attention
+from flex_inductor.tools import interpret
+
+CASES = [
+    ("plain", "none", torch.float32),
+    ("plain", "causal", torch.float16),
+    ("alibi", "prefix", torch.float16),
+    ("softcap", "causal", torch.float32),
+    ("softcap", "per_batch", torch.float16),
+    ("relative_bias", "sliding_window", torch.float32),
+    ("bucketed_bias", "document", torch.float16),
+    ("position_bias", "causal", torch.float32),
+    ("learned_temperature", "per_head", torch.float32),
+    ("learned_temperature", "blocks_only", torch.float32),
+]
+
+
+def judge_interpreted(build, sizes, captures, block_mask, dtype=torch.float32, scale=None, dense=None):
+    decisions(clear=True)
+    attend = interpret.compiled(attention_of(build, scale))
+    result = judge(attend, dense or dense_of(build, scale), sizes.inputs(dtype), captures, block_mask)
+    assert [decision.chosen for decision in decisions()] == ["triton", "triton"]
+    return result
+
+
+@pytest.mark.parametrize("mod, mask, dtype", CASES)
+def test_as_right_as_dense_attention(mod, mask, dtype):
+    sizes = Sizes()
+    captures = MODS[mod].captures(sizes)
+    judge_interpreted(MODS[mod].build, sizes, captures, MASKS[mask](sizes), dtype)
+
+
+def test_dead_lanes_neither_load_nor_scatter_out_of_range():
+    sizes = Sizes(batch=1, queries=64, keys=64)
+
+    def windowed(table, strength):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            distance = q_idx - kv_idx
+            inside = (distance >= 0) & (distance < 20)  # what the mask leaves
+            # A gigabyte away there is nothing to read: the process would end.
+            return score + strength * table[torch.where(inside, distance, 1 << 28)]
+
+        return score_mod
+
+    captures = torch.randn(20, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    # Dense attention would read everywhere; the chunks guard their loads, and are tested on their own.
+    judge_interpreted(windowed, sizes, captures, MASKS["sliding_window"](sizes), dense=attention_of(windowed))
+
+
+def test_negative_indices_count_from_the_end():
+    sizes = Sizes(batch=1)
+
+    def from_the_end(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[-1 - h] + table[h - 4]
+
+    judge_interpreted(from_the_end, sizes, (torch.randn(4, dtype=torch.float64),), None)
+
+
+def test_gradients_flow_through_what_runs_once_and_through_functions():
+    sizes = Sizes(batch=1, queries=33, keys=20)
+
+    def build(table, strength):
+        slopes = (table * 2).exp()
+        return lambda s, b, h, q, kv: torch.where(q > kv, s * slopes[h], s) + torch.sin(strength * s)
+
+    captures = (torch.randn(4, dtype=torch.float64) * 0.1, torch.tensor(0.3, dtype=torch.float64))
+    judge_interpreted(build, sizes, captures, None)
+
+
+def test_integer_and_bool_captures():
+    sizes = Sizes(batch=1)
+    bucket = torch.arange(70 * 100).reshape(70, 100) % 5
+    flag = torch.arange(100) % 3 > 0
+
+    def build(table):
+        return lambda s, b, h, q, kv: torch.where(flag[kv], s + table[bucket[q, kv]], s - 1.0)
+
+    judge_interpreted(build, sizes, (torch.randn(5, dtype=torch.float64),), MASKS["causal"](sizes))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "captured"])
+def test_only_what_is_wanted_is_computed(wanted):
+    sizes, dtype = Sizes(batch=1), torch.float32
+    tensors = dict(zip("qkv", sizes.inputs(dtype), strict=True), captured=torch.randn(4))
+    tensors[wanted].requires_grad_()
+
+    def attend(q, k, v, captured):
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + captured[h] * n / 32, enable_gqa=True)
+
+    out = interpret.run(attend, *tensors.values())
+    upstream = torch.randn_like(out)
+    (got,) = torch.autograd.grad(out, tensors[wanted], upstream)
+    (want,) = torch.autograd.grad(attend(*tensors.values()), tensors[wanted], upstream)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert decisions()[-1].chosen == "triton"
+
+
+def test_bf16_products_are_right_or_refused_by_name():
+    sizes = Sizes(batch=1, queries=16, keys=16, head_dim=16, value_dim=16)
+    if interpret._bf16_dot_error():
+        with pytest.raises(FlexError, match="bfloat16 matrices, which the interpreter of triton"):
+            interpret.run(flex_attention, *sizes.inputs(torch.bfloat16), enable_gqa=True)
+    else:
+        judge_interpreted(MODS["plain"].build, sizes, (), None, torch.bfloat16)
+
+
+def test_deterministic_algorithms_leave_captured_gradients_to_the_chunks():
+    mod, sizes = MODS["alibi"], Sizes(batch=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        decisions(clear=True)
+        attend = interpret.compiled(attention_of(mod.build))
+        judge(attend, dense_of(mod.build), sizes.inputs(torch.float32), mod.captures(sizes))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    forward, backward = decisions()
+    assert (forward.chosen, backward.chosen) == ("triton", "chunked")
+    reasons = dict(backward.rejected)
+    assert "atomics, which use_deterministic_algorithms rules out" in reasons["triton"]
+
+
+def test_a_mod_that_cannot_be_inlined_is_left_to_the_chunks():
+    def build(table):
+        return lambda s, b, h, q, kv: s + (table[h] * table[h]).sum()
+
+    mod, sizes = Mod(lambda s: (), build), Sizes(batch=1)
+    decisions(clear=True)
+    attend = interpret.compiled(attention_of(mod.build))
+    judge(attend, dense_of(build), sizes.inputs(torch.float32), (torch.randn(4, 3, dtype=torch.float64),))
+    assert decisions()[0].chosen == "chunked"
+    assert "score_mod computes a tensor for each score" in dict(decisions()[0].rejected)["triton"]

@@ -1,0 +1,129 @@
+"""Generated Triton kernels run by Triton's interpreter: shapes, layouts, scales. See test_interpreted.py."""
+
+import pytest
+import torch
+from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
+
+from flex_inductor import BlockMask, decisions, flex_attention
+from flex_inductor.lowerings.triton.kernel import KernelCall
+from flex_inductor.tools import interpret
+
+SHAPES = {
+    "one KV batch": (Sizes(kv_batch=1), "none"),
+    "one KV head": (Sizes(kv_heads=1), "causal"),
+    "narrow heads": (Sizes(head_dim=1, value_dim=3), "none"),
+    "single tokens": (Sizes(batch=1, queries=1, keys=1), "causal"),
+    "one query": (Sizes(batch=1, queries=1, keys=300), "none"),
+    "odd heads": (Sizes(batch=1, queries=33, keys=31, head_dim=80, value_dim=65), "causal"),
+    "whole tiles": (Sizes(batch=1, queries=64, keys=128, head_dim=32, value_dim=32), "document"),
+}
+
+
+FEW_QUERIES = {
+    "heads in one tile": (Sizes(queries=5, keys=300), "causal"),
+    "most of a group": (Sizes(batch=1, kv_heads=1, queries=16, keys=512, head_dim=32), "document"),
+    "a schedule for each head": (Sizes(batch=1, queries=3, keys=400), "per_head"),
+    "one KV batch": (Sizes(queries=3, keys=400, kv_batch=1), "per_batch"),
+}
+
+
+def judge_interpreted(mod, sizes, mask, layout="contiguous", scale=None):
+    decisions(clear=True)
+    inputs = [LAYOUTS[layout](tensor) for tensor in sizes.inputs(torch.float32)]
+    attend = interpret.compiled(attention_of(MODS[mod].build, scale))
+    judge(attend, dense_of(MODS[mod].build, scale), inputs, MODS[mod].captures(sizes), MASKS[mask](sizes))
+    assert [decision.chosen for decision in decisions()] == ["triton", "triton"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape):
+    judge_interpreted("position_bias", *SHAPES[shape])
+
+
+@pytest.mark.parametrize("shape", FEW_QUERIES)
+def test_few_queries_split_the_keys(shape, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(KernelCall, "_heuristics", _noting(kinds))
+    judge_interpreted("position_bias", *FEW_QUERIES[shape])
+    assert kinds == ["decode", "combine", "backward_dq", "backward_dkdv"]
+
+
+def _noting(kinds):
+    heuristics = KernelCall._heuristics
+    return lambda call, *metas: [kinds.append(call.kind), heuristics(call, *metas)][1]
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
+def test_layouts(layout):
+    judge_interpreted("relative_bias", Sizes(batch=2, queries=40, keys=48), "causal", layout)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_scales(scale):
+    judge_interpreted("plain", Sizes(batch=1, queries=20, keys=20), "causal", scale=scale)
+
+
+def test_lengths_that_change_compile_once():
+    build, captures = MODS["relative_bias"].build, MODS["relative_bias"].captures
+    attend = interpret.compiled(attention_of(build), dynamic=True)
+    compiled = []
+    for sizes in (Sizes(), Sizes(batch=3, queries=50, keys=64), Sizes(queries=64, keys=128)):
+        decisions(clear=True)
+        inputs = sizes.inputs(torch.float32)
+        judge(attend, dense_of(build), inputs, captures(sizes), MASKS["causal"](sizes))
+        compiled.append([decision.chosen for decision in decisions()])
+    assert compiled[0] == ["triton", "triton"] and compiled[-1] == []
+
+
+def test_groups_that_share_a_program(monkeypatch):
+    from flex_inductor.lowerings.triton import backward
+
+    monkeypatch.setattr(backward, "ENOUGH_PROGRAMS", 1)
+    judge_interpreted("plain", Sizes(batch=1), "causal")
+
+
+def test_a_mask_without_lists_of_queries_serves_all_but_keys_and_values():
+    sizes = Sizes(batch=1, queries=64, keys=64)
+    full = MASKS["causal"](sizes)
+    mask = BlockMask(
+        full.seq_lengths, full.kv_num_blocks, full.kv_indices, full.full_kv_num_blocks,
+        full.full_kv_indices, None, None, None, None, full.BLOCK_SIZE, full.mask_mod,
+    )  # fmt: skip
+    query, key, value = sizes.inputs(torch.float32)
+
+    def attend(query, key, value):
+        return flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+
+    for tensor, route in ((query, "triton"), (key, "chunked")):
+        torch._dynamo.reset()
+        tensor.requires_grad_()
+        out = interpret.run(attend, query, key, value)
+        (got,) = torch.autograd.grad(out.sum(), tensor)
+        (want,) = torch.autograd.grad(attend(query, key, value).sum(), tensor)
+        torch.testing.assert_close(got, want)
+        assert decisions()[-1].chosen == route
+        tensor.requires_grad_(False)
+    assert "without lists of queries" in dict(decisions()[-1].rejected)["triton"]
+
+
+def test_inside_a_model():
+    """Inputs and captures that are views of what the graph computes, two layers, a loss after them."""
+    torch.manual_seed(0)
+    project, bias = torch.nn.Linear(32, 96), torch.nn.Parameter(torch.randn(3, 2, 80))
+    mask = MASKS["causal"](Sizes(queries=40, keys=40))
+
+    def loss(x):
+        shifted = (bias * 2).tanh()[1]
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in project(x).chunk(3, dim=-1))
+            out = flex_attention(q, k, v, lambda s, b, h, m, n: s + shifted[h, m - n + 40], mask)
+            x = x + out.transpose(1, 2).flatten(-2)
+        return x.square().mean()
+
+    x = torch.randn(2, 40, 32)
+    wanted = (project.weight, project.bias, bias)
+    decisions(clear=True)
+    got = torch.autograd.grad(interpret.run(loss, x), wanted)
+    assert [decision.chosen for decision in decisions()] == ["triton"] * 4
+    for mine, want in zip(got, torch.autograd.grad(loss(x), wanted), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)

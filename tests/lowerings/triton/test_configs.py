@@ -1,0 +1,152 @@
+"""The table's configs, what prunes them, and torch's hints."""
+
+import types
+
+import pytest
+import torch
+
+import flex_inductor
+from flex_inductor import flex_attention
+from flex_inductor.lowerings.triton.configs import (
+    BACKWARD,
+    FORWARD,
+    TABLES,
+    Config,
+    Shape,
+    backward_cost,
+    candidates,
+    describe,
+    forward_cost,
+    known_device,
+)
+from flex_inductor.lowerings.triton.hints import hinted, without_effect
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+def first(table, cost, arch, **shape):
+    kept, _ = candidates(table, cost, known_device(arch), Shape(**shape))
+    return describe(kept[0])
+
+
+def test_the_first_choice_of_every_architecture():
+    table = {
+        arch: [
+            first(table, cost, arch, D=D, V=D, bytes=2)
+            for table, cost in ((FORWARD, forward_cost), (BACKWARD, backward_cost))
+            for D in (64, 128, 256)
+        ]
+        for arch in ("sm_80", "sm_86", "sm_90", "gfx942")
+    }
+    assert table == {
+        "sm_80": [
+            "128x64, 4 warps, 3 stages",
+            "128x64, 8 warps, 2 stages",
+            "64x32, 8 warps, 2 stages",
+            "64x64, 4 warps, 2 stages",
+            "64x64, 8 warps, 1 stages",
+            "32x32, 8 warps, 1 stages",
+        ],
+        "sm_86": [
+            "64x64, 4 warps, 3 stages",
+            "64x32, 4 warps, 3 stages",
+            "64x32, 8 warps, 1 stages",
+            "64x32, 4 warps, 2 stages",
+            "32x32, 4 warps, 2 stages",
+            "16x16, 4 warps, 1 stages",
+        ],
+        "sm_90": [
+            "128x128, 8 warps, 3 stages",
+            "128x128, 8 warps, 2 stages",
+            "128x64, 8 warps, 2 stages",
+            "64x64, 4 warps, 2 stages",
+            "64x64, 8 warps, 2 stages",
+            "32x32, 8 warps, 1 stages",
+        ],
+        "gfx942": [
+            "128x64, 4 warps, 1 stages",
+            "128x64, 4 warps, 1 stages",
+            "64x32, 4 warps, 1 stages",
+            "64x64, 4 warps, 1 stages",
+            "32x32, 4 warps, 1 stages",
+            "16x16, 4 warps, 1 stages",
+        ],
+    }
+
+
+def test_what_is_rejected_says_why():
+    _, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(128, 128, 4, 16, 128))
+    assert rejected == [
+        "64x32, 4 warps, 3 stages: a tile of 64 does not divide the schedule's query blocks of 16",
+        "64x64, 4 warps, 2 stages: a tile of 64 does not divide the schedule's query blocks of 16",
+        "32x32, 4 warps, 2 stages: a tile of 32 does not divide the schedule's query blocks of 16",
+        "32x32, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
+        "32x16, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
+    ]
+    _, rejected = candidates(FORWARD, forward_cost, known_device("sm_90"), Shape(128, 128, 4))
+    assert rejected[0] == "128x128, 8 warps, 2 stages: about 327680 bytes of shared memory of 232448"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_call_gets_a_config_that_divides_its_blocks(arch):
+    for kind, (table, cost) in TABLES.items():
+        for head_dim in (16, 64, 128, 256, 512, 1024):
+            for block in (None, 16, 48, 128):
+                for loads in (0, 3):
+                    shape = Shape(head_dim, head_dim, 4, block, block, loads)
+                    kept, _ = candidates(table, cost, known_device(arch), shape)
+                    tiles = (kept[0].block_n,) if kind == "decode" else kept[0][:2]
+                    assert block is None or not any(block % tile for tile in tiles)
+
+
+def test_hints_change_the_kernels_they_are_for():
+    options = {"BLOCK_M": 32, "fwd_num_warps": 2, "bwd_BLOCK_M1": 16, "BLOCK_N2": 64, "num_warps": 8}
+    config = Config(128, 128, 4, 3)
+    assert hinted(config, "forward", options) == Config(32, 128, 2, 3)
+    assert hinted(config, "backward_dq", options) == Config(128, 64, 8, 3)
+    assert hinted(config, "backward_dkdv", options) == Config(16, 128, 8, 3)
+    options = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": False, "BLOCK_M": 64}
+    assert without_effect(options) == ["PRESCALE_QK"]
+
+
+def inspected(monkeypatch, **hints):
+    """The config that a forward for sm_80 gets, and the decision's notes."""
+    from flex_inductor.lowerings import decision, register
+
+    notes = []
+    monkeypatch.setattr(
+        register, "record", lambda found, node: [notes.extend(found.notes), decision.record(found, node)][1]
+    )
+    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
+    attend = types.FunctionType(_attend.__code__, globals(), closure=None, argdefs=(hints,))
+    (kernel,) = flex_inductor.inspect(attend, q, target="sm_80").kernels
+    return kernel.config, notes
+
+
+def _attend(q, kernel_options=None):
+    return flex_attention(q, q, q, kernel_options=kernel_options)
+
+
+def test_a_hint_is_honoured_or_noted(monkeypatch):
+    config, notes = inspected(monkeypatch, BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
+    assert config == {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2} and not notes
+    config, notes = inspected(monkeypatch, BLOCK_M=100, PRESCALE_QK=True)
+    assert config["BLOCK_M"] == 128
+    assert notes == [
+        "forward: 100x64, 4 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16",
+        "PRESCALE_QK: for torch's kernels, without effect here",
+    ]
+
+
+def test_max_autotune_gives_the_tuner_every_config_that_fits():
+    from torch._inductor import config
+
+    from flex_inductor.tools.inspector import attention_kernels
+
+    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
+    with config.patch({"max_autotune": True}):
+        (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80")
+    kept, _ = candidates(FORWARD, forward_cost, known_device("sm_80"), Shape(64, 64, 2))
+    assert kernel.configs == [config.launch for config in kept] and len(kept) > 3
+    grids = {grid["config"]["BLOCK_M"]: grid["python"] for grid in kernel.inductor_meta["precomputed_grids"]}
+    assert grids == {128: ["2", "2", "1"], 64: ["4", "2", "1"], 32: ["8", "2", "1"], 16: ["16", "2", "1"]}

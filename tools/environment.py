@@ -1,0 +1,61 @@
+"""Inductor with Triton kernels for CPU tensors, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+
+@contextlib.contextmanager
+def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterator[None]:
+    """Graphs compiled inside get Triton kernels; `load(name, source)` takes the place of compiling one.
+
+    Nothing compiled inside is cached, and Triton's driver is put back at the end.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.graph
+    import torch._inductor.scheduler
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import tensor_is_aligned
+    from triton.runtime import driver
+
+    def triton(_self: Any, name: str, source: str, device_str: str = "cpu") -> Any:
+        return load(name, source)
+
+    with (
+        mock.patch.object(driver, "_active", _Driver(target)),
+        config.patch({"cpu_backend": "triton", "fx_graph_cache": False}),
+        functorch_config.patch({"enable_autograd_cache": False}),
+        mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
+        # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
+        mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),
+        mock.patch.object(AsyncCompile, "triton", triton),
+    ):
+        yield
+
+
+class _Driver:
+    """What Inductor and Triton ask of a driver before a kernel runs."""
+
+    def __init__(self, target: Any):
+        from triton.backends.compiler import GPUTarget
+
+        # Without a target nothing is compiled, but Inductor asks which backend would do it.
+        self.target = GPUTarget("cuda", 80, 32) if target is None else target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")

@@ -1,0 +1,95 @@
+"""Inductor's generated Triton kernels as data: their functions and launch parameters, without a device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class GeneratedKernel:
+    """One kernel of a generated module, as its decorator and its source say."""
+
+    fn: Any  # triton's JITFunction, or its interpreter's
+    heuristic: str  # the decorator: user_autotune, pointwise, reduction, ...
+    given: dict[str, Any]  # the decorator's arguments
+    source: str
+
+    @property
+    def name(self) -> str:
+        return self.fn.__name__
+
+    @property
+    def triton_meta(self) -> dict[str, Any]:
+        return self.given["triton_meta"]
+
+    @property
+    def inductor_meta(self) -> dict[str, Any]:
+        return self.given["inductor_meta"]
+
+    @property
+    def configs(self) -> list[dict[str, int]]:
+        """Constants and launch options, best first; Inductor's own kernels get blocks that hold their sizes."""
+        if "configs" in self.given:
+            return [dict(config) for config in self.given["configs"]]
+        options: dict[str, int] = {
+            name: self.given[name] for name in ("num_warps", "num_stages") if name in self.given
+        }
+        hints = self.given.get("size_hints") or {}
+        blocks = {
+            name: min(max(hints[name.removesuffix("BLOCK").lower()], 1), 1024)
+            for name in self.constexprs
+            if name.endswith("BLOCK")
+        }
+        return [{**blocks, **options}]
+
+    @property
+    def constexprs(self) -> list[str]:
+        signature = self.triton_meta["signature"]
+        return [name for name in self.fn.arg_names if signature.get(name, "constexpr") == "constexpr"]
+
+
+class _Heuristics:
+    """Stands for torch._inductor.runtime.triton_heuristics in decorators: keeps what they are given."""
+
+    def __init__(self, source: str):
+        self.source = source
+
+    def __getattr__(self, heuristic: str) -> Callable:
+        def given(*args: Any, **kwargs: Any) -> Callable:
+            assert not args, f"triton_heuristics.{heuristic} has positional arguments"
+            return lambda fn: GeneratedKernel(fn, heuristic, kwargs, self.source)
+
+        return given
+
+
+def load(name: str, source: str) -> GeneratedKernel:
+    """The kernel `name` of a source that Inductor would give to its `async_compile.triton`."""
+    from torch._inductor.codecache import PyCodeCache
+
+    _, path = PyCodeCache.write(source)  # triton reads a kernel's source from its file
+    code = re.sub(r"^@triton_heuristics\.", "@_heuristics_given.", source, flags=re.MULTILINE)
+    namespace: dict[str, Any] = {
+        "__file__": path,
+        "__name__": "flex_inductor_generated",
+        "_heuristics_given": _Heuristics(source),
+    }
+    exec(compile(code, path, "exec"), namespace)
+    return namespace[name]
+
+
+def kernels_in(module: str) -> Iterator[GeneratedKernel]:
+    """Every Triton kernel that a generated module defines."""
+
+    class Collect:
+        def triton(self, name: str, source: str, device_str: str = "cuda") -> None:
+            found.append((name, source))
+
+    found: list[tuple[str, str]] = []
+    pattern = r"async_compile\.triton\('[^']+', '''.*?''', device_str='\w+'\)"
+    for call in re.findall(pattern, module, flags=re.DOTALL):
+        eval(call, {"async_compile": Collect()})
+    for name, source in found:
+        yield load(name, source)

@@ -1,0 +1,176 @@
+"""Run generated Triton kernels on the CPU, by Triton's interpreter.
+
+    python -m flex_inductor.tools.interpret script.py [args]
+
+runs the script in an environment where `flex_inductor.tools.interpret.run(fn, *args)` compiles `fn`
+through Inductor and executes its Triton kernels on CPU tensors, autograd included.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flex_inductor import errors
+
+from .environment import triton_on_cpu
+
+COMMAND = "python -m flex_inductor.tools.interpret script.py [args]"
+
+
+def run(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args)`, its graphs compiled with Triton kernels that the interpreter executes.
+
+    The outputs are those of the compiled function: `backward()` on them runs interpreted kernels too.
+    """
+    return compiled(fn)(*args, **kwargs)
+
+
+def compiled(fn: Callable, **options: Any) -> Callable:
+    """`torch.compile(fn, backend="flex_inductor", **options)`, to be run by the interpreter."""
+    import torch
+
+    check_environment()
+
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        with triton_on_cpu(_load):
+            return compile_fx_inner(*args, **kwargs)
+
+    def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
+        from flex_inductor.backend import flex_inductor
+
+        return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
+
+    return torch.compile(fn, backend=backend, **options)
+
+
+def check_environment() -> None:
+    """Refuse where Triton was imported without its interpreter."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreting and "triton" in sys.modules:
+        import triton
+
+        interpreting = type(triton.jit(lambda: None)).__name__ == "InterpretedFunction"
+    if not interpreting:
+        raise errors.no_interpreter(COMMAND)
+
+
+class _Interpreted:
+    """In place of Inductor's autotuner: the first config, executed by the interpreter."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self.config = kernel.configs[0]
+
+    def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        kernel = self.kernel
+        if "tl.dot" in kernel.source and "*bf16" in kernel.triton_meta["signature"].values():
+            check_bf16_dot()
+        signature, constants = kernel.triton_meta["signature"], kernel.triton_meta.get("constants", {})
+        passed = [
+            n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants
+        ]
+        extra = kernel.inductor_meta.get("extra_launcher_args", [])
+        given = dict(zip([*passed, *extra], args, strict=True))
+        chosen = {n: self.config[n] for n in kernel.constexprs if n in self.config}
+        grid = GridExpr.from_meta(kernel.inductor_meta, self.config, mode="python")
+        sizes = grid.eval_slow({**given, **self.config})
+        if 0 not in sizes:
+            kernel.fn[sizes](**{name: given[name] for name in passed}, **chosen)
+
+
+def _load(name: str, source: str) -> _Interpreted:
+    from flex_inductor.tools.generated import load
+
+    _let_numbers_be_indices()
+    kernel = load(name, source)
+    kernel.fn.fn.__globals__["libdevice"] = _Libdevice()
+    return _Interpreted(kernel)
+
+
+@functools.cache
+def _let_numbers_be_indices() -> None:
+    """Triton 3.6's interpreter makes numbers of arrays with one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_index
+
+
+class _Libdevice:
+    """The device's mathematical library, which the interpreter lacks, by torch's functions."""
+
+    def __getattr__(self, name: str) -> Callable:
+        import torch
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        function = getattr(torch, _OTHER_NAMES.get(name, name), None) or getattr(torch.special, name)
+
+        def on_tiles(*arguments: Any) -> Any:
+            first = next(a for a in arguments if isinstance(a, tl.tensor))
+            numbers = [
+                torch.as_tensor(a.handle.data if isinstance(a, tl.tensor) else a, dtype=None)
+                for a in arguments
+            ]
+            return tl.tensor(TensorHandle(function(*numbers).numpy(), first.dtype), first.type)
+
+        return on_tiles
+
+
+_OTHER_NAMES = {"fast_expf": "exp", "fast_logf": "log", "llrint": "round", "rint": "round"}
+
+
+@functools.cache
+def _bf16_dot_error() -> float:
+    """How far the interpreter's product of two bf16 matrices is from the right one, which is exact here."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def product(a, b, c):
+        at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(c + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+    a, b = (torch.arange(256, dtype=torch.float32).reshape(16, 16) % n for n in (7, 5))
+    c = torch.full((16, 16), float("nan"))
+    product[(1,)](a.bfloat16(), b.bfloat16(), c)
+    error = (c - a @ b).abs().max().item()
+    return error if error == error else float("inf")
+
+
+def check_bf16_dot() -> None:
+    if error := _bf16_dot_error():
+        import triton
+
+        raise errors.interpreter_bf16(triton.__version__, error)
+
+
+def main(argv: Sequence[str]) -> None:
+    if not argv:
+        raise SystemExit(f"usage: {COMMAND}")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        # Triton decides when it is imported, and an import may already have happened here.
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "flex_inductor.tools.interpret", *argv])
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

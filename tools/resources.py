@@ -1,0 +1,131 @@
+"""What a compiled kernel takes of a device: registers, memory and instructions, read from the binary."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .generated import GeneratedKernel
+
+TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+@dataclass
+class Resources:
+    """Per thread, but for shared memory, which is per program. None where `reasons` says why."""
+
+    registers: int | None
+    spill_bytes: int | None  # local memory: what did not fit into registers, and arrays on the stack
+    shared_bytes: int | None
+    instructions: dict[str, int] | None  # of the whole kernel, by class
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def gpu_target(target: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if target.startswith("gfx"):
+        return GPUTarget("hip", target, 64)
+    return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+
+def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) -> Any:
+    """The kernel with one of its configs, compiled for a device that need not be there."""
+    import triton
+    from triton.compiler import ASTSource
+
+    names = kernel.fn.arg_names
+    constants = {**kernel.triton_meta.get("constants", {}), **config}
+    signature = kernel.triton_meta["signature"]
+    source = ASTSource(
+        kernel.fn,
+        {name: signature.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items() if name in names},
+        kernel.triton_meta["configs"][0],
+    )
+    options = {name: config[name] for name in ("num_warps", "num_stages") if name in config}
+    return triton.compile(source, target=gpu_target(target), options=options)
+
+
+def resources(compiled: Any, target: str) -> Resources:
+    if target.startswith("gfx"):
+        return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _tool("cuobjdump", "-res-usage", cubin)
+        sass = _tool("nvdisasm", "-c", cubin)
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
+    return Resources(
+        found["REG"],
+        found["STACK"] + found["LOCAL"],
+        compiled.metadata.shared,
+        _by_class(operations, _NVIDIA),
+    )
+
+
+def _tool(name: str, *arguments: Any) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _amd(assembly: str, shared: int) -> Resources:
+    def metadata(name: str) -> int | None:
+        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
+        return int(found[1]) if found else None
+
+    operations = re.findall(r"^\s+((?:v|s|ds|global|buffer|flat|scratch)_\w+)", assembly, flags=re.MULTILINE)
+    vgprs, agprs = metadata("vgpr_count"), metadata("agpr_count")
+    found = Resources(
+        None if vgprs is None else max(vgprs, agprs or 0),
+        metadata("private_segment_fixed_size"),
+        shared,
+        _by_class(operations, _AMD),
+    )
+    for name in ("registers", "spill_bytes"):
+        if getattr(found, name) is None:
+            found.reasons[name] = "the compiler's assembly has no such metadata"
+    return found
+
+
+# The first pattern that matches an operation's start names its class.
+_NVIDIA = {
+    "tensor": r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA",
+    "local": r"LDL|STL",
+    "global": r"LDG|STG|RED|ATOM(?!S)|LD\b|ST\b|LDGSTS|UTMA|UBLKCP",
+    "shared": r"LDS|STS|STSM|LDTM|STTM|ATOMS|UTCCP",
+    "special": r"MUFU",
+    "float": r"F(ADD|MUL|FMA|MNMX|SET|SETP|SEL|CHK)|H(ADD|MUL|FMA|MNMX|SET)|D(ADD|MUL|FMA|SETP)",
+    "convert": r"F2|I2|FRND",
+    "integer": r"U?I(ADD|MAD|SETP|MNMX|ABS|DP)|U?LOP|U?LEA|U?SHF|U?SH[LR]|VI|U?POPC|U?BMSK|U?SGXT|U?FLO",
+    "move": r"U?MOV|U?SEL|U?PRMT|SHFL|R2|S2|CS2R|U?P2|U?PLOP|VOTE|LDC|ULDC|UMOV|REDUX|LDCU|MATCH|U?R2UR",
+    "control": r"BRA|BSSY|BSYNC|EXIT|RET|CALL|BAR|DEPBAR|LDGDEPBAR|WARP|SYNC|NOP|YIELD|MEMBAR|ERRBAR|FENCE|BPT|JMP",
+}
+_AMD = {
+    "tensor": r"v_mfma|v_smfma|v_wmma",
+    "local": r"scratch_",
+    "global": r"global_|buffer_|flat_",
+    "shared": r"ds_",
+    "special": r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_",
+    "convert": r"v_cvt",
+    "float": r"v_(pk_)?(add|sub|mul|fma|fmac|max|min|div|cmp\w*)_f|v_max3_f",
+    "move": r"v_mov|v_accvgpr|s_mov|v_readfirstlane|v_perm|v_cndmask|s_load",
+    "control": r"s_(branch|cbranch|waitcnt|barrier|endpgm|nop|setprio|cselect)",
+    "integer": r"v_|s_",
+}
+
+
+def _by_class(operations: list[str], classes: dict[str, str]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for operation in operations:
+        known = (name for name, pattern in classes.items() if re.match(pattern, operation))
+        counts[next(known, "other")] += 1
+    return dict(counts)

@@ -171,7 +171,7 @@ def measure(case: Case, rounds: int) -> list[Result]:
     mask_mod = case.mask(case.length) if case.mask else None
     wanted = (query, key, value, *captures) if case.backward else ()
     gold = None
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, partial] = {}
     notes: dict[str, str] = {}
     for side, attend in _sides(case, query, key, score_mod, mask_mod).items():
         call = partial(_step, attend, query, key, value, grad, wanted)
@@ -299,33 +299,30 @@ def _gold(
     """The last KV head's output (sampled where only that is wanted) and gradients, in fp64."""
     group = case.heads // case.kv_heads
     first = case.heads - group
-    inputs = [t[:, -n:].detach().double() for t, n in ((query, group), (key, 1), (value, 1))]
+    q, k, v = (t[:, -n:].detach().double() for t, n in ((query, group), (key, 1), (value, 1)))
     if not case.backward:
         rows = _sampled(query)
-        return (dense(inputs[0][:, :, rows], *inputs[1:], score_mod, mask_mod, rows, first),)
-    inputs = [t.requires_grad_() for t in inputs]
-    out = dense(*inputs, score_mod, mask_mod, None, first)
-    return (
-        out.detach(),
-        *torch.autograd.grad(out, (*inputs, *captures), grad[:, -group:].double()),
-    )
+        return (dense(q[:, :, rows], k, v, score_mod, mask_mod, rows, first),)
+    wanted = [*(t.requires_grad_() for t in (q, k, v)), *captures]
+    out = dense(q, k, v, score_mod, mask_mod, None, first)
+    return out.detach(), *torch.autograd.grad(out, wanted, grad[:, -group:].double())
 
 
 def _sampled(query: Tensor) -> Tensor:
     return torch.linspace(0, query.size(2) - 1, min(SAMPLED_ROWS, query.size(2))).long()
 
 
-def _check(case: Case, side: str, call: Callable[..., Any], gold: tuple[Tensor, ...]) -> None:
+def _check(case: Case, side: str, call: partial, gold: tuple[Tensor, ...]) -> None:
     group = case.heads // case.kv_heads
     if case.backward:
-        attend, query, key, value, grad, wanted = call.args  # type: ignore[attr-defined]
+        attend, query, key, value, grad, wanted = call.args
         of_group = torch.zeros_like(grad)
         of_group[:, -group:] = grad[:, -group:]
         out, d_query, d_key, d_value, *captured = _step(attend, query, key, value, of_group, wanted)
         found = [out[:, -group:], d_query[:, -group:], d_key[:, -1:], d_value[:, -1:], *captured]
     else:
         (out,) = call()
-        found = [out[:, -group:, _sampled(call.args[1])]]  # type: ignore[attr-defined]
+        found = [out[:, -group:, _sampled(call.args[1])]]
     for got, want in zip(found, gold, strict=True):
         error = (got.double() - want.double()).abs().max() / want.abs().max()
         bound = (

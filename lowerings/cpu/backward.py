@@ -9,6 +9,7 @@ from torch._inductor.lowering import full_like
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
+from ..subgraphs import realized
 from . import lanes, template
 from .call import INCLUDES, contiguous_layout, inlinable, layout_of, scale_text, walks
 
@@ -27,10 +28,10 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     mods = inlinable(problem, call)
     score, mask, joint = mods["score_mod"], mods["mask_mod"], mods["joint"]
     walked, lists = walks(problem, call, mask is not None)
-    tensors = {name: lanes.realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
-    tensors["grad_out"] = lanes.realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
+    tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
+    tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
     if call.grad_lse is not None:
-        tensors["grad_lse"] = lanes.realized(call.grad_lse)
+        tensors["grad_lse"] = realized(call.grad_lse)
     tensors |= lists
 
     bodies, scatters, leaf_sizes = {}, [], []

@@ -13,6 +13,7 @@ from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..problem import AttentionProblem
+from ..subgraphs import realized
 from . import lanes
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
@@ -61,7 +62,7 @@ def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk
     walked = [Walk(*names[:2], "partial_lanes" if masked else "full_lanes")]
     if given["full_counts"] is not None:
         walked.append(Walk(*names[2:], "full_lanes"))
-    return walked, {name: lanes.realized(tensor) for name, tensor in given.items() if tensor is not None}
+    return walked, {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
 
 
 def scale_text(scale: float) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
+from ..subgraphs import realized
 from . import lanes, template
 from .call import INCLUDES, inlinable, layout_of, scale_text, walks
 
@@ -47,7 +48,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     score, mask = mods["score_mod"], mods["mask_mod"]
     walked, lists = walks(problem, call, mask is not None)
     tensors = {
-        **{name: lanes.realized(getattr(call, name)) for name in ("query", "key", "value")},
+        **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
         **lists,
     }
     bodies = {}

@@ -13,7 +13,6 @@ Buffers that the C++ around a body holds, rows TILE_LD apart where they have lan
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from torch._inductor import config, ir
 from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup
 from torch._inductor.loop_body import LoopBody
-from torch._inductor.lowering import fallbacks, index_impl_helper, lowerings, to_dtype
+from torch._inductor.lowering import index_impl_helper, lowerings, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.utils import sympy_index_symbol_with_prefix
 from torch._inductor.virtualized import V, ops
@@ -35,6 +34,8 @@ from torch.utils._sympy.symbol import SymT
 from flex_inductor.op.program import LaneProgram
 from flex_inductor.op.tracing import INDEX_DTYPE
 
+from .. import subgraphs
+from ..subgraphs import realized
 from .bounds import in_range
 from .template import TemplateKernel
 
@@ -44,15 +45,6 @@ SYMBOL_NAMES = ("TILE_B", "TILE_H", "TILE_Q", "TILE_KV", "TILE_ROWS", "TILE_COLU
 _B, _H, _Q, _KV, _ROWS, _COLUMNS = (sympy.Symbol(n, integer=True, nonnegative=True) for n in SYMBOL_NAMES)
 _LD = sympy.Symbol("TILE_LD", integer=True, positive=True)
 _PREFIX = "buf_tile_"
-# Pointwise at 0-d, though not tagged so.
-_ALLOWED = {
-    aten.index.Tensor,
-    aten.full.default,
-    aten.scalar_tensor.default,
-    aten._to_copy.default,
-    aten.where.ScalarOther,
-    aten.zeros_like.default,
-}
 
 
 def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
@@ -83,54 +75,15 @@ _LOWERINGS: dict[Any, Callable] = {
 
 
 def refusal(program: LaneProgram, field: str) -> str | None:
-    """Why Inductor cannot inline the program's lane graph, or None if it can."""
-    prologue, lane = (_graph(part) for part in (program.prologue, program.lane))
-    for node in (*prologue.nodes, *lane.nodes):
-        if node.op == "get_attr":
-            return f"{field} holds a constant tensor"
-    for node in lane.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and node.users and not isinstance(value, (torch.Tensor, type(None))):
+    """Why the program cannot be inlined, or None if it can."""
+    for node in _graph(program.lane).find_nodes(op="placeholder"):
+        if node.users and not isinstance(node.meta.get("val"), (torch.Tensor, type(None))):
             return f"{field} computes with a size ({node})"
-        if node.op != "call_function":
-            continue
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return f"{field} computes a tensor for each score ({node.target})"
-        pointwise = node.target in _ALLOWED or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if (
-            not pointwise
-            or not (node.target in lowerings or node.target in _LOWERINGS)
-            or node.target in fallbacks
-        ):
-            return f"{field} uses {node.target}, which is not inlined"
-    return None
+    return subgraphs.refusal(program, field, _LOWERINGS)
 
 
 def _graph(part: Any) -> fx.Graph:
     return part.graph
-
-
-class _Surrounding(fx.Interpreter):
-    """Lowers a program's prologue or epilogue into the surrounding graph."""
-
-    def call_function(self, target, args, kwargs):
-        if target is aten.sym_size.int:
-            return args[0].get_size()[args[1]]
-        if target is aten._to_copy.default:
-            return _to_copy(*args, **kwargs)
-        if getattr(target, "__module__", None) == operator.__name__:
-            return target(*args)
-        return V.graph.call_function(target, args, kwargs)
-
-    def output(self, target, args, kwargs):
-        return args[0]
-
-
-def realized(value: Any) -> Any:
-    """`value` as something with an address and fixed strides."""
-    value = ir.ExternKernel.realize_input(value)
-    ir.as_storage_and_layout(value, freeze=True)
-    return ir.TensorBox(value)
 
 
 class Lanes:
@@ -139,10 +92,7 @@ class Lanes:
     def __init__(self, program: LaneProgram, captures: Sequence[Any], sizes: dict[str, Any]):
         self.program = program
         self.captures = [*map(realized, captures)]
-        self.invariants = [
-            realized(value) if isinstance(value, ir.IRNode) else value
-            for value in _Surrounding(program.prologue).run(*self.captures)
-        ]
+        self.invariants = subgraphs.invariants(program, self.captures)
         self.sizes = sizes
         self._drop_needless_guards()
 
@@ -183,12 +133,10 @@ class Lanes:
 
     def gradients(self, sums: Sequence[Any]) -> list[Any]:
         """The gradient of each capture from the sums of the leaves, in the surrounding graph."""
-        epilogue = _Surrounding(self.program.epilogue)
+        gradients = subgraphs.run_outside(self.program.epilogue, [*sums, *self.captures, *self.invariants])
         return [
             None if gradient is None else _as_gradient(gradient, capture)
-            for gradient, capture in zip(
-                epilogue.run(*sums, *self.captures, *self.invariants), self.captures, strict=True
-            )
+            for gradient, capture in zip(gradients, self.captures, strict=True)
         ]
 
     def index_in_range(self, output: int, size: Any) -> bool:

@@ -11,10 +11,10 @@ from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
+from ..subgraphs import realized, run_outside
 from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles
 from .configs import Config
-from .kernel import KernelCall, empty, realized
-from .lanes import run_outside
+from .kernel import KernelCall, empty
 
 aten = torch.ops.aten
 

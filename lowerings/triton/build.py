@@ -18,6 +18,7 @@ from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..problem import AttentionProblem
+from ..subgraphs import invariants, realized
 from .configs import (
     TABLES,
     Config,
@@ -28,8 +29,8 @@ from .configs import (
     misfit,
 )
 from .hints import hinted
-from .kernel import Arguments, Tensor, realized
-from .lanes import Inlined, Lane, LaneCode, Statement, invariants
+from .kernel import Arguments, Tensor
+from .lanes import Inlined, Lane, LaneCode, Statement
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx"))
 LOG2_E = 1.4426950408889634

@@ -83,13 +83,6 @@ def fits_int32(expression: Any) -> bool:
     return True
 
 
-def realized(value: Any) -> Any:
-    """`value` as something with an address and fixed strides."""
-    value = ir.ExternKernel.realize_input(value)
-    ir.as_storage_and_layout(value, freeze=True)
-    return ir.TensorBox(value)
-
-
 def empty(size: Sequence[Any], stride: Sequence[Any] | None, dtype: torch.dtype, device: torch.device) -> Any:
     """An unfilled buffer for a kernel to write."""
     from torch._inductor.lowering import empty_strided

@@ -20,7 +20,7 @@ from torch._inductor import ir
 from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
 from torch._inductor.codegen.triton import TritonOverrides, texpr
 from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
-from torch._inductor.lowering import fallbacks, lowerings, to_dtype
+from torch._inductor.lowering import to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import OpsValue, V
@@ -29,62 +29,15 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor.op.program import LaneProgram
 
-from .kernel import Arguments, fits_int32, realized
+from .. import subgraphs
+from .kernel import Arguments, fits_int32
 
 aten = torch.ops.aten
-
-# Pointwise at 0-d, though not tagged so.
-_ALSO_POINTWISE = {
-    aten.index.Tensor,
-    aten.full.default,
-    aten.scalar_tensor.default,
-    aten._to_copy.default,
-    aten.where.ScalarOther,
-}
 
 
 def refusal(program: LaneProgram, field: str) -> str | None:
     """Why the program cannot be inlined, or None if it can."""
-    parts: Any = (program.prologue, program.lane, program.epilogue)
-    for node in (node for part in parts for node in part.graph.nodes):
-        if node.op == "get_attr":
-            return f"{field} holds a constant tensor"
-    for node in parts[1].graph.nodes:
-        if node.op != "call_function":
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return f"{field} computes a tensor for each score ({node.target})"
-        pointwise = node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        known = node.target in lowerings or node.target in _LOWERINGS
-        if not pointwise or not known or node.target in fallbacks:
-            return f"{field} uses {node.target}, which is not inlined"
-    return None
-
-
-def invariants(program: LaneProgram, captures: Sequence[Any]) -> list[Any]:
-    """What the program's prologue computes: buffers of the surrounding graph, and sizes."""
-    return [
-        realized(value) if isinstance(value, ir.TensorBox) else value
-        for value in run_outside(program.prologue, captures)
-    ]
-
-
-def run_outside(module: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Lower a graph of ordinary tensor code into the surrounding graph."""
-
-    class Lowering(fx.Interpreter):
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target is aten.sym_size.int:
-                return args[0].get_size()[args[1]]
-            if any(isinstance(a, ir.TensorBox) for a in args) or isinstance(target, torch._ops.OpOverload):
-                return V.graph.call_function(target, args, kwargs)
-            return target(*args, **kwargs)
-
-        def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-            return args[0]
-
-    return Lowering(module).run(*inputs)
+    return subgraphs.refusal(program, field, _LOWERINGS)
 
 
 class Lane(NamedTuple):

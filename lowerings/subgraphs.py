@@ -1,0 +1,84 @@
+"""Lane programs and Inductor: what can be inlined, and the parts that run outside the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.lowering import fallbacks, lowerings, to_dtype
+from torch._inductor.virtualized import V
+
+from flex_inductor.op.program import LaneProgram
+
+aten = torch.ops.aten
+
+# Pointwise at 0-d, though not tagged so.
+_ALSO_POINTWISE = {
+    aten.index.Tensor,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten._to_copy.default,
+    aten.where.ScalarOther,
+    aten.zeros_like.default,
+}
+
+
+def refusal(program: LaneProgram, field: str, own_lowerings: Container[Any]) -> str | None:
+    """Why the program's lane graph cannot be inlined, or None if it can."""
+    prologue, lane, epilogue = (_graph(part) for part in (program.prologue, program.lane, program.epilogue))
+    for node in (*prologue.nodes, *lane.nodes, *epilogue.nodes):
+        if node.op == "get_attr":
+            return f"{field} holds a constant tensor"
+    for node in lane.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function":
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return f"{field} computes a tensor for each score ({node.target})"
+        pointwise = node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        known = node.target in lowerings or node.target in own_lowerings
+        if not pointwise or not known or node.target in fallbacks:
+            return f"{field} uses {node.target}, which is not inlined"
+    return None
+
+
+def _graph(part: Any) -> fx.Graph:
+    return part.graph
+
+
+def realized(value: Any) -> Any:
+    """`value` as something with an address and fixed strides."""
+    value = ir.ExternKernel.realize_input(value)
+    ir.as_storage_and_layout(value, freeze=True)
+    return ir.TensorBox(value)
+
+
+def run_outside(part: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Lower a prologue or an epilogue, ordinary tensor code, into the surrounding graph."""
+    return _Outside(part).run(*inputs)
+
+
+def invariants(program: LaneProgram, captures: Sequence[Any]) -> list[Any]:
+    """What the program's prologue computes: buffers of the surrounding graph, and sizes."""
+    return [
+        realized(value) if isinstance(value, ir.TensorBox) else value
+        for value in run_outside(program.prologue, captures)
+    ]
+
+
+class _Outside(fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.sym_size.int:
+            return args[0].get_size()[args[1]]
+        if target is aten._to_copy.default:  # Inductor decomposes it before it lowers a graph of its own
+            dtype = kwargs.get("dtype")
+            return args[0] if dtype is None else to_dtype(args[0], dtype)
+        if isinstance(target, torch._ops.OpOverload):
+            return V.graph.call_function(target, args, kwargs)
+        return target(*args, **kwargs)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return args[0]

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._inductor import config, ir
 from torch._inductor.codegen.common import KernelArgs
-from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup
+from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup, ParallelDepth
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.lowering import index_impl_helper, lowerings, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
@@ -328,7 +328,8 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
         body = LoopBody(run, ([first, second], ()), ranges, [first, second], ())
         proxy = CppKernelProxy(group)
         proxy.codegen_loop_bodies([body], [(tuple(lengths), ())])
-        group.finalize_kernel(proxy, [])
+        with patch.object(proxy.loop_nest, "max_parallel_depth", lambda: ParallelDepth(0, 0)):
+            group.finalize_kernel(proxy, [])
     code = group.loops_code.getvalue()
     for slow, fast in _FASTER:
         code = re.sub(slow, fast, code)

@@ -74,7 +74,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
                 }
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
             ],
-            leaves_by_head=joint is not None and all("h" in leaf.axes for leaf in joint.program.leaves),
+            leaves_by_head=joint is not None and joint.leaves_keep_heads_apart(),
             walks=walked,
             lists={name: given[name] for name in lists},
             tensors=given,

@@ -144,6 +144,16 @@ class Lanes:
         (outputs,) = _graph(self.program.lane).find_nodes(op="output")[0].args
         return in_range(outputs[output], size, self.sizes)
 
+    def leaves_keep_heads_apart(self) -> bool:
+        """Whether no two heads ever add to the same place of a leaf: each has the head itself for an index."""
+        (outputs,) = _graph(self.program.lane).find_nodes(op="output")[0].args
+        position, apart = 1, True
+        for leaf in self.program.leaves:
+            indices = outputs[position + 1 : position + 1 + leaf.indices]
+            apart &= any(index.op == "placeholder" and index.name == "h" for index in indices)
+            position += 1 + leaf.indices
+        return apart
+
     def _drop_needless_guards(self) -> None:
         """Where an index cannot leave the tensor, neither a guard nor a check is needed."""
         graph = _graph(self.program.lane)

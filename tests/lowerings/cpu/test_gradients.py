@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.utils import run_fw_bw_and_get_code
 
 from flex_inductor import create_block_mask
 from flex_inductor.lowerings.cpu.backward import BackwardConfig
@@ -76,6 +77,19 @@ def test_leaves_too_large_for_slots(monkeypatch, leaf_bytes):
             torch._dynamo.reset()
             attend = fused(attention_of(build), dynamic=False)
             judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, None)
+
+
+@pytest.mark.parametrize(
+    "head, apart", [(lambda h: h, True), (lambda h: h // 2, False), (lambda h: h * 0, False)]
+)
+def test_a_slot_is_shared_only_by_heads_that_keep_apart(head, apart):
+    """Heads that meet in a leaf must not add to one slot from several threads."""
+    inputs, table = SIZES.inputs(torch.float32), torch.randn(4, 90, requires_grad=True)
+    build = lambda table: lambda score, b, h, q_idx, kv_idx: score + table[head(h), kv_idx]  # noqa: E731
+    attend = fused(attention_of(build), dynamic=False)
+    _, codes = run_fw_bw_and_get_code(lambda: attend(*inputs, (table,), None)[0])
+    expected = "slots_that_fit < PARTS" if apart else "false"
+    assert f"const bool leaf_by_head = {expected};" in codes[1]
 
 
 @pytest.mark.parametrize("wanted", [0, 2, 3])

@@ -28,12 +28,12 @@ def reference(
     score = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
     with LaneIndexing():
         if score_mod is not None:
-            score = _over_lanes(score_mod, (0,))(score, b, h, m, n)
+            score = over_lanes(score_mod, (0,))(score, b, h, m, n)
         if block_mask is not None:
             schedule, mask_mod = schedule_parts(block_mask)
             rows = (slice(0, len(b)), slice(0, len(h)), slice(0, len(m)))
             visited, full = schedule_of(schedule).band(*rows).lanes(slice(0, len(n)))
-            live = _over_lanes(mask_mod, ())(b, h, m, n)
+            live = over_lanes(mask_mod, ())(b, h, m, n)
             live = (live | full) & visited
             score = torch.where(live, score, -math.inf)
     peak = score.amax(-1) if len(n) else score.new_full(score.shape[:3], -math.inf)
@@ -44,7 +44,8 @@ def reference(
     return weight.to(value.dtype) @ value, lse, peak
 
 
-def _over_lanes(mod: Any, prefix: tuple) -> Any:
+def over_lanes(mod: Any, prefix: tuple) -> Any:
+    """`mod` on ranges of b, h, q_idx and kv_idx; `prefix` are the vmap dims of what comes before them."""
     for dims in [(None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)]:
         mod = torch.vmap(mod, in_dims=(*prefix, *dims))
     return mod

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from flex_inductor import create_block_mask, flex_attention, mods
 from flex_inductor.masks import library
 from flex_inductor.op.tracing import LaneIndexing
+from flex_inductor.reference import over_lanes
 
 OURS, FLEX, SDPA, MASKED, DENSE = "ours", "torch flex", "SDPA is_causal", "SDPA mask", "dense eager"
 DENSE_BYTES = 3 << 30  # no side may hold more than this in scores
@@ -240,7 +241,7 @@ def _sides(
     if query.size(2) * key.size(2) * case.heads * 4 * (4 if case.backward else 2) > DENSE_BYTES:
         return sides
     if mask_mod is not None and case.score is None:
-        allowed = _lanes(mask_mod, ())(*_indices(query, key))[:, :1]  # the masks here ask for no head
+        allowed = over_lanes(mask_mod, ())(*_indices(query, key))[:, :1]  # the masks here ask for no head
         sides[MASKED] = partial(sdpa, attn_mask=allowed.contiguous(), **gqa)
     sides[DENSE] = partial(dense, score_mod=score_mod, mask_mod=mask_mod)
     return sides
@@ -256,12 +257,6 @@ def _step(attend: Callable, query: Tensor, key: Tensor, value: Tensor, grad: Ten
 
 def _indices(query: Tensor, key: Tensor) -> list[Tensor]:
     return [torch.arange(size) for size in (*query.shape[:3], key.size(2))]
-
-
-def _lanes(mod: Callable, prefix: tuple) -> Callable:
-    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-        mod = torch.vmap(mod, in_dims=(*prefix, *dims))
-    return mod
 
 
 def dense(
@@ -280,9 +275,9 @@ def dense(
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.size(-1))
     with LaneIndexing():
         if score_mod is not None:
-            scores = _lanes(score_mod, (0,))(scores, b, h, m, n)
+            scores = over_lanes(score_mod, (0,))(scores, b, h, m, n)
         if mask_mod is not None:
-            scores = torch.where(_lanes(mask_mod, ())(b, h, m, n), scores, -math.inf)
+            scores = torch.where(over_lanes(mask_mod, ())(b, h, m, n), scores, -math.inf)
     return scores.softmax(-1).to(value.dtype) @ value
 
 

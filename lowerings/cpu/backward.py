@@ -11,7 +11,7 @@ from torch._inductor.virtualized import V
 from ..problem import AttentionProblem
 from ..subgraphs import realized
 from . import lanes, template
-from .call import INCLUDES, contiguous_layout, inlinable, layout_of, scale_text, walks
+from .call import contiguous_layout, inlinable, layout_of, rendered, walks
 
 
 class BackwardConfig(NamedTuple):
@@ -49,20 +49,16 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     mod_tensors = [tensor for mod in (score, mask, joint) if mod for tensor in mod.tensors]
 
     def render(kernel: template.TemplateKernel) -> str:
-        signature = kernel.signature()
-        given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
-        outputs = {names[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()}
-        return INCLUDES + template.source("backward.jinja").render(
+        return rendered(
+            "backward.jinja",
+            kernel,
+            problem,
+            call,
+            tensors,
+            names,
+            lists,
+            bodies,
             **config._asdict(),
-            element=template.element_type(kernel.tensors[0]),
-            is_bf16=int(problem.dtype == torch.bfloat16),
-            signature=signature,
-            profile=kernel.maybe_codegen_profile(),
-            scale=scale_text(call.scale),
-            schedule=problem.schedule,
-            blocks=problem.blocks,
-            lane_symbols=lanes.SYMBOL_NAMES,
-            bodies={name: lanes.loops(stores, kernel) for name, stores in bodies.items()},
             scatters=[
                 {
                     "over_rows": scatter.over_rows,
@@ -74,11 +70,8 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
                 }
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
             ],
-            leaves_by_head=joint is not None and joint.leaves_keep_heads_apart(),
             walks=walked,
-            lists={name: given[name] for name in lists},
-            tensors=given,
-            outputs=outputs,
+            leaves_by_head=joint is not None and joint.leaves_keep_heads_apart(),
         )
 
     fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]

@@ -14,7 +14,7 @@ from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..problem import AttentionProblem
 from ..subgraphs import realized
-from . import lanes
+from . import lanes, template
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
@@ -65,8 +65,34 @@ def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk
     return walked, {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
 
 
-def scale_text(scale: float) -> str:
-    return f"{float(scale)!r}f"
+def rendered(
+    name: str,
+    kernel: template.TemplateKernel,
+    problem: AttentionProblem,
+    call: Any,
+    tensors: dict[str, Any],
+    outputs: Sequence[str],
+    lists: dict[str, Any],
+    bodies: dict[str, list[lanes.Store]],
+    **values: Any,
+) -> str:
+    """The template of this name with what every CPU kernel is given, and `values`."""
+    given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
+    return INCLUDES + template.source(name).render(
+        element=template.element_type(kernel.tensors[0]),
+        is_bf16=int(problem.dtype == torch.bfloat16),
+        signature=kernel.declaration,
+        profile=kernel.maybe_codegen_profile(),
+        scale=f"{float(call.scale)!r}f",
+        schedule=problem.schedule,
+        blocks=problem.blocks,
+        lane_symbols=lanes.SYMBOL_NAMES,
+        bodies={body: lanes.loops(stores, kernel) for body, stores in bodies.items()},
+        lists={tensor: given[tensor] for tensor in lists},
+        tensors=given,
+        outputs={outputs[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()},
+        **values,
+    )
 
 
 def layout_of(fake: torch.Tensor) -> ir.FixedLayout:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
 from ..subgraphs import realized
 from . import lanes, template
-from .call import INCLUDES, inlinable, layout_of, scale_text, walks
+from .call import inlinable, layout_of, rendered, walks
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -59,26 +58,17 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     mod_tensors = [tensor for mod in (score, mask) if mod for tensor in mod.tensors]
 
     def render(kernel: template.TemplateKernel) -> str:
-        signature = kernel.signature()
-        given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
-        outputs = {OUTPUTS[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()}
-        return INCLUDES + template.source("decode.jinja" if decode else "forward.jinja").render(
+        return rendered(
+            "decode.jinja" if decode else "forward.jinja",
+            kernel,
+            problem,
+            call,
+            tensors,
+            OUTPUTS,
+            lists,
+            bodies,
             **config._asdict(),
-            element=template.element_type(kernel.tensors[0]),
-            is_bf16=int(problem.dtype == torch.bfloat16),
-            signature=signature,
-            profile=kernel.maybe_codegen_profile(),
-            scale=scale_text(call.scale),
-            schedule=problem.schedule,
-            blocks=problem.blocks,
-            lane_symbols=lanes.SYMBOL_NAMES,
-            bodies={name: lanes.loops(stores, kernel) for name, stores in bodies.items()},
             walks=walked,
-            lists={name: given[name] for name in lists},
-            query=given["query"],
-            key=given["key"],
-            value=given["value"],
-            outputs=outputs,
             heads_share_lists=all(lists[walk.counts].get_size()[1] == 1 for walk in walked),
         )
 

@@ -34,7 +34,8 @@ class TemplateKernel(CppTemplateKernel):
         self.tensors = inputs
         self.outputs = {i: t for i, t in enumerate(outputs) if t.get_name() not in removed}
 
-    def signature(self) -> str:
+    def declare(self) -> None:
+        """Name the arguments: what is rendered refers to them."""
         self.names = {t.get_name(): f"in_{i}" for i, t in enumerate(self.tensors)}
         self.names |= {t.get_name(): f"out_{i}" for i, t in self.outputs.items()}
         by_name = {t.get_name(): t for t in self.tensors}
@@ -44,7 +45,7 @@ class TemplateKernel(CppTemplateKernel):
             for t in (*self.tensors, *self.outputs.values())
             for s in (*t.get_size(), *t.get_stride(), t.get_layout().offset)
         ]
-        return self.def_kernel(
+        self.declaration = self.def_kernel(
             inputs=inputs,
             outputs={f"out_{i}": t for i, t in self.outputs.items()},
             extra_sizevars=sizes,
@@ -82,6 +83,7 @@ def add_node(
 
 
 def _finished(kernel: TemplateKernel, render: Callable[[TemplateKernel], str]) -> str:
+    kernel.declare()
     return PartialRender(render(kernel), kernel.render_hooks).finalize_all()
 
 

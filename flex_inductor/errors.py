@@ -308,6 +308,26 @@ def forward_mode_derivative() -> FlexNotImplementedError:
 # ---- Tools ----------------------------------------------------------------------------------------
 
 
+def no_attention_call(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name} never calls flex_attention with these arguments: there is nothing to inspect."
+    )
+
+
+def mixed_devices(devices: Sequence[str]) -> FlexValueError:
+    return FlexValueError(
+        f"The arguments are on several devices: {', '.join(devices)}. Move them to one; a GPU that is the target "
+        f"need not be there, so that CPU tensors serve."
+    )
+
+
+def not_this_device(target: str, own: str) -> FlexValueError:
+    return FlexValueError(
+        f"The arguments are on a device of architecture {own}, and target is {target!r}. Give CPU tensors to inspect "
+        f"for another device."
+    )
+
+
 def no_interpreter(command: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"interpret.run needs TRITON_INTERPRET=1 set before triton is imported, which it was not. "

@@ -1,0 +1,144 @@
+"""flex_inductor.inspect: what a function's attention calls become, for a device that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from flex_inductor import errors
+
+from ..generated import GeneratedKernel
+from ..resources import TARGETS, Resources, compile_for, resources
+from .calls import facts_of
+from .compiling import Source, Watched, flex_error_in, watch
+from .report import Call, Kernel, Report
+
+__all__ = ["Call", "Kernel", "Report", "attention_kernels", "inspect", "kind"]
+
+KNOWN_TARGETS = ("cpu", *TARGETS)
+
+
+def inspect(
+    fn: Callable, *args: Any, target: str | None = None, backward: bool = True, **kwargs: Any
+) -> Report:
+    """What the attention calls of `fn(*args, **kwargs)` become: decisions, graphs, schedules and kernels.
+
+    `fn` is a function or a module that compiles as one graph; it is traced afresh and not run. `target` is
+    "cpu" or a GPU's architecture, by default the device of the tensors; for a GPU that is not there give CPU
+    tensors of the shapes and dtypes in question. The backward is there when `backward` is and an argument,
+    a parameter or a captured tensor requires a gradient.
+    """
+    target = _target(fn, args, kwargs, target)
+    watched = _watched(fn, args, kwargs, target, backward)
+    if not watched.calls:
+        raise errors.no_attention_call(getattr(fn, "__qualname__", type(fn).__name__))
+    made = [source for low in watched.lowered.values() for one in low.values() for source in one.kernels]
+    kernels = _kernels(list(dict.fromkeys(made)), target)
+    calls = []
+    for number, node in enumerate(watched.calls):
+        lowered = watched.lowered.get(number)
+        if lowered:  # else its results are not used
+            own = dict.fromkeys(source for one in lowered.values() for source in one.kernels)
+            facts = facts_of(node, watched.module, watched.inputs)
+            calls.append(Call(number, facts, dict(lowered), [kernels[source] for source in own], target))
+    return Report(target, calls, _versions())
+
+
+def attention_kernels(
+    fn: Callable, *args: Any, target: str, backward: bool = True, **kwargs: Any
+) -> list[GeneratedKernel]:
+    """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
+    watched = _watched(fn, args, kwargs, target, backward)
+    made = [source for low in watched.lowered.values() for one in low.values() for source in one.kernels]
+    return [source.triton for source in dict.fromkeys(made)]
+
+
+def kind(kernel: GeneratedKernel) -> str:
+    return kernel.inductor_meta.get("flex_inductor", {}).get("kind", "")
+
+
+def _watched(fn: Callable, args: Any, kwargs: Any, target: str, backward: bool) -> Watched:
+    try:
+        return watch(fn, args, kwargs, target, backward)
+    except Exception as error:
+        if (ours := flex_error_in(error)) is not None and ours is not error:
+            raise ours from None
+        raise
+
+
+def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
+    """The target, checked against where the tensors are."""
+    parameters = [*fn.parameters(), *fn.buffers()] if isinstance(fn, torch.nn.Module) else []
+    tensors: Iterable[Any] = (t for t in [*tree_iter((args, kwargs)), *parameters] if isinstance(t, Tensor))
+    devices = sorted({tensor.device.type for tensor in tensors})
+    if len(devices) > 1:
+        raise errors.mixed_devices(devices)
+    there = devices[0] if devices else "cpu"
+    if there not in ("cpu", "cuda"):
+        raise errors.bad_option("flex_inductor.inspect", "arguments", f"on {there}", "tensors on cpu or cuda")
+    if there == "cuda":
+        from flex_inductor.lowerings.triton.configs import current_device
+
+        own = current_device(torch.device("cuda")).arch
+        if target not in (None, own):
+            raise errors.not_this_device(target, own)
+        return own
+    if target is None:
+        return "cpu"
+    if target not in KNOWN_TARGETS:
+        raise errors.bad_option(
+            "flex_inductor.inspect", "target", target, f"one of {', '.join(KNOWN_TARGETS)}"
+        )
+    return target
+
+
+def _kernels(sources: list[Source], target: str) -> dict[Source, Kernel]:
+    build = _cpu_kernel if target == "cpu" else _gpu_kernel
+    with ThreadPoolExecutor() as pool:  # compilers are other processes, or leave Python's lock alone
+        return dict(zip(sources, pool.map(lambda source: build(source, target), sources), strict=True))
+
+
+def _gpu_kernel(source: Source, target: str) -> Kernel:
+    import triton
+
+    assert source.triton is not None
+    configs = source.triton.configs
+    found = resources(compile_for(source.triton, configs[0], target), target)
+    built_with = f"triton {triton.__version__} for {target}"
+    others = tuple(map(str, configs[1:]))
+    return Kernel(
+        source.name, source.kind, source.noted, configs[0], others, found, built_with, source, target
+    )
+
+
+def _cpu_kernel(source: Source, target: str) -> Kernel:
+    from .cpp import built_with, sizes_in
+
+    reason = "a CPU's compiler is not asked"
+    found = Resources(
+        None,
+        None,
+        None,
+        None,
+        dict.fromkeys(("registers", "spill_bytes", "shared_bytes", "instructions"), reason),
+    )
+    config = sizes_in(source.text)
+    return Kernel(source.name, source.kind, source.noted, config, (), found, built_with(), source, target)
+
+
+def _versions() -> dict[str, str]:
+    from flex_inductor import __version__
+
+    found = {"flex_inductor": __version__, "torch": torch.__version__}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        pass
+    return found

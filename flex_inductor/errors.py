@@ -314,6 +314,16 @@ def no_attention_call(name: str) -> FlexValueError:
     )
 
 
+def raised_while_tracing(message: str, at: str) -> FlexValueError:
+    return FlexValueError(f"The function raises: {message}{at}")
+
+
+def not_one_graph(reason: str, at: str) -> FlexValueError:
+    return FlexValueError(
+        f"The function does not compile as one graph: {reason}{at}. Inspect the part that calls attention."
+    )
+
+
 def mixed_devices(devices: Sequence[str]) -> FlexValueError:
     return FlexValueError(
         f"The arguments are on several devices: {', '.join(devices)}. Move them to one; a GPU that is the target "

@@ -179,7 +179,9 @@ def trace_joint(
                 capture.detach().requires_grad_() if want else capture
                 for capture, want in zip(captures, wanted, strict=True)
             ]
-            with torch.autograd.set_detect_anomaly(True, check_nan=False):  # autograd's nodes then know lines too
+            with torch.autograd.set_detect_anomaly(
+                True, check_nan=False
+            ):  # autograd's nodes then know lines too
                 new_score = run(score.clone(), b, h, q_idx, kv_idx, *sources)
             if new_score.grad_fn is not None:
                 setup_stacktrace_preservation_hooks([new_score.grad_fn])

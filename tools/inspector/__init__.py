@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_for, resources
 from .calls import facts_of
 from .compiling import Source, Watched, flex_error_in, watch
+from .lines import last_line
 from .report import Call, Kernel, Report
 
 __all__ = ["Call", "Kernel", "Report", "attention_kernels", "inspect", "kind"]
@@ -63,12 +65,27 @@ def kind(kernel: GeneratedKernel) -> str:
 
 
 def _watched(fn: Callable, args: Any, kwargs: Any, target: str, backward: bool) -> Watched:
+    from torch._dynamo.exc import Unsupported
+
     try:
         return watch(fn, args, kwargs, target, backward)
+    except Unsupported as error:
+        raise _not_traced(str(error)) from None
     except Exception as error:
         if (ours := flex_error_in(error)) is not None and ours is not error:
             raise ours from None
         raise
+
+
+def _not_traced(dynamo: str) -> errors.FlexError:
+    """From Dynamo's long text: what the user's code raised, or why tracing stopped."""
+    context = re.search(r"^ *Developer debug context: (.+)$", dynamo, flags=re.MULTILINE)
+    reason = context[1] if context else dynamo.splitlines()[0]
+    line = last_line(dynamo)
+    at = f" ({line})" if line else ""
+    if raised := re.match(r"raised exception \w+\((['\"])(.*)\1,?\)$", reason):
+        return errors.raised_while_tracing(raised[2], at)
+    return errors.not_one_graph(reason, at)
 
 
 def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:

@@ -36,11 +36,14 @@ class ModFacts:
 
     @property
     def where(self) -> str:
-        if not self.lines:
-            return ""
-        first, last = self.lines[0], self.lines[-1]
-        span = "" if first == last or first.file != last.file else f"-{last.number}"
-        return f"{first}{span}"
+        """The files and the span of lines in each."""
+        spans: dict[str, list[int]] = {}
+        for line in self.lines:
+            spans.setdefault(line.file, []).append(line.number)
+        return ", ".join(
+            f"{file}:{numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
+            for file, numbers in spans.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,11 @@ def _mask(
         batch, heads = tensors[0].shape[:2]
         return RunSchedule(*tensors, batch, heads, lengths, blocks, mask_mod)
     lists = BlockMask.from_kv_blocks(
-        *values.schedule[2:6], BLOCK_SIZE=blocks, mask_mod=mask_mod, seq_lengths=lengths, compute_q_blocks=False
+        *values.schedule[2:6],
+        BLOCK_SIZE=blocks,
+        mask_mod=mask_mod,
+        seq_lengths=lengths,
+        compute_q_blocks=False,
     )
     return RunSchedule.from_block_mask(lists)
 

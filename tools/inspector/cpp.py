@@ -9,7 +9,9 @@ import subprocess
 
 def sizes_in(source: str) -> dict[str, int]:
     """The constants of its tiles."""
-    found = re.findall(r"^constexpr int64_t (TILE_M|TILE_N|SUB_M|CHUNK|SPLIT|PARTS) = (\d+)", source, re.MULTILINE)
+    found = re.findall(
+        r"^constexpr int64_t (TILE_M|TILE_N|SUB_M|CHUNK|SPLIT|PARTS) = (\d+)", source, re.MULTILINE
+    )
     return {name: int(value) for name, value in found}
 
 

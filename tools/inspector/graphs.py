@@ -30,9 +30,7 @@ def graph_text(module: fx.GraphModule, name: str, lanes: Sequence[str], captures
             lines.append((f"    {node.name} = {_call(node, names)}", str(where or "")))
     width = max(len(text) for text, _ in lines)
     head = f"def {name}({', '.join([*lanes, *captures])}):"
-    return "\n".join(
-        [head, *(f"{text:{width}}  # {where}" if where else text for text, where in lines)]
-    )
+    return "\n".join([head, *(f"{text:{width}}  # {where}" if where else text for text, where in lines)])
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:

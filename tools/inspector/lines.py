@@ -36,7 +36,9 @@ class _Frame(NamedTuple):
     @property
     def is_wrapper(self) -> bool:
         """Whether this is flex_attention itself, ours or torch's."""
-        return self.line.file in ("attention.py", "flex_attention.py") and "flex_attention" in self.line.function
+        return (
+            self.line.file in ("attention.py", "flex_attention.py") and "flex_attention" in self.line.function
+        )
 
     @property
     def is_users(self) -> bool:
@@ -50,11 +52,21 @@ _NOT_USERS = (
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)\n(.*)$', flags=re.MULTILINE)
 
 
-def _frames(node: fx.Node) -> list[_Frame]:
+def _frames_in(text: str) -> list[_Frame]:
     return [
-        _Frame(path, Line(Path(path).name, int(number), function, text.strip()))
-        for path, number, function, text in _FRAME.findall(node.meta.get("stack_trace") or "")
+        _Frame(path, Line(Path(path).name, int(number), function, line.strip()))
+        for path, number, function, line in _FRAME.findall(text)
     ]
+
+
+def _frames(node: fx.Node) -> list[_Frame]:
+    return _frames_in(node.meta.get("stack_trace") or "")
+
+
+def last_line(text: str) -> Line | None:
+    """The last line of the user's in a stack trace."""
+    users = [frame.line for frame in _frames_in(text) if frame.is_users]
+    return users[-1] if users else None
 
 
 def call_line(node: fx.Node) -> Line | None:
@@ -78,15 +90,16 @@ def mod_line(node: fx.Node) -> Line | None:
 
 
 def mod_lines(module: fx.GraphModule) -> tuple[str, list[Line]]:
-    """A mod's name and the lines that it consists of, in order, as far as operations tell."""
+    """A mod's name and the lines that it consists of, as far as operations tell; torch's own only if all are."""
     name, found = "", {}
     for node in module.graph.nodes:
-        if node.op == "call_function" or node.op == "call_method":
+        if node.op in ("call_function", "call_method"):
             frames = _mod_frames(node)
             name = name or (frames[0].line.function if frames else "")
-            if line := mod_line(node):
-                found[line.file, line.number] = line
-    return name, [found[key] for key in sorted(found)]
+            if (line := mod_line(node)) is not None:
+                found[line.file, line.number] = (line, any(frame.is_users for frame in frames))
+    own = [key for key, (_, users) in found.items() if users] or found
+    return name, [found[key][0] for key in sorted(own)]
 
 
 class Notes:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.draw import tile_shares, tile_tokens
 from flex_inductor.masks.runs import FULL, PARTIAL, to_grid
 
-MOST_TILES_DRAWN = 96  # a side; a cell of a larger picture stands for several tiles
 MOST_PATTERNS = 256  # different partial tiles whose tokens a web page holds
 
 
@@ -50,11 +51,11 @@ class MaskFacts:
         a row has none. Where a cell is more than one tile there are none.
         """
         partial, full = tile_shares(self.schedule)
-        cells = [[[round(f, 3), round(p, 3)] for f, p in zip(*rows, strict=True)] for rows in zip(full.tolist(), partial.tolist(), strict=True)]  # fmt: skip
+        shares = torch.stack([full, partial], -1)
         return {
             "shape": self.shape,
             "block": self.block,
-            "cells": cells,
+            "cells": [[[round(share, 3) for share in cell] for cell in row] for row in shares.tolist()],
             **self._tokens(tuple(full.shape) == self.schedule.extent.tiles),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .calls import ModFacts
@@ -14,12 +14,14 @@ from .report import Call, Kernel, Report
 WIDTH = 110
 
 
-def page(report: Report, *, stable: bool = False, sources: bool = True) -> str:
-    """The report as text, kernels' sources included unless `sources` is False."""
+def page(
+    report: Report, *, stable: bool = False, sources: bool = True, kernels: Sequence[Kernel] | None = None
+) -> str:
+    """The report as text: these kernels or all, with what is particular in their sources if `sources`."""
     lines = [*_head(report, stable)]
     for call in report.calls:
         lines += ["", *_call(report, call, stable)]
-    for kernel in report.kernels:
+    for kernel in report.kernels if kernels is None else kernels:
         lines += ["", *_kernel(report, kernel, stable, sources)]
     return "\n".join(lines)
 
@@ -38,6 +40,13 @@ def _call(report: Report, call: Call, stable: bool) -> Iterator[str]:
     facts = call.facts
     where = f"{facts.where}: {facts.where.text}" if facts.where else "made by the caller of inspect"
     yield f"== call {call.number}, {where}"
+    names = ", ".join(kernel.name for kernel in call.kernels)
+    kernels = f"   kernels   {names or 'none: torch operations, a chunk at a time'}"
+    if (earlier := same_as(report, call)) is not None:
+        yield f"   as call {earlier.number}"
+        if earlier.kernels != call.kernels:
+            yield kernels
+        return
     for tensor in facts.tensors:
         yield f"   {tensor}"
     for name, mod in (("score_mod", facts.score_mod), ("mask_mod", facts.mask_mod)):
@@ -47,36 +56,35 @@ def _call(report: Report, call: Call, stable: bool) -> Iterator[str]:
         yield ""
         yield f"   {direction}"
         yield from _indented(decision_lines(lowered.decision), 6)
-    earlier = _earlier_with_same_graphs(report, call)
-    if earlier is not None:
-        yield from ("", f"   graphs as of call {earlier.number}")
-    else:
-        for text in call.graphs.values():
-            yield ""
-            yield from _indented(text.splitlines(), 3)
+    for text in call.graphs.values():
+        yield ""
+        yield from _indented(text.splitlines(), 3)
     yield from ("", f"   schedule  {call.schedule or facts.no_mask}")
-    if call.schedule is not None and earlier is None:
+    if call.schedule is not None:
         yield from _indented([line.rstrip() for line in call.schedule.picture.splitlines()], 13)
     for direction, cost in call.cost().items():
         yield f"   {direction:9} {cost_text(cost, stable)}"
-    names = ", ".join(kernel.name for kernel in call.kernels)
-    yield f"   kernels   {names or 'none: torch operations, a chunk at a time'}"
+    yield kernels
 
 
-def _earlier_with_same_graphs(report: Report, call: Call) -> Call | None:
-    for other in report.calls:
-        if other is call:
-            return None
-        if other.graphs == call.graphs and str(other.schedule) == str(call.schedule) and call.graphs:
-            return other
-    return None
+def same_as(report: Report, call: Call) -> Call | None:
+    """An earlier call like this one in all but its kernels and where it is written."""
+    first = next(other for other in report.calls if _facts(other) == _facts(call))
+    return None if first is call else first
+
+
+def _facts(call: Call) -> tuple:
+    facts = call.facts
+    decisions = [(direction, lowered.decision) for direction, lowered in call.lowered.items()]
+    return (facts.tensors, facts.score_mod, facts.mask_mod, decisions, call.graphs, str(call.schedule))
 
 
 def _mod(name: str, mod: ModFacts) -> Iterator[str]:
     where = f", {mod.where}" if mod.where else ""
     yield f"   {name} {mod.name or 'without operations'}{where}"
+    width = max((len(str(line)) for line in mod.lines), default=0)
     for line in mod.lines:
-        yield f"      {line.number:4} | {line.text}"
+        yield f"      {line!s:{width}} | {line.text}"
     for capture in mod.captures:
         yield f"      captures {capture}"
 
@@ -97,7 +105,16 @@ def cost_text(cost: Cost, stable: bool = False) -> str:
 
 def _scaled(value: float, unit: str) -> str:
     """Three digits and a prefix."""
-    prefixes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m"), (1e-6, "u"))
+    prefixes = (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+        (1, ""),
+        (1e-3, "m"),
+        (1e-6, "u"),
+    )
     for factor, prefix in prefixes:
         if value >= factor:
             return f"{value / factor:.3g} {prefix}{unit}"
@@ -107,7 +124,7 @@ def _scaled(value: float, unit: str) -> str:
 def _kernel(report: Report, kernel: Kernel, stable: bool, sources: bool) -> Iterator[str]:
     users = [str(call.number) for call in report.calls if kernel in call.kernels]
     yield f"== {kernel.name}: {kernel.kind} of call{'s' if len(users) > 1 else ''} {', '.join(users)}"
-    yield f"   config    {config_text(kernel.config)}"
+    yield f"   config    {config_text(dict.fromkeys(kernel.config, '·') if stable else kernel.config)}"
     for other in kernel.others:
         yield f"             not {other}"
     yield f"   built by  {'·' if stable else kernel.built_with}"
@@ -151,7 +168,9 @@ def excerpt(kernel: Kernel) -> list[str]:
     if kernel.target != "cpu":
         start = next(i for i, line in enumerate(lines) if line.startswith(f"def {kernel.name}("))
         return [line for line in lines[start:] if line.strip()]
-    bodies = re.findall(r"^  const auto ((?:full|partial)_\w+) = (.*?)^  };", kernel.source, re.MULTILINE | re.DOTALL)
+    bodies = re.findall(
+        r"^  const auto ((?:full|partial)_\w+) = (.*?)^  };", kernel.source, re.MULTILINE | re.DOTALL
+    )
     found = []
     for name, body in bodies:
         if "TILE_ROWS" in body:

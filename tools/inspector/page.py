@@ -128,8 +128,8 @@ def _kernel(report: Report, kernel: Kernel, stable: bool, sources: bool) -> Iter
     for other in kernel.others:
         yield f"             not {other}"
     yield f"   built by  {'·' if stable else kernel.built_with}"
-    for line in resource_lines(kernel, stable):
-        yield f"   {line}"
+    for name, text in {**uses(kernel, stable), **_instructions(kernel, stable)}.items():
+        yield from textwrap.wrap(text, WIDTH, initial_indent=f"   {name:9} ", subsequent_indent=" " * 13)
     if sources:
         yield ""
         yield from _indented(excerpt(kernel), 3)
@@ -139,27 +139,32 @@ def config_text(config: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in config.items())
 
 
-def resource_lines(kernel: Kernel, stable: bool = False) -> Iterator[str]:
-    """Registers, memory and instructions; nothing for kernels whose compiler was not asked."""
+def uses(kernel: Kernel, stable: bool = False) -> dict[str, str]:
+    """Registers, memory and what they allow for; nothing for kernels whose compiler was not asked."""
     found = kernel.resources
 
     def shown(value: int | None, name: str) -> str:
         return "·" if stable else f"unknown ({found.reasons[name]})" if value is None else str(value)
 
     if found.registers is None and found.instructions is None:
-        return
-    occupancy = kernel.occupancy
-    yield (
-        f"uses      {shown(found.registers, 'registers')} registers, {shown(found.spill_bytes, 'spill_bytes')} bytes "
+        return {}
+    lines = {
+        "uses": f"{shown(found.registers, 'registers')} registers, {shown(found.spill_bytes, 'spill_bytes')} bytes "
         f"spilled, {shown(found.shared_bytes, 'shared_bytes')} bytes of shared memory"
-    )
-    if occupancy is not None:
+    }
+    if (occupancy := kernel.occupancy) is not None:
         busy = "·" if stable else f"{occupancy.programs}, limited by {occupancy.limit}"
-        yield f"occupancy programs on a multiprocessor at once: {busy}"
-    if found.instructions is not None:
-        classes = sorted(found.instructions.items(), key=lambda pair: (-pair[1], pair[0]))
-        counted = ", ".join(f"{name} {count}" for name, count in classes)
-        yield from textwrap.wrap(f"has       {'instructions by class: ·' if stable else counted}", WIDTH)
+        lines["occupancy"] = f"programs on a multiprocessor at once: {busy}"
+    return lines
+
+
+def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
+    found = kernel.resources.instructions
+    if found is None:
+        return {}
+    classes = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+    counted = ", ".join(f"{name} {count}" for name, count in classes)
+    return {"has": "instructions by class: " + ("·" if stable else counted)}
 
 
 def excerpt(kernel: Kernel) -> list[str]:

@@ -12,7 +12,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import CppLexer, PythonLexer
 
-from .page import config_text, cost_text, resource_lines, same_as
+from .page import config_text, cost_text, same_as, uses
 from .report import Report
 
 LIGHT, DARK = "friendly", "github-dark"
@@ -42,7 +42,7 @@ def _template() -> jinja2.Template:
         "cpp": functools.partial(_coloured, CppLexer(stripnl=False)),
         "config": config_text,
         "cost": cost_text,
-        "resource_lines": resource_lines,
+        "uses": uses,
     }
     text = resources.files("flex_inductor.tools.inspector").joinpath("webpage.html.jinja").read_text()
     return environment.from_string(text)

@@ -52,52 +52,49 @@ def choose(
     rejected: Sequence[tuple[Config, str]],
     device: str,
     program: str,
-    time: Callable[[Sequence[Config]], list[float]],
-) -> Config:
-    """One of `fitting`, best first, unless another is demanded. `time` gives seconds, and is asked where tuning.
+    time: Callable[[Sequence[Config]], list[float]] | None,
+) -> list[Config]:
+    """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
 
-    `program` is the text of the mods: what they do decides what is fast.
+    `program` is the text of the mods: what they do decides what is fast. `time` gives seconds, and is asked where
+    tuning; without it all of `fitting` are left for whoever can time them.
     """
-    wanted = demanded(problem, kernel)
     left_out = tuple(_line(config, reason) for config, reason in rejected)
+    wanted = demanded(problem, kernel)
     if wanted:
-        config = fitting[0]._replace(**wanted)
-        chosen = Choice(kernel, config._asdict(), "asked for")
+        chosen, others, why = [fitting[0]._replace(**wanted)], (), "asked for"
     elif not inductor_config.max_autotune or len(fitting) == 1:
-        config = fitting[0]
-        why = f"first of {len(fitting)} that fit; not timed"
-        chosen = Choice(
-            kernel, config._asdict(), why, (*(_line(c, "not timed") for c in fitting[1:]), *left_out)
-        )
+        chosen, why = [fitting[0]], f"first of {len(fitting)} that fit; not timed"
+        others = (*(_line(config, "not timed") for config in fitting[1:]), *left_out)
     else:
-        config, chosen = _tuned(problem_class(problem, kernel, program), device, kernel, fitting, time)
-        chosen = chosen._replace(others=(*chosen.others, *left_out))
-    problem.kernels.append(chosen)
-    return config
+        key = problem_class(problem, kernel, program)
+        chosen, why, times = _tuned(key, device, fitting, time)
+        others = tuple(_line(c, times.get(c, "not timed")) for c in fitting if c != chosen[0])
+        others += left_out
+    problem.kernels.append(Choice(kernel, chosen[0]._asdict(), why, others))
+    return chosen
 
 
 def _tuned(
-    key: str,
-    device: str,
-    kernel: str,
-    fitting: Sequence[Config],
-    time: Callable[[Sequence[Config]], list[float]],
-) -> tuple[Config, Choice]:
+    key: str, device: str, fitting: Sequence[Config], time: Callable[[Sequence[Config]], list[float]] | None
+) -> tuple[list[Config], str, dict[Config, str]]:
+    """The winner, why it is chosen, and what each config took."""
     known = winners.find(key, device)
-    by_fields = {tuple(config): config for config in fitting}
+    by_sizes = {tuple(config._asdict().items()): config for config in fitting}
     why = "fastest when timed before"
-    if known is None or tuple(known.config.values()) not in by_fields:
+    if known is None or tuple(known.config.items()) not in by_sizes:
+        if time is None:
+            return [*fitting], f"first of {len(fitting)} that fit; all are timed at the first call", {}
         try:
             seconds = time(fitting)
         except RuntimeError as error:  # a mod that no made-up input satisfies
-            return fitting[0], Choice(kernel, fitting[0]._asdict(), f"first that fits; not timed: {error}")
+            return [fitting[0]], f"first that fits; not timed: {error}", {}
         known = _winner(key, device, fitting, seconds)
         winners.keep(known)
         why = "fastest when timed"
-    times = {tuple(config.values()): f"{ms:.3g} ms" for config, ms in known.times_ms}
-    config = by_fields[tuple(known.config.values())]
-    others = tuple(_line(other, times.get(tuple(other), "not timed")) for other in fitting if other != config)
-    return config, Choice(kernel, config._asdict(), f"{why}: {times.get(tuple(config), '')}", others)
+    config = by_sizes[tuple(known.config.items())]
+    times = {by_sizes.get(tuple(sizes.items())): f"{ms:.3g} ms" for sizes, ms in known.times_ms}
+    return [config], f"{why}: {times[config]}" if config in times else why, times
 
 
 def _winner(key: str, device: str, fitting: Sequence[Config], seconds: Sequence[float]) -> winners.Winner:

@@ -112,7 +112,7 @@ def add_node(
         return functools.partial(render, config)
 
     fitting, rejected = candidates(kernel, problem, Caches.of_this_machine())
-    config = choose(
+    (config,) = choose(
         problem,
         kernel,
         fitting,

@@ -39,7 +39,7 @@ def choose(seconds=None, **options):
         dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64),
         outputs=("lse",), options=options, kernels=[],
     )  # fmt: skip
-    config = choice.choose(problem, "forward", FITTING, REJECTED, "cpu AVX2", "the mods", time)
+    (config,) = choice.choose(problem, "forward", FITTING, REJECTED, "cpu AVX2", "the mods", time)
     (made,) = problem.kernels
     assert made.config == config._asdict()
     return made

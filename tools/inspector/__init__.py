@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from flex_inductor import errors
+from flex_inductor.lowerings.decision import Choice
 
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_for, resources
@@ -39,8 +40,7 @@ def inspect(
     watched = _watched(fn, args, kwargs, target, backward)
     if not watched.calls:
         raise errors.no_attention_call(getattr(fn, "__qualname__", type(fn).__name__))
-    made = [source for low in watched.lowered.values() for one in low.values() for source in one.kernels]
-    kernels = _kernels(list(dict.fromkeys(made)), target)
+    kernels = _kernels(watched, target)
     calls = []
     for number, node in enumerate(watched.calls):
         lowered = watched.lowered.get(number)
@@ -56,8 +56,7 @@ def attention_kernels(
 ) -> list[GeneratedKernel]:
     """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
     watched = _watched(fn, args, kwargs, target, backward)
-    made = [source for low in watched.lowered.values() for one in low.values() for source in one.kernels]
-    return [source.triton for source in dict.fromkeys(made)]
+    return [source.triton for source in watched.choices]
 
 
 def kind(kernel: GeneratedKernel) -> str:
@@ -114,38 +113,29 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
     return target
 
 
-def _kernels(sources: list[Source], target: str) -> dict[Source, Kernel]:
+def _kernels(watched: Watched, target: str) -> dict[Source, Kernel]:
     build = _cpu_kernel if target == "cpu" else _gpu_kernel
+    choices = watched.choices
     with ThreadPoolExecutor() as pool:  # compilers are other processes, or leave Python's lock alone
-        return dict(zip(sources, pool.map(lambda source: build(source, target), sources), strict=True))
+        built = pool.map(lambda pair: build(*pair, target), choices.items())
+        return dict(zip(choices, built, strict=True))
 
 
-def _gpu_kernel(source: Source, target: str) -> Kernel:
+def _gpu_kernel(source: Source, choice: Choice | None, target: str) -> Kernel:
     import triton
 
     assert source.triton is not None
-    configs = source.triton.configs
-    found = resources(compile_for(source.triton, configs[0], target), target)
-    built_with = f"triton {triton.__version__} for {target}"
-    others = tuple(map(str, configs[1:]))
-    return Kernel(
-        source.name, source.kind, source.noted, configs[0], others, found, built_with, source, target
-    )
+    config = source.triton.configs[0]
+    found = resources(compile_for(source.triton, config, target), target)
+    return Kernel(source, target, config, choice, found, f"triton {triton.__version__} for {target}")
 
 
-def _cpu_kernel(source: Source, target: str) -> Kernel:
-    from .cpp import built_with, sizes_in
+def _cpu_kernel(source: Source, choice: Choice | None, target: str) -> Kernel:
+    from .cpp import built_with
 
-    reason = "a CPU's compiler is not asked"
-    found = Resources(
-        None,
-        None,
-        None,
-        None,
-        dict.fromkeys(("registers", "spill_bytes", "shared_bytes", "instructions"), reason),
-    )
-    config = sizes_in(source.text)
-    return Kernel(source.name, source.kind, source.noted, config, (), found, built_with(), source, target)
+    names = ("registers", "spill_bytes", "shared_bytes", "instructions")
+    found = Resources(None, None, None, None, dict.fromkeys(names, "a CPU's compiler is not asked"))
+    return Kernel(source, target, choice.config if choice else {}, choice, found, built_with())
 
 
 def _versions() -> dict[str, str]:

@@ -53,6 +53,16 @@ class Watched:
     calls: list[fx.Node] = field(default_factory=list)
     lowered: dict[int, dict[str, Lowered]] = field(default_factory=lambda: defaultdict(dict))
 
+    @property
+    def choices(self) -> dict[Source, Any]:
+        """Every distinct kernel, and the Choice of its config (None for one that has only one)."""
+        found: dict[Source, Any] = {}
+        for one in (one for call in self.lowered.values() for one in call.values()):
+            by_kind = {choice.kernel: choice for choice in one.decision.kernels}
+            for source in one.kernels:
+                found.setdefault(source, by_kind.get(source.kind))
+        return found
+
 
 def watch(fn: Callable, args: Sequence[Any], kwargs: dict[str, Any], target: str, backward: bool) -> Watched:
     """Compile `fn(*args, **kwargs)` for `target`, up to where a compiler would be asked to build kernels."""
@@ -125,6 +135,7 @@ class _Watching:
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.object(register, "decide", self._decide(register.decide)))
             patches.enter_context(mock.patch.object(register, "_lower", self._lower(register._lower)))
+            patches.enter_context(mock.patch.object(register, "record", self._record))
             patches.enter_context(self._cpu() if self.target == "cpu" else self._triton())
             yield
 
@@ -141,6 +152,11 @@ class _Watching:
             return route, decision
 
         return watching
+
+    def _record(self, decision: Any, node: str) -> str:
+        assert self.current is not None
+        self.current.decision = self.current.decision._replace(kernels=decision.kernels)
+        return ""
 
     def _lower(self, lower: Callable) -> Callable:
         def watching(*args: Any) -> Any:
@@ -200,10 +216,14 @@ class _Watching:
 
     @contextlib.contextmanager
     def _cpu(self) -> Iterator[None]:
+        from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codegen.cpp import CppScheduling
         from torch._inductor.utils import Placeholder
 
-        from flex_inductor.lowerings.cpu import template
+        from flex_inductor.lowerings.cpu import template, tuner
+
+        class Building(AsyncCompile):  # what is timed is built
+            cpp_pybinding = AsyncCompile.cpp_pybinding
 
         define, find = CppScheduling.define_kernel, template.source
         self.rendered: dict[str, tuple[Lowered, str]] = {}
@@ -223,6 +243,7 @@ class _Watching:
         with (
             mock.patch.object(CppScheduling, "define_kernel", defining),
             mock.patch.object(template, "source", finding),
+            mock.patch.object(tuner, "AsyncCompile", Building),
             cpp_unbuilt(),
         ):
             yield
@@ -258,21 +279,18 @@ def _as_on_the_target(problem: Any, decision: Any, routes: Sequence[Any]) -> Any
 
 @contextlib.contextmanager
 def _traced_afresh() -> Iterator[None]:
-    """What others see of Dynamo, Inductor and our decisions is afterwards what it was."""
+    """What others see of Dynamo and Inductor is afterwards what it was."""
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
 
-    from flex_inductor.lowerings import decision
-
     before = {name: Counter(counts) for name, counts in counters.items()}
     generated = metrics.generated_kernel_count
-    with mock.patch.object(decision, "_recent", decision._recent.copy()):
-        try:
-            yield
-        finally:
-            counters.clear()
-            counters.update(before)
-            metrics.generated_kernel_count = generated
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(before)
+        metrics.generated_kernel_count = generated
 
 
 def flex_error_in(error: BaseException | None) -> errors.FlexError | None:

@@ -1,18 +1,9 @@
-"""What can be said of a C++ kernel: the sizes it was rendered with, and what will build it."""
+"""What will build a C++ kernel."""
 
 from __future__ import annotations
 
 import functools
-import re
 import subprocess
-
-
-def sizes_in(source: str) -> dict[str, int]:
-    """The constants of its tiles."""
-    found = re.findall(
-        r"^constexpr int64_t (TILE_M|TILE_N|SUB_M|CHUNK|SPLIT|PARTS) = (\d+)", source, re.MULTILINE
-    )
-    return {name: int(value) for name, value in found}
 
 
 @functools.cache

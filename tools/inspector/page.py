@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flex_inductor.lowerings.decision import config_text
+
 from .calls import ModFacts
 from .cost import Cost
 from .report import Call, Kernel, Report
@@ -90,8 +92,8 @@ def _mod(name: str, mod: ModFacts) -> Iterator[str]:
 
 
 def decision_lines(decision: Any) -> list[str]:
-    """The decision without its first line, which says the call again."""
-    return str(decision).splitlines()[1:]
+    """The decision without what is said elsewhere: the call, and the kernels' configs."""
+    return str(decision._replace(kernels=())).splitlines()[1:]
 
 
 def cost_text(cost: Cost, stable: bool = False) -> str:
@@ -124,19 +126,18 @@ def _scaled(value: float, unit: str) -> str:
 def _kernel(report: Report, kernel: Kernel, stable: bool, sources: bool) -> Iterator[str]:
     users = [str(call.number) for call in report.calls if kernel in call.kernels]
     yield f"== {kernel.name}: {kernel.kind} of call{'s' if len(users) > 1 else ''} {', '.join(users)}"
-    yield f"   config    {config_text(dict.fromkeys(kernel.config, '·') if stable else kernel.config)}"
-    for other in kernel.others:
-        yield f"             not {other}"
+    config = dict.fromkeys(kernel.config, "·") if stable else kernel.config
+    yield f"   config    {config_text(config)}"
+    if kernel.choice is not None and not stable:
+        yield f"             {kernel.choice.why}"
+        for other, remark in kernel.choice.others:
+            yield f"             not {other}: {remark}"
     yield f"   built by  {'·' if stable else kernel.built_with}"
     for name, text in {**uses(kernel, stable), **_instructions(kernel, stable)}.items():
         yield from textwrap.wrap(text, WIDTH, initial_indent=f"   {name:9} ", subsequent_indent=" " * 13)
     if sources:
         yield ""
         yield from _indented(excerpt(kernel), 3)
-
-
-def config_text(config: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in config.items())
 
 
 def uses(kernel: Kernel, stable: bool = False) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from flex_inductor.lowerings.decision import Choice
 from flex_inductor.masks import RunSchedule
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
@@ -24,15 +25,26 @@ from .mask import MaskFacts, facts_of_mask
 class Kernel:
     """One kernel, with the config that is used unless it is tuned."""
 
-    name: str
-    kind: str  # forward, decode, combine, backward_dq, backward_dkdv; on CPU forward, decode, backward
-    source: str  # with comments that name the lines of the mods
-    config: dict[str, Any]
-    others: tuple[str, ...]  # the configs that were not chosen, and why
-    resources: Resources
-    built_with: str  # the compiler, and for which vectors
     made: Source = field(repr=False)  # as Inductor would build it
     target: str
+    config: dict[str, Any]
+    choice: Choice | None  # why that config, and the others; None for a kernel that has only one
+    resources: Resources
+    built_with: str  # the compiler, and for which vectors
+
+    @property
+    def name(self) -> str:
+        return self.made.name
+
+    @property
+    def kind(self) -> str:
+        """forward, decode, combine, backward_dq, backward_dkdv; on CPU forward, decode, backward."""
+        return self.made.kind
+
+    @property
+    def source(self) -> str:
+        """With comments that name the lines of the mods."""
+        return self.made.noted
 
     @property
     def occupancy(self) -> Occupancy | None:
@@ -44,7 +56,7 @@ class Kernel:
             "name": self.name,
             "kind": self.kind,
             "config": self.config,
-            "others": list(self.others),
+            "choice": self.choice and self.choice._asdict(),
             "resources": asdict(self.resources),
             "occupancy": self.occupancy and self.occupancy._asdict(),
             "built_with": self.built_with,

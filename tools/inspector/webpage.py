@@ -12,7 +12,9 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import CppLexer, PythonLexer
 
-from .page import config_text, cost_text, same_as, uses
+from flex_inductor.lowerings.decision import config_text
+
+from .page import cost_text, same_as, uses
 from .report import Report
 
 LIGHT, DARK = "friendly", "github-dark"

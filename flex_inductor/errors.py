@@ -32,6 +32,13 @@ class FlexRuntimeError(FlexError, RuntimeError):
     """Something that only running could show."""
 
 
+def own_error_in(error: BaseException | None) -> FlexError | None:
+    """The error of ours among those that led to `error`."""
+    while error is not None and not isinstance(error, FlexError):
+        error = error.__cause__ or getattr(error, "inner_exception", None) or error.__context__
+    return error
+
+
 def _shape(tensor: Tensor) -> str:
     return f"[{', '.join(str(size) for size in tensor.shape)}]"
 
@@ -281,15 +288,13 @@ def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueErr
     return FlexValueError(f"{where}[{name!r}] is {value!r}; expected {expected}.")
 
 
-def route_refused(demanded: str, reasons: Iterable[tuple[str, str]]) -> FlexRuntimeError:
-    lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons)
-    if not demanded:
-        return FlexRuntimeError(
-            f"no route can serve this call with the option `configs`. Every route:{lines}"
-        )
-    return FlexRuntimeError(
-        f"route {demanded!r} was asked for and cannot serve this call. Every route:{lines}"
-    )
+def route_refused(demanded: str, decision: Any) -> FlexRuntimeError:
+    """`decision` is the record that the inspector prints, with no route chosen."""
+    if demanded:
+        asked = f"route {demanded!r} was asked for and cannot serve this call."
+    else:
+        asked = "no route can serve this call with the option `configs`."
+    return FlexRuntimeError(f"{asked}\n{decision}")
 
 
 def not_tuning_results(path: Any, why: Exception) -> FlexValueError:

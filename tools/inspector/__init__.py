@@ -17,7 +17,7 @@ from flex_inductor.lowerings.decision import Choice
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_for, resources
 from .calls import facts_of
-from .compiling import Source, Watched, flex_error_in, watch
+from .compiling import Source, Watched, watch
 from .lines import last_line
 from .report import Call, Kernel, Report
 
@@ -70,10 +70,6 @@ def _watched(fn: Callable, args: Any, kwargs: Any, target: str, backward: bool) 
         return watch(fn, args, kwargs, target, backward)
     except Unsupported as error:
         raise _not_traced(str(error)) from None
-    except Exception as error:
-        if (ours := flex_error_in(error)) is not None and ours is not error:
-            raise ours from None
-        raise
 
 
 def _not_traced(dynamo: str) -> errors.FlexError:

@@ -16,8 +16,6 @@ from unittest import mock
 import torch
 from torch import fx
 
-from flex_inductor import errors
-
 from ..environment import cpp_unbuilt, triton_on_cpu, triton_unbuilt
 from ..generated import GeneratedKernel, load
 from ..resources import gpu_target
@@ -291,10 +289,3 @@ def _traced_afresh() -> Iterator[None]:
         counters.clear()
         counters.update(before)
         metrics.generated_kernel_count = generated
-
-
-def flex_error_in(error: BaseException | None) -> errors.FlexError | None:
-    """Our own error among those that led to `error`."""
-    while error is not None and not isinstance(error, errors.FlexError):
-        error = error.__cause__ or getattr(error, "inner_exception", None) or error.__context__
-    return error

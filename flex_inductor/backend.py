@@ -44,7 +44,7 @@ def flex_inductor(
 
 
 def _with_own_errors(inner_compile: Callable) -> Callable:
-    """`inner_compile`, whose errors that are ours reach the user as they are, without Inductor's and Dynamo's frames."""
+    """`inner_compile`, whose errors that are ours reach the user without Inductor's and Dynamo's frames."""
 
     @functools.wraps(inner_compile)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:

@@ -303,6 +303,31 @@ def not_tuning_results(path: Any, why: Exception) -> FlexValueError:
     )
 
 
+def kernel_differs(
+    name: str,
+    tile: Sequence[tuple[int, int]],
+    place: Sequence[int],
+    got: float,
+    want: float,
+    allowed: float,
+    code: str,
+) -> FlexRuntimeError:
+    axes = ("batch", "head", "queries" if name in ("out", "lse", "d_q") else "keys")
+    if name.startswith("d_captures"):
+        where = "the captured tensor"
+    else:
+        where = ", ".join(
+            f"{axis} {start}" if axis in axes[:2] else f"{axis} {start} to {stop - 1}"
+            for axis, (start, stop) in zip(axes, tile, strict=False)
+        )
+    lines = "".join(f"\n  {line}" for line in code.splitlines()) or " nothing"
+    return FlexRuntimeError(
+        f"verify: {name} is wrong in {where}. At {[*place]} the kernel gives {got:.6g} and the reference in float64 "
+        f"{want:.6g}, where rounding allows for {allowed:.3g}. It is a fault of flex_inductor: options={{'route': "
+        f"'chunked'}} avoids the kernel. Inlined:{lines}"
+    )
+
+
 # ---- Derivatives ----------------------------------------------------------------------------------
 
 

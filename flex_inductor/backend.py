@@ -11,6 +11,7 @@ from . import errors
 from .lowerings.routes import ROUTES
 from .options import split_options
 from .takeover import replace_torch_nodes
+from .tuning import tell_tuner
 
 
 def flex_inductor(
@@ -34,5 +35,7 @@ def flex_inductor(
         raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
     replace_torch_nodes(module, own)
+    if config.get("max_autotune", torch._inductor.config.max_autotune):
+        tell_tuner(module, example_inputs)
     inner = compile_fx_inner if inner_compile is None else inner_compile
     return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)

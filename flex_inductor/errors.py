@@ -283,8 +283,18 @@ def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueErr
 
 def route_refused(demanded: str, reasons: Iterable[tuple[str, str]]) -> FlexRuntimeError:
     lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons)
+    if not demanded:
+        return FlexRuntimeError(
+            f"no route can serve this call with the option `configs`. Every route:{lines}"
+        )
     return FlexRuntimeError(
         f"route {demanded!r} was asked for and cannot serve this call. Every route:{lines}"
+    )
+
+
+def not_tuning_results(path: Any, why: Exception) -> FlexValueError:
+    return FlexValueError(
+        f"{path} does not hold tuning results ({why}); expected a file that `flex-inductor tune export` wrote."
     )
 
 

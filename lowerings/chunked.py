@@ -21,6 +21,8 @@ class ChunkedRoute:
         return True, "plain torch operations in bounded memory"
 
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
+        if problem.options.get("configs"):
+            return False, "has no kernel to configure"
         return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
 
     def notes(self, problem: AttentionProblem) -> list[str]:

@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("flex_inductor")
 
 
+class Choice(NamedTuple):
+    """The config of one of a call's kernels."""
+
+    kernel: str
+    config: dict[str, int]
+    why: str
+    others: tuple[tuple[str, str], ...] = ()  # each config not taken, and its time or why it was left out
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {config_text(self.config)} ({self.why})"
+
+
+def config_text(config: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
 class Decision(NamedTuple):
     """The whole answer for one call."""
 
@@ -27,9 +43,11 @@ class Decision(NamedTuple):
     why: str
     rejected: tuple[tuple[str, str], ...]  # (route, reason), in the order they were asked
     notes: tuple[str, ...] = ()  # hints that did not apply, and the like
+    kernels: tuple[Choice, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"call:     {self.call}", f"chosen:   {self.chosen} ({self.why})"]
+        lines += [f"config:   {choice}" for choice in self.kernels]
         lines += [f"rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"note:     {note}" for note in self.notes]
         return "\n".join(lines)
@@ -61,8 +79,11 @@ def restore(text: str) -> None:
     if text in _made_here:
         _made_here.discard(text)
         return
-    _, call, chosen, why, rejected, notes = json.loads(text)
-    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes)))
+    _, call, chosen, why, rejected, notes, kernels = json.loads(text)
+    choices = [
+        Choice(kernel, config, why, tuple(map(tuple, others))) for kernel, config, why, others in kernels
+    ]
+    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices)))
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:

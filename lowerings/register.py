@@ -57,8 +57,10 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         options=dict(call.options),
     )
     route, decision = decide(problem, ROUTES)
+    outputs = route.lower(problem, call)
+    decision = decision._replace(kernels=tuple(problem.kernels))
     _bring_along(V.graph, record(decision, V.graph.current_node.name))
-    return route.lower(problem, call)
+    return outputs
 
 
 def _bring_along(graph: GraphLowering, line: str) -> None:

@@ -35,6 +35,11 @@ class Device(NamedTuple):
     multiprocessors: int = 132
 
     @property
+    def key(self) -> str:
+        """What timings hold for."""
+        return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
+
+    @property
     def family(self) -> str:
         """The table's row: cards with the same tensor cores and about as much shared memory."""
         if self.arch.startswith("gfx"):
@@ -208,23 +213,26 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "forward": (FORWARD, forward_cost),
     "decode": (DECODE, forward_cost),
     "backward_dq": (BACKWARD, backward_cost),
+    "backward_magnitudes": (BACKWARD, backward_cost),
     "backward_dkdv": (BACKWARD, backward_cost),
 }
 
 
-def candidates(table: Table, cost: Cost, device: Device, shape: Shape) -> tuple[list[Config], list[str]]:
+def candidates(
+    table: Table, cost: Cost, device: Device, shape: Shape
+) -> tuple[list[Config], list[tuple[Config, str]]]:
     """The configs that fit, best first, and why the others do not. Where none does, the smallest tile that
     divides the schedule's blocks is taken all the same."""
     classes = table[device.family]
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
-    rejected: list[str] = []
+    rejected: list[tuple[Config, str]] = []
     for config in dict.fromkeys([*classes[width], *_LAST]):
         reason = misfit(config, cost, device, shape)
         if reason is None:
             kept.append(config)
         else:
-            rejected.append(f"{describe(config)}: {reason}")
+            rejected.append((config, reason))
     return kept or [_LAST[-1]], rejected
 
 

@@ -166,7 +166,7 @@ class Builder:
         return found
 
     def _visited(self, prefix: str, fields: Sequence[Any]) -> list[Tensor]:
-        names = ("counts", "blocks") if self.problem.schedule == "lists" else ("offsets", "runs")
+        names = ("counts", "indices") if self.problem.schedule == "lists" else ("offsets", "runs")
         return [self.tensor(prefix + name, realized(t)) for name, t in zip(names, fields, strict=True)]
 
     def common(self) -> dict[str, Any]:
@@ -247,6 +247,8 @@ def refused_hint(kind: str, problem: AttentionProblem) -> str | None:
 
 def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str | None:
     """Why a config cannot be used."""
+    if kind == "backward_onepass" and torch.are_deterministic_algorithms_enabled():
+        return "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
     if kind == "decode" and config.block_m != first_choice(kind, problem).block_m:
         return "block_m is set by the number of queries"
     return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem))

@@ -69,12 +69,13 @@ class Inline(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """One pass over blocks: a list of the schedule, or all keys (queries) without one."""
+    """One pass over blocks: those that the schedule names, in its form, or all without one."""
 
     title: str
     masked: bool
-    counts: Tensor | None = None
-    indices: Tensor | None = None
+    form: str | None = None
+    counts: Tensor | None = None  # or the offsets into runs
+    blocks: Tensor | None = None  # indices, or runs
 
 
 class Builder:
@@ -143,26 +144,20 @@ class Builder:
             for n in names
         ]
 
-    def walks(self, lists: Sequence[Any], side: str) -> list[Walk]:
-        """Passes over four fields of BlockLists."""
-        masked = "mask" in self.mods
-        if not lists:
+    def walks(self, fields: Sequence[Any], side: str) -> list[Walk]:
+        """Passes over four fields of BlockLists or BlockRuns: partial blocks, and full ones if there are."""
+        masked, form = "mask" in self.mods, self.problem.schedule
+        if not fields:
             return [Walk(f"All {side}.", masked)]
-        counts, indices, full_counts, full_indices = lists
-        found = [
-            Walk(
-                f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}.",
-                masked,
-                self.tensor("counts", realized(counts)),
-                self.tensor("indices", realized(indices)),
-            )
-        ]
-        if full_counts is not None:
-            full = (self.tensor("full_counts", realized(full_counts)), realized(full_indices))
-            found.append(
-                Walk(f"Full blocks of {side}.", False, full[0], self.tensor("full_indices", full[1]))
-            )
+        title = f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}."
+        found = [Walk(title, masked, form, *self._visited("", fields[:2]))]
+        if fields[2] is not None:
+            found.append(Walk(f"Full blocks of {side}.", False, form, *self._visited("full_", fields[2:])))
         return found
+
+    def _visited(self, prefix: str, fields: Sequence[Any]) -> list[Tensor]:
+        names = ("counts", "blocks") if self.problem.schedule == "lists" else ("offsets", "runs")
+        return [self.tensor(prefix + name, realized(t)) for name, t in zip(names, fields, strict=True)]
 
     def common(self) -> dict[str, Any]:
         """What every template is given."""

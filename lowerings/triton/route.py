@@ -54,8 +54,6 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "an empty tensor"
     if not all(getattr(size, "is_number", True) for size in (problem.H, problem.K, problem.D, problem.V)):
         return "a number of heads or a head dim that changes from call to call"
-    if problem.schedule == "runs":
-        return "a schedule in runs; block lists only"
     if problem.blocks is not None and any(block % 16 for block in problem.blocks):
         return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
 

@@ -1,4 +1,7 @@
-"""A RunSchedule gives what the block lists of the same tiles give, on every route that takes one."""
+"""A RunSchedule gives what the block lists of the same tiles give: eager, and on the routes for CPUs.
+
+Triton's kernels are compared in triton/interpreted_runs.py.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def answer(route: str, results, inputs, captures, block_mask) -> dict[str, torch
 
 @pytest.mark.parametrize("results", [forward_only, both_ways])
 @pytest.mark.parametrize("mask", ["document", "per_batch", "per_head"])
-@pytest.mark.parametrize("route", [route.name for route in ROUTES])
+@pytest.mark.parametrize("route", [route.name for route in ROUTES if route.name != "triton"])
 def test_routes(route, mask, results):
     inputs = SIZES.inputs(torch.float32)
     captures = [c.float() for c in CAPTURES]

@@ -20,7 +20,7 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize("cases", ["interpreted_mods.py", "interpreted_shapes.py"])
+@pytest.mark.parametrize("cases", ["interpreted_mods.py", "interpreted_shapes.py", "interpreted_runs.py"])
 def test_numerics(cases):
     result = python(
         "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / cases, TRITON_INTERPRET="1"

@@ -1,0 +1,73 @@
+"""What the Triton route cannot serve: asked for by name it raises with the reason, whatever else could."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from support import Sizes, causal
+from torch._inductor import config
+
+from flex_inductor import BlockMask, create_block_mask, flex_attention
+from flex_inductor.tools.environment import triton_on_cpu
+
+
+def without_query_lists(length):
+    counts = torch.full((1, 1, length // 16), length // 16, dtype=torch.int32)
+    indices = torch.arange(length // 16, dtype=torch.int32).expand(1, 1, length // 16, -1).contiguous()
+    return BlockMask.from_kv_blocks(
+        counts, indices, BLOCK_SIZE=16, seq_lengths=(length, length), compute_q_blocks=False
+    )
+
+
+def sorted_keys(score, b, h, q_idx, kv_idx):
+    return score + torch.stack([q_idx, kv_idx]).max()
+
+
+def _never_loaded(name, source):
+    """In place of a kernel of the forward: the backward is refused before it would run."""
+
+
+def refused(message, sizes=None, dtype=torch.float32, backward=False, cpu_backend="triton", **call):
+    sizes = sizes or Sizes(queries=64, keys=64)
+    inputs = [tensor.requires_grad_(backward) for tensor in sizes.inputs(dtype)]
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, backend="flex_inductor", options={"route": "triton"})
+    with (
+        triton_on_cpu(_never_loaded),
+        config.patch(cpu_backend=cpu_backend),
+        functorch_config.patch(force_non_lazy_backward_lowering=True),
+        pytest.raises(Exception) as error,
+    ):
+        attend(*inputs, enable_gqa=True, **call)
+    assert "route 'triton' was asked for and cannot serve this call" in str(error.value)
+    assert re.search(r"\n  triton: (.*)\n", str(error.value))[1] == message
+
+
+def test_a_cpu_without_the_interpreter():
+    refused("for GPUs; on CPU only with Triton's interpreter", cpu_backend="cpp")
+
+
+def test_dtypes():
+    refused("no float64; float16, bfloat16 and float32 only", dtype=torch.float64)
+
+
+def test_empty_tensors():
+    refused("an empty tensor", Sizes(queries=0))
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["lists", "runs"])
+def test_block_sizes(compact):
+    mask = create_block_mask(causal, None, None, 64, 64, "cpu", (24, 32), compact=compact)
+    refused("schedule blocks of 24x32, which are not multiples of 16", block_mask=mask)
+
+
+def test_gradients_of_keys_without_lists_of_queries():
+    reason = "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
+    refused(reason, block_mask=without_query_lists(64), backward=True)
+
+
+def test_mods_that_compute_tensors():
+    refused("score_mod computes a tensor for each score (aten.unsqueeze.default)", score_mod=sorted_keys)

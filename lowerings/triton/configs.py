@@ -35,6 +35,10 @@ class Device(NamedTuple):
     multiprocessors: int = 132
 
     @property
+    def nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
     def family(self) -> str:
         """The table's row: cards with the same tensor cores and about as much shared memory."""
         if self.arch.startswith("gfx"):

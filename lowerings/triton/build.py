@@ -221,17 +221,20 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
 
 
 def choose(kind: str, problem: AttentionProblem, shape: Shape) -> tuple[list[Config], str | None]:
-    """The configs for one kind of kernel, and why what hints ask for is not among them."""
+    """The configs for one kind of kernel, and why what hints ask for, or all, does not fit."""
     table, cost = TABLES[kind]
     device = current_device(problem.device)
-    found, _ = candidates(table, cost, device, shape)
+    found, rejected = candidates(table, cost, device, shape)
     wanted = hinted(found[0], kind, problem.options)
     if wanted != found[0]:
         reason = misfit(wanted, cost, device, shape)
         if reason is None:
             return [wanted], None
         return found[:1], f"{kind}: {describe(wanted)} was asked for: {reason}"
-    return (found if inductor_config.max_autotune else found[:1]), None
+    reason = None
+    if misfit(found[0], cost, device, shape) is not None:
+        reason = f"{kind}: {describe(found[0])} is used although nothing fits: {'; '.join(rejected)}"
+    return (found if inductor_config.max_autotune else found[:1]), reason
 
 
 def shape_of(problem: AttentionProblem) -> Shape:

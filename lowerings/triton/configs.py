@@ -105,7 +105,7 @@ Cost = Callable[[Config, Shape], tuple[int, int]]  # shared bytes of a program, 
 _LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
 
 FORWARD: Table = {
-    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "interpreter": {1024: _LAST},
     "ampere": {
         64: [Config(128, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 64, 4, 3)],
         128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
@@ -139,7 +139,7 @@ FORWARD["blackwell"] = {
 
 # dQ walks keys for a tile of queries, dK/dV queries for a tile of keys.
 BACKWARD: Table = {
-    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "interpreter": {1024: _LAST},
     "ampere": {
         64: [Config(64, 64, 4, 2), Config(64, 32, 4, 2)],
         128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)],

@@ -2,13 +2,14 @@
 
 import types
 
+import expecttest
 import pytest
 import torch
 
-import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
     BACKWARD,
+    DECODE,
     FORWARD,
     TABLES,
     Config,
@@ -22,6 +23,96 @@ from flex_inductor.lowerings.triton.configs import (
 from flex_inductor.lowerings.triton.hints import hinted, without_effect
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+class Reports(expecttest.TestCase):
+    maxDiff = None
+
+    def test_the_table(self):
+        """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
+        lines = []
+        for table in (FORWARD, DECODE, BACKWARD):
+            lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
+            for family, classes in table.items():
+                for head_dim, configs in classes.items():
+                    found = ", ".join(f"{c.block_m}x{c.block_n}/{c.warps}/{c.stages}" for c in configs)
+                    lines.append(f"  {family} {head_dim}: {found}")
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+forward
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 128x64/4/3, 128x32/4/3, 64x64/4/3
+  ampere 128: 128x64/8/2, 64x64/4/2, 128x32/8/2
+  ampere 256: 64x32/8/2, 64x32/4/1, 32x32/4/2
+  ampere 1024: 32x16/8/1
+  hopper 64: 128x128/8/3, 128x64/4/3, 64x64/4/3
+  hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
+  hopper 256: 128x64/8/2, 64x64/8/2, 64x32/8/2
+  hopper 1024: 32x16/8/1
+  consumer 64: 64x64/4/3, 128x32/4/3, 64x32/4/3
+  consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/2
+  consumer 256: 64x32/8/1, 32x32/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 128x64/4/1, 64x64/4/1
+  amd 128: 128x64/4/1, 64x64/4/1
+  amd 256: 64x32/4/1, 32x32/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 128x128/8/3, 128x64/4/3, 64x64/4/3
+  blackwell 128: 128x64/8/3, 128x128/8/2, 64x64/4/3
+  blackwell 256: 64x64/8/2, 64x32/8/2
+  blackwell 1024: 32x16/8/1
+decode
+  interpreter 1024: 16x32/4/1
+  ampere 128: 16x64/4/3, 16x64/4/2
+  ampere 256: 16x32/4/2, 16x32/4/1
+  ampere 1024: 16x16/4/1
+  hopper 128: 16x64/4/4, 16x64/4/3
+  hopper 256: 16x64/4/2, 16x32/4/2
+  hopper 1024: 16x16/4/1
+  amd 128: 16x64/4/1
+  amd 1024: 16x16/4/1
+  blackwell 128: 16x64/4/4, 16x64/4/3
+  blackwell 256: 16x64/4/2, 16x32/4/2
+  blackwell 1024: 16x16/4/1
+  consumer 128: 16x32/4/3, 16x32/4/2
+  consumer 256: 16x32/4/1, 16x16/4/1
+  consumer 1024: 16x16/4/1
+backward_dq, backward_dkdv
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 64x32/4/2
+  ampere 128: 64x64/8/1, 32x32/4/2
+  ampere 256: 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 64x32/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1""",
+        )
+
+    def test_nothing_fits(self):
+        kept, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(1024, 1024, 4))
+        assert kept == [Config(16, 16, 4, 1)]
+        self.assertExpectedInline(
+            "\n".join(rejected),
+            """\
+16x16, 4 warps, 1 stages: about 196608 bytes of shared memory of 101376
+32x32, 4 warps, 1 stages: about 393216 bytes of shared memory of 101376
+16x32, 4 warps, 1 stages: about 327680 bytes of shared memory of 101376
+32x16, 4 warps, 1 stages: about 262144 bytes of shared memory of 101376""",
+        )
 
 
 def first(table, cost, arch, **shape):
@@ -74,6 +165,13 @@ def test_the_first_choice_of_every_architecture():
     }
 
 
+def test_a_call_that_nothing_fits_is_noted(monkeypatch):
+    _, notes = inspected(monkeypatch, "sm_86", head_dim=1024, dtype=torch.float32)
+    assert len(notes) == 1
+    assert notes[0].startswith("forward: 16x16, 4 warps, 1 stages is used although nothing fits: ")
+    assert "; 32x16, 4 warps, 1 stages: about 262144 bytes of shared memory of 101376" in notes[0]
+
+
 def test_what_is_rejected_says_why():
     _, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(128, 128, 4, 16, 128))
     assert rejected == [
@@ -109,18 +207,19 @@ def test_hints_change_the_kernels_they_are_for():
     assert without_effect(options) == ["PRESCALE_QK"]
 
 
-def inspected(monkeypatch, **hints):
-    """The config that a forward for sm_80 gets, and the decision's notes."""
+def inspected(monkeypatch, target="sm_80", head_dim=64, dtype=torch.float16, **hints):
+    """The config that a forward gets, and the decision's notes."""
     from flex_inductor.lowerings import decision, register
+    from flex_inductor.tools.inspector import attention_kernels
 
     notes = []
     monkeypatch.setattr(
         register, "record", lambda found, node: [notes.extend(found.notes), decision.record(found, node)][1]
     )
-    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
+    q = torch.randn(1, 2, 256, head_dim, dtype=dtype)
     attend = types.FunctionType(_attend.__code__, globals(), closure=None, argdefs=(hints,))
-    (kernel,) = flex_inductor.inspect(attend, q, target="sm_80").kernels
-    return kernel.config, notes
+    (kernel,) = attention_kernels(attend, q, target=target)
+    return kernel.configs[0], notes
 
 
 def _attend(q, kernel_options=None):

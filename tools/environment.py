@@ -26,7 +26,7 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         return load(name, source)
 
     with (
-        mock.patch.object(driver, "_active", _Driver(target)),
+        mock.patch.object(driver, "_active", Driver(target)),
         config.patch({"cpu_backend": "triton", "fx_graph_cache": False}),
         functorch_config.patch({"enable_autograd_cache": False}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
@@ -37,7 +37,7 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         yield
 
 
-class _Driver:
+class Driver:
     """What Inductor and Triton ask of a driver before a kernel runs."""
 
     def __init__(self, target: Any):

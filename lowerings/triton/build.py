@@ -88,8 +88,11 @@ class Builder:
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
         approximate = problem.dtype.itemsize < 4
-        self.score_code = LaneCode(self.arguments, "score_", problem.device, approximate=approximate)
-        self.mask_code = LaneCode(self.arguments, "mask_", problem.device, approximate=approximate)
+        self.nvidia = current_device(problem.device).nvidia
+        self.score_code, self.mask_code = (
+            LaneCode(self.arguments, prefix, problem.device, approximate=approximate, nvidia=self.nvidia)
+            for prefix in ("score_", "mask_")
+        )
         self.hoisted: list[str] = []
         self.tile_loads = 0  # captured values that every lane loads or adds to
 
@@ -184,6 +187,7 @@ class Builder:
             "group": int(p.H) // int(p.K),
             "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
             "precision": repr(dot_precision(p.dtype)),
+            "nvidia": self.nvidia,
         }
 
     def _block(self, block: int | None, length: Any) -> str | None:

@@ -40,6 +40,10 @@ class Device(NamedTuple):
         return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
 
     @property
+    def nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
     def family(self) -> str:
         """The table's row: cards with the same tensor cores and about as much shared memory."""
         if self.arch.startswith("gfx"):

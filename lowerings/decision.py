@@ -46,7 +46,8 @@ class Decision(NamedTuple):
     kernels: tuple[Choice, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"call:     {self.call}", f"chosen:   {self.chosen} ({self.why})"]
+        why = f" ({self.why})" if self.why else ""
+        lines = [f"call:     {self.call}", f"chosen:   {self.chosen}{why}"]
         lines += [f"config:   {choice}" for choice in self.kernels]
         lines += [f"rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"note:     {note}" for note in self.notes]
@@ -105,4 +106,4 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
             notes = tuple(route.notes(problem))
             return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
         rejected.append((route.name, why if not usable else f"not asked for; {why}"))
-    raise errors.route_refused(demanded, rejected)
+    raise errors.route_refused(demanded, Decision(problem.describe(), "none", "", tuple(rejected)))

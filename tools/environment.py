@@ -25,7 +25,7 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         return load(name, source)
 
     with (
-        mock.patch.object(driver, "_active", _Driver(target)),
+        mock.patch.object(driver, "_active", Driver(target)),
         _uncached(),
         config.patch({"cpu_backend": "triton"}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
@@ -73,7 +73,7 @@ def _uncached() -> Iterator[None]:
         yield
 
 
-class _Driver:
+class Driver:
     """What Inductor and Triton ask of a driver before a kernel runs."""
 
     def __init__(self, target: Any):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .generated import GeneratedKernel
+from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -98,13 +99,9 @@ def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) ->
 def resources(compiled: Any, target: str) -> Resources:
     if target.startswith("gfx"):
         return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", cubin)
-        sass = _tool("nvdisasm", "-c", cubin)
+    usage = _of_binary(compiled, "cuobjdump", "-res-usage")
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
+    operations = [instruction.operation for instruction in machine_code(compiled)]
     return Resources(
         found["REG"],
         found["STACK"] + found["LOCAL"],
@@ -113,11 +110,20 @@ def resources(compiled: Any, target: str) -> Resources:
     )
 
 
-def _tool(name: str, *arguments: Any) -> str:
+def machine_code(compiled: Any) -> list[Instruction]:
+    """Of a kernel for NVIDIA."""
+    return instructions(_of_binary(compiled, "nvdisasm", "-c"))
+
+
+def _of_binary(compiled: Any, tool: str, *options: str) -> str:
+    """What a tool of CUDA's, shipped with Triton, says of a kernel."""
     import triton
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def _amd(assembly: str, shared: int) -> Resources:
@@ -141,8 +147,8 @@ def _amd(assembly: str, shared: int) -> Resources:
 
 # The first pattern that matches an operation's start names its class.
 _NVIDIA = {
-    "tensor": r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA",
-    "local": r"LDL|STL",
+    "tensor": TENSOR_CORE,
+    "local": LOCAL_MEMORY,
     "global": r"LDG|STG|RED|ATOM(?!S)|LD\b|ST\b|LDGSTS|UTMA|UBLKCP",
     "shared": r"LDS|STS|STSM|LDTM|STTM|ATOMS|UTCCP",
     "special": r"MUFU",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._inductor import ir
@@ -11,7 +11,8 @@ from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
-from ..subgraphs import realized, run_outside
+from ..subgraphs import realized
+from . import captured
 from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles
 from .configs import Config
 from .kernel import KernelCall, empty
@@ -24,23 +25,28 @@ ENOUGH_PROGRAMS = 512
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     found = mods(problem, call)
-    tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "lse")}
+    tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value")}
+    tensors["exponent"] = _exponent(call)
     tensors["grad_out"] = _grad_out(problem, call)
     tensors["delta"] = _delta(call)
     fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
     grads: dict[str, Any] = dict.fromkeys(fakes)
     joint = found.get("joint")
-    captured: Sequence[Any] = (None,) * len(call.score_captures)
-    sums = _accumulators(joint, len(call.score_captures), problem.device) if joint else []
+    sums = captured.sums(joint, len(call.score_captures), problem) if joint else []
+    if any(total.how == "units" for total in sums):
+        measured = captured.magnitudes(sums, problem)
+        _dq(problem, call, found, tensors, None, measured)
+        sums = captured.with_units(sums, measured)
     if "query" in problem.outputs or sums:
         if "query" in problem.outputs:
             grads["d_query"] = empty(*layout_of(fakes["d_query"]), problem.dtype, problem.device)
         _dq(problem, call, found, tensors, grads["d_query"], sums)
+    d_captures: Sequence[Any] = (None,) * len(call.score_captures)
     if joint is not None:
-        captured = _captured(joint, call.score_captures, sums)
+        d_captures = captured.gradients(joint, call.score_captures, sums)
     if "key" in problem.outputs or "value" in problem.outputs:
         grads.update(_dkdv(problem, call, found, tensors, fakes))
-    return (*grads.values(), tuple(captured))
+    return (*grads.values(), tuple(d_captures))
 
 
 def _grad_out(problem: AttentionProblem, call: Any) -> Any:
@@ -49,6 +55,14 @@ def _grad_out(problem: AttentionProblem, call: Any) -> Any:
     size = [*call.query.get_size()[:3], problem.V]
     zeros = lowerings[aten.full](size, 0, dtype=problem.dtype, device=problem.device)
     return realized(zeros)
+
+
+def _exponent(call: Any) -> Any:
+    """[B, H, M]: the logsumexp in base two, which every tile subtracts; rows without live lanes have inf, so that
+    their weights are 0."""
+    nothing = lowerings[aten.eq](call.lse, float("-inf"))
+    finite = lowerings[aten.where](nothing, float("inf"), call.lse)
+    return realized(lowerings[aten.mul](finite, LOG2_E))
 
 
 def _delta(call: Any) -> Any:
@@ -65,82 +79,20 @@ def _delta(call: Any) -> Any:
     return realized(delta)
 
 
-class _Sum(NamedTuple):
-    """One leaf of the joint program: what lanes add into `buffer`, fp32 zeros of `size`."""
-
-    buffer: Any
-    size: list[Any]
-
-
-class _Placed(NamedTuple):
-    """A leaf in the dQ kernel. `where`: in the "loop", for its "columns", for "rows" after it, or "once"."""
-
-    name: str
-    where: str
-    value: str
-    pointer: str
-    mask: str
-
-
-def _accumulators(joint: Mod, captures: int, device: torch.device) -> list[_Sum]:
-    invariants = joint.inputs[captures:]
-    sums = []
-    for leaf in joint.program.leaves:
-        shape = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
-        size = [invariants[at] if invariant else at for at, invariant in shape]
-        zeros = lowerings[aten.full](size, 0.0, dtype=torch.float32, device=device)
-        sums.append(_Sum(realized(zeros), size))
-    return sums
-
-
-def _place_sums(
-    builder: Builder, joint: Inline, sums: Sequence[_Sum], leaves: Sequence[Any]
-) -> list[_Placed]:
-    outputs, placed = iter(joint.outputs[1:]), []
-    for i, (total, leaf) in enumerate(zip(sums, leaves, strict=True)):
-        value, indices = next(outputs), [next(outputs) for _ in range(leaf.indices)]
-        offset, checks = builder.score_code.element(indices, total.size)
-        name = builder.tensor(f"sum_{i}", total.buffer, written=True).name
-        if "kv_idx" not in leaf.axes:
-            where = "rows" if "q_idx" in leaf.axes else "once"
-        else:
-            where = "loop" if "q_idx" in leaf.axes else "columns"
-        M, N = builder.size(builder.problem.M), builder.size(builder.problem.N)
-        inside = {"loop": "live", "columns": f"(columns < {N})[None, :]", "rows": f"(rows < {M})[:, None]"}
-        mask = " & ".join([*checks, *([inside[where]] if where in inside else [])]) or "None"
-        spread = builder.spread(value, "tl.float32")
-        builder.tile_loads += where == "loop"
-        placed.append(_Placed(name, where, spread, f"{name} + ({offset})", mask))
-    return placed
-
-
-def _captured(joint: Mod, captures: Sequence[Any], sums: Sequence[_Sum]) -> list[Any]:
-    """Gradients of the captured tensors from what lanes added up."""
-    totals = [total.buffer for total in sums]
-    grads = iter(run_outside(joint.program.epilogue, [*totals, *joint.inputs]))
-    found = []
-    for capture, wanted in zip(captures, joint.program.gradients, strict=True):
-        grad = next(grads)
-        if wanted and grad is not None:
-            grad = lowerings[aten.expand](to_dtype(grad, capture.get_dtype()), [*capture.get_size()])
-        found.append(grad if wanted else None)
-    return found
-
-
 def _dq(
     problem: AttentionProblem,
     call: Any,
     found: dict[str, Mod],
     tensors: dict[str, Any],
     d_query: Any,
-    sums: Sequence[_Sum],
+    sums: Sequence[captured.Sum],
 ) -> None:
     builder = Builder(problem, found, ("b", "h", "q_idx"))
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
-    placed: list[_Placed] = []
+    placed: list[captured.Placed] = []
 
     def place(joint: Inline) -> None:
-        placed.extend(_place_sums(builder, joint, sums, found["joint"].program.leaves))
+        placed.extend(captured.place(builder, joint, sums, found["joint"].program.leaves))
 
     joint = builder.inline("joint", place)
     values = {
@@ -149,15 +101,18 @@ def _dq(
         "wants": [] if d_query is None else ["d_query"],
         "d_query": None if d_query is None else builder.tensor("d_query", d_query, written=True),
         "sums": placed,
+        "H": builder.size(problem.H),
     }
-    configs = builder.configs("backward_dq")
+    measuring = any(total.how == "magnitude" for total in sums)
+    kind = "backward_magnitudes" if measuring else "backward_dq"
+    configs = builder.configs(kind)
     KernelCall(
-        "backward_dq",
+        kind,
         lambda name: builder.render("backward_dq.jinja", name, configs, values),
         builder.arguments,
         configs,
         lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
-        accumulated=[total.name for total in placed],
+        accumulated=[total.name for total in placed if total.how in ("atomics", "units")],
     )
 
 

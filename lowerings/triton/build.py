@@ -88,8 +88,11 @@ class Builder:
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
         approximate = problem.dtype.itemsize < 4
-        self.score_code = LaneCode(self.arguments, "score_", problem.device, approximate=approximate)
-        self.mask_code = LaneCode(self.arguments, "mask_", problem.device, approximate=approximate)
+        self.nvidia = current_device(problem.device).nvidia
+        self.score_code, self.mask_code = (
+            LaneCode(self.arguments, prefix, problem.device, approximate=approximate, nvidia=self.nvidia)
+            for prefix in ("score_", "mask_")
+        )
         self.hoisted: list[str] = []
         self.tile_loads = 0  # captured values that every lane loads or adds to
 
@@ -166,7 +169,7 @@ class Builder:
         return found
 
     def _visited(self, prefix: str, fields: Sequence[Any]) -> list[Tensor]:
-        names = ("counts", "blocks") if self.problem.schedule == "lists" else ("offsets", "runs")
+        names = ("counts", "indices") if self.problem.schedule == "lists" else ("offsets", "runs")
         return [self.tensor(prefix + name, realized(t)) for name, t in zip(names, fields, strict=True)]
 
     def common(self) -> dict[str, Any]:
@@ -184,6 +187,7 @@ class Builder:
             "group": int(p.H) // int(p.K),
             "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
             "precision": repr(dot_precision(p.dtype)),
+            "nvidia": self.nvidia,
         }
 
     def _block(self, block: int | None, length: Any) -> str | None:
@@ -247,6 +251,8 @@ def refused_hint(kind: str, problem: AttentionProblem) -> str | None:
 
 def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str | None:
     """Why a config cannot be used."""
+    if kind == "backward_onepass" and torch.are_deterministic_algorithms_enabled():
+        return "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
     if kind == "decode" and config.block_m != first_choice(kind, problem).block_m:
         return "block_m is set by the number of queries"
     return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem))

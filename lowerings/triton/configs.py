@@ -40,6 +40,10 @@ class Device(NamedTuple):
         return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
 
     @property
+    def nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
     def family(self) -> str:
         """The table's row: cards with the same tensor cores and about as much shared memory."""
         if self.arch.startswith("gfx"):
@@ -106,7 +110,7 @@ Cost = Callable[[Config, Shape], tuple[int, int]]  # shared bytes of a program, 
 _LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
 
 FORWARD: Table = {
-    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "interpreter": {1024: _LAST},
     "ampere": {
         64: [Config(128, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 64, 4, 3)],
         128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
@@ -134,13 +138,14 @@ FORWARD: Table = {
 }
 FORWARD["blackwell"] = {
     **FORWARD["hopper"],
+    64: [Config(128, 64, 8, 3), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
     128: [Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3)],
     256: [Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
 }
 
 # dQ walks keys for a tile of queries, dK/dV queries for a tile of keys.
 BACKWARD: Table = {
-    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "interpreter": {1024: _LAST},
     "ampere": {
         64: [Config(64, 64, 4, 2), Config(64, 32, 4, 2)],
         128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
@@ -213,6 +218,7 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "forward": (FORWARD, forward_cost),
     "decode": (DECODE, forward_cost),
     "backward_dq": (BACKWARD, backward_cost),
+    "backward_magnitudes": (BACKWARD, backward_cost),
     "backward_dkdv": (BACKWARD, backward_cost),
 }
 

@@ -14,3 +14,18 @@ def poisoned(monkeypatch):
 
     monkeypatch.setattr(guards, "_empty_strided_cpu", empty_strided_cpu)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """The kinds of the kernels that are generated, in order."""
+    from flex_inductor.lowerings.triton.kernel import KernelCall
+
+    heuristics, found = KernelCall._heuristics, []
+
+    def noting(call, *metas):
+        found.append(call.kind)
+        return heuristics(call, *metas)
+
+    monkeypatch.setattr(KernelCall, "_heuristics", noting)
+    return found

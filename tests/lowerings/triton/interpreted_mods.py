@@ -110,21 +110,6 @@ def test_bf16_products_are_right_or_refused_by_name():
         judge_interpreted(MODS["plain"].build, sizes, (), None, torch.bfloat16)
 
 
-def test_deterministic_algorithms_leave_captured_gradients_to_the_chunks():
-    mod, sizes = MODS["alibi"], Sizes(batch=1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        decisions(clear=True)
-        attend = interpret.compiled(attention_of(mod.build))
-        judge(attend, dense_of(mod.build), sizes.inputs(torch.float32), mod.captures(sizes))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    forward, backward = decisions()
-    assert (forward.chosen, backward.chosen) == ("triton", "chunked")
-    reasons = dict(backward.rejected)
-    assert "atomics, which use_deterministic_algorithms rules out" in reasons["triton"]
-
-
 def test_a_mod_that_cannot_be_inlined_is_left_to_the_chunks():
     def build(table):
         return lambda s, b, h, q, kv: s + (table[h] * table[h]).sum()

@@ -5,7 +5,6 @@ import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run
 
 from flex_inductor import RunSchedule, create_block_mask, decisions, flex_attention
-from flex_inductor.lowerings.triton.kernel import KernelCall
 from flex_inductor.tools import interpret
 
 MOD = MODS["relative_bias"]
@@ -41,11 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_runs_give_what_lists_give(case, monkeypatch):
-    kinds, heuristics = [], KernelCall._heuristics
-    monkeypatch.setattr(
-        KernelCall, "_heuristics", lambda call, *metas: [kinds.append(call.kind), heuristics(call, *metas)][1]
-    )
+def test_runs_give_what_lists_give(case, kinds):
     sizes, mask = CASES[case][0], CASES[case][1](CASES[case][0])
     runs = RunSchedule.from_block_mask(mask)
     attend = interpret.compiled(attention_of(MOD.build), dynamic=False)

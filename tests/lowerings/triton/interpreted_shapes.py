@@ -5,7 +5,6 @@ import torch
 from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 from flex_inductor import BlockMask, decisions, flex_attention
-from flex_inductor.lowerings.triton.kernel import KernelCall
 from flex_inductor.tools import interpret
 
 SHAPES = {
@@ -41,16 +40,9 @@ def test_shapes(shape):
 
 
 @pytest.mark.parametrize("shape", FEW_QUERIES)
-def test_few_queries_split_the_keys(shape, monkeypatch):
-    kinds = []
-    monkeypatch.setattr(KernelCall, "_heuristics", _noting(kinds))
+def test_few_queries_split_the_keys(shape, kinds):
     judge_interpreted("position_bias", *FEW_QUERIES[shape])
     assert kinds == ["decode", "combine", "backward_dq", "backward_dkdv"]
-
-
-def _noting(kinds):
-    heuristics = KernelCall._heuristics
-    return lambda call, *metas: [kinds.append(call.kind), heuristics(call, *metas)][1]
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])

@@ -3,6 +3,7 @@
 import pickle
 import types
 
+import expecttest
 import pytest
 import torch
 import triton
@@ -12,6 +13,7 @@ import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
     BACKWARD,
+    DECODE,
     FORWARD,
     TABLES,
     Config,
@@ -26,6 +28,96 @@ from flex_inductor.lowerings.triton.hints import hinted, without_effect
 from flex_inductor.tools.inspector import attention_kernels
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+class Reports(expecttest.TestCase):
+    maxDiff = None
+
+    def test_the_table(self):
+        """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
+        lines = []
+        for table in (FORWARD, DECODE, BACKWARD):
+            lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
+            for family, classes in table.items():
+                for head_dim, configs in classes.items():
+                    found = ", ".join(f"{c.block_m}x{c.block_n}/{c.warps}/{c.stages}" for c in configs)
+                    lines.append(f"  {family} {head_dim}: {found}")
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+forward
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 128x64/4/3, 128x32/4/3, 64x64/4/3
+  ampere 128: 128x64/8/2, 64x64/4/2, 128x32/8/2
+  ampere 256: 64x32/8/2, 64x32/4/1, 32x32/4/2
+  ampere 1024: 32x16/8/1
+  hopper 64: 128x128/8/3, 128x64/4/3, 64x64/4/3
+  hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
+  hopper 256: 128x64/8/2, 64x64/8/2, 64x32/8/2
+  hopper 1024: 32x16/8/1
+  consumer 64: 64x64/4/3, 128x32/4/3, 64x32/4/3
+  consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/2
+  consumer 256: 64x32/8/1, 32x32/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 128x64/4/1, 64x64/4/1
+  amd 128: 128x64/4/1, 64x64/4/1
+  amd 256: 64x32/4/1, 32x32/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 128x64/8/3, 128x128/8/3, 64x64/4/3
+  blackwell 128: 128x64/8/3, 128x128/8/2, 64x64/4/3
+  blackwell 256: 64x64/8/2, 64x32/8/2
+  blackwell 1024: 32x16/8/1
+decode
+  interpreter 1024: 16x32/4/1
+  ampere 128: 16x64/4/3, 16x64/4/2
+  ampere 256: 16x32/4/2, 16x32/4/1
+  ampere 1024: 16x16/4/1
+  hopper 128: 16x64/4/4, 16x64/4/3
+  hopper 256: 16x64/4/2, 16x32/4/2
+  hopper 1024: 16x16/4/1
+  amd 128: 16x64/4/1
+  amd 1024: 16x16/4/1
+  blackwell 128: 16x64/4/4, 16x64/4/3
+  blackwell 256: 16x64/4/2, 16x32/4/2
+  blackwell 1024: 16x16/4/1
+  consumer 128: 16x32/4/3, 16x32/4/2
+  consumer 256: 16x32/4/1, 16x16/4/1
+  consumer 1024: 16x16/4/1
+backward_dq, backward_magnitudes, backward_dkdv
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 64x32/4/2
+  ampere 128: 64x64/8/1, 32x32/4/2
+  ampere 256: 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 64x32/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1""",
+        )
+
+    def test_nothing_fits(self):
+        kept, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(1024, 1024, 4))
+        assert kept == [Config(16, 16, 4, 1)]
+        self.assertExpectedInline(
+            "\n".join(f"{describe(config)}: {reason}" for config, reason in rejected),
+            """\
+16x16, 4 warps, 1 stages: about 196608 bytes of shared memory of 101376
+32x32, 4 warps, 1 stages: about 393216 bytes of shared memory of 101376
+16x32, 4 warps, 1 stages: about 327680 bytes of shared memory of 101376
+32x16, 4 warps, 1 stages: about 262144 bytes of shared memory of 101376""",
+        )
 
 
 def first(table, cost, arch, **shape):

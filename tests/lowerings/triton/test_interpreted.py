@@ -20,10 +20,17 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize("cases", ["interpreted_mods.py", "interpreted_shapes.py", "interpreted_runs.py"])
+@pytest.mark.parametrize("cases", ["mods", "shapes", "runs", "deterministic"])
 def test_numerics(cases):
     result = python(
-        "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / cases, TRITON_INTERPRET="1"
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        HERE / f"interpreted_{cases}.py",
+        TRITON_INTERPRET="1",
     )
     assert result.returncode == 0, result.stdout[-8000:]
     assert " skipped" not in result.stdout

@@ -1,0 +1,192 @@
+"""Gradients of captured tensors: what lanes add into the leaves of the joint program, and what becomes of it.
+
+    stores   where every lane has an element to itself
+    atomics  elsewhere: programs add fp32 in whatever order they come
+
+Under torch.use_deterministic_algorithms no order matters:
+
+    slots    where the index does not change along the keys, every row of queries has a slot for its sum and one
+             for the sum's place, and index_put adds them up in order: a few times the memory of a logsumexp
+    units    elsewhere programs add integers, multiples of a unit that is too small to show in fp32 and too large
+             for any sum to overflow: a first pass adds up the magnitudes of all contributions. 8 bytes an element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch._inductor.lowering import fallback_handler, lowerings, to_dtype
+
+from flex_inductor.op.program import Leaf
+
+from ..problem import AttentionProblem
+from ..subgraphs import realized, run_outside
+from .build import Builder, Inline, Mod
+from .kernel import empty
+
+aten = torch.ops.aten
+
+# A sum of magnitudes is at most this many units: int64 holds twice as much, should rounding have made it too small.
+_UNITS_LOG2 = 61
+
+
+class Sum(NamedTuple):
+    """What lanes add into one leaf.
+
+    `where`: by "lane"; by "column" of a tile; or at the end of the kernel, by "row" or "once".
+    """
+
+    how: str  # "stores", "atomics", "slots", "units", or "magnitude" where only that is wanted
+    where: str
+    size: list[Any]  # of the leaf
+    buffer: Any  # the leaf in fp32 or in units, or slots for rows of queries
+    places: Any = None  # slots for offsets into the leaf
+    per_unit: Any = None  # 1 / unit
+
+
+class Placed(NamedTuple):
+    """A leaf as the template writes it."""
+
+    name: str
+    how: str
+    where: str
+    value: str  # of each lane, as a tile
+    offset: str
+    inside: str  # the comparisons that hold where the leaf has an element, or None
+    pointed: str  # `inside`, and that the lanes that were summed are inside of their tensors, or None
+
+
+def sums(joint: Mod, captures: int, problem: AttentionProblem) -> list[Sum]:
+    """An accumulator for every leaf. Those that count in units need `with_units` still."""
+    invariants = joint.inputs[captures:]
+    found = []
+    for leaf, alone in zip(joint.program.leaves, _alone(joint, problem), strict=True):
+        shape = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
+        size = [invariants[at] if invariant else at for at, invariant in shape]
+        where = _where(leaf)
+        if alone or not torch.are_deterministic_algorithms_enabled():
+            zeros = _zeros(size, torch.float32, problem)
+            found.append(Sum("stores" if alone else "atomics", where, size, zeros))
+        elif where in ("row", "once"):
+            slots = [_slots(dtype, problem) for dtype in (torch.float32, torch.int64)]
+            found.append(Sum("slots", where, size, *slots))
+        else:
+            found.append(Sum("units", where, size, _zeros(size, torch.int64, problem)))
+    return found
+
+
+def _where(leaf: Leaf) -> str:
+    if "kv_idx" in leaf.axes:
+        return "lane" if "q_idx" in leaf.axes else "column"
+    return "row" if "q_idx" in leaf.axes else "once"
+
+
+def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
+    """For each leaf, whether no two lanes meet: every axis with more than one lane is an index as it is."""
+    sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
+    wanted = {axis for axis, size in sizes.items() if size != 1}
+    (outputs,) = joint.program.lane.graph.find_nodes(op="output")[0].args  # type: ignore[union-attr]
+    position, found = 1, []
+    for leaf in joint.program.leaves:
+        indices = outputs[position + 1 : position + 1 + leaf.indices]
+        found.append(wanted <= {index.name for index in indices if index.op == "placeholder"})
+        position += 1 + leaf.indices
+    return found
+
+
+def _zeros(size: Sequence[Any], dtype: torch.dtype, problem: AttentionProblem) -> Any:
+    return realized(lowerings[aten.full](size, 0, dtype=dtype, device=problem.device))
+
+
+def _slots(dtype: torch.dtype, problem: AttentionProblem) -> Any:
+    return empty([problem.B, problem.H, problem.M], None, dtype, problem.device)
+
+
+def magnitudes(found: Sequence[Sum], problem: AttentionProblem) -> list[Sum]:
+    """Every sum with slots for the magnitudes of what rows of queries contribute, if it counts in units."""
+    return [
+        total._replace(how="magnitude", buffer=_slots(torch.float32, problem))
+        if total.how == "units"
+        else total._replace(how="nothing")
+        for total in found
+    ]
+
+
+def with_units(found: Sequence[Sum], measured: Sequence[Sum]) -> list[Sum]:
+    return [
+        total._replace(per_unit=_per_unit(magnitude.buffer)) if total.how == "units" else total
+        for total, magnitude in zip(found, measured, strict=True)
+    ]
+
+
+def _per_unit(magnitudes: Any) -> Any:
+    """A power of two, within fp32's range; not a number where a contribution is not finite."""
+    total = lowerings[aten.sum](magnitudes)
+    log2 = lowerings[aten.sub](float(_UNITS_LOG2), lowerings[aten.ceil](lowerings[aten.log2](total)))
+    per_unit = lowerings[aten.exp2](lowerings[aten.maximum](lowerings[aten.minimum](log2, 126.0), -66.0))
+    return realized(lowerings[aten.add](per_unit, lowerings[aten.mul](total, 0.0)))
+
+
+def place(builder: Builder, joint: Inline, found: Sequence[Sum], leaves: Sequence[Leaf]) -> list[Placed]:
+    """The leaves in a kernel that walks keys."""
+    outputs, placed = iter(joint.outputs[1:]), []
+    M, N = builder.size(builder.problem.M), builder.size(builder.problem.N)
+    inside_tile = {"lane": "live", "column": f"(columns < {N})[None, :]", "row": f"(rows < {M})[:, None]"}
+    for i, (total, leaf) in enumerate(zip(found, leaves, strict=True)):
+        value, indices = next(outputs), [next(outputs) for _ in range(leaf.indices)]
+        if total.how == "nothing":
+            continue
+        name = builder.tensor(f"sum_{i}", total.buffer, written=True).name
+        offset, checks = builder.score_code.element(indices, total.size)
+        where = total.where
+        if total.how == "magnitude":
+            where = "row"
+        if total.places is not None:
+            builder.tensor(f"{name}_places", total.places, written=True)
+        if total.per_unit is not None:
+            builder.hoisted.append(
+                f"{name}_per_unit = tl.load({builder.tensor(f'{name}_units', total.per_unit).name})"
+            )
+        builder.tile_loads += where == "lane"
+        pointed = " & ".join([*checks, *([inside_tile[where]] if where in inside_tile else [])])
+        spread = builder.spread(value, "tl.float32")
+        placed.append(
+            Placed(name, total.how, where, spread, offset, " & ".join(checks) or "None", pointed or "None")
+        )
+    return placed
+
+
+def gradients(joint: Mod, captures: Sequence[Any], found: Sequence[Sum]) -> list[Any]:
+    """Of the captured tensors, from what lanes added up."""
+    totals = [_total(total) for total in found]
+    grads = iter(run_outside(joint.program.epilogue, [*totals, *joint.inputs]))
+    results = []
+    for capture, wanted in zip(captures, joint.program.gradients, strict=True):
+        grad = next(grads)
+        if wanted and grad is not None:
+            grad = lowerings[aten.expand](to_dtype(grad, capture.get_dtype()), [*capture.get_size()])
+        results.append(grad if wanted else None)
+    return results
+
+
+def _total(total: Sum) -> Any:
+    """The leaf in fp32."""
+    if total.how in ("stores", "atomics"):
+        return total.buffer
+    if total.how == "units":
+        unit = lowerings[aten.reciprocal](total.per_unit)
+        return lowerings[aten.mul](to_dtype(total.buffer, torch.float32), unit)
+    values, places = total.buffer, total.places
+    if total.where == "once":
+        values, places = lowerings[aten.sum](values, [2]), lowerings[aten.select](places, 2, 0)
+    elements = sympy.prod(map(sympy.sympify, total.size))
+    zeros = lowerings[aten.full]([elements], 0, dtype=torch.float32, device=values.get_device())
+    added = _index_put(zeros, [lowerings[aten.view](places, [-1])], lowerings[aten.view](values, [-1]), True)
+    return lowerings[aten.view](added, total.size)
+
+
+# Inductor's own lowering would add by atomics.
+_index_put = fallback_handler(aten.index_put.default, add_to_fallback_set=False)

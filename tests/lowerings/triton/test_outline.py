@@ -1,0 +1,267 @@
+"""What the generated kernels do, in the lines that a reader looks for: loops, loads, products, mods, stores."""
+
+import re
+
+import expecttest
+import torch
+from support import causal
+
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.tools.inspector import attention_kernels, kind
+
+LENGTH = 256
+
+
+def outline(source: str) -> str:
+    """A kernel without addresses, masks and the softmax."""
+    body = source[source.index("\ndef flex_inductor_") :]
+    body = re.sub(r",?\n +\)", ")", re.sub(r"\(\n +", "(", body)).replace(
+        ",\n", ", "
+    )  # calls over several lines
+    kept = []
+    for line in body.splitlines()[2:]:
+        text = line.strip()
+        if re.match(r"(for |# (Blocks|Full|All|Listed))|(score|mask)_\d+ = |tl\.atomic_add", text):
+            kept.append(line)
+        elif re.search(r"\b(load_tile|store_tile|tl\.(dot|load|store))\(", text):
+            kept.append(_without_addresses(line))
+    return re.sub(r"^    ", "", "\n".join(kept), flags=re.MULTILINE)
+
+
+def _without_addresses(line: str) -> str:
+    line = re.sub(r", input_precision='\w+'", "", line)
+    line = re.sub(r"(load_tile|tl\.load|tl\.store)\(([a-z_]+)\b.*\)(?!,)", r"\1(\2)", line)
+    return re.sub(r"store_tile\(([a-z_]+) .*, (.+)\)$", r"store_tile(\1, \2)", line)
+
+
+def outlines(score_mod=None, mask_mod=None, queries=LENGTH, grad=False) -> dict[str, str]:
+    shape = (1, 2, LENGTH, 64)
+    q = torch.randn(1, 2, queries, 64, dtype=torch.bfloat16, requires_grad=grad)
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=grad) for _ in "kv")
+    mask = mask_mod and create_block_mask(mask_mod, None, None, queries, LENGTH, "cpu")
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, score_mod, mask)
+
+    kernels = attention_kernels(attend, q, k, v, target="sm_90")
+    return {kind(kernel): outline(kernel.source) for kernel in kernels}
+
+
+class Outlines(expecttest.TestCase):
+    maxDiff = None
+
+    def test_causal(self):
+        self.assertExpectedInline(
+            outlines(mask_mod=causal)["forward"],
+            """\
+q = load_tile(query)
+# Blocks of keys where mask_mod decides.
+count = tl.load(counts)
+for step in range(0, count * TILES):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    mask_0 = q_idx >= kv_idx
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+# Full blocks of keys.
+count = tl.load(full_counts)
+for step in range(0, count * TILES):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+store_tile(out, acc)""",
+        )
+
+    def test_alibi(self):
+        slopes = torch.rand(2)
+        found = outlines(lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx))
+        self.assertExpectedInline(
+            found["forward"],
+            """\
+q = load_tile(query)
+score_0 = tl.load(captured_0 + (h))
+# All keys.
+for start_n in range(0, 256, BLOCK_N):
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    score_1 = kv_idx - q_idx
+    score_2 = score_1.to(tl.float32)
+    score_3 = score_0 * score_2
+    score_4 = score + score_3
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+store_tile(out, acc)""",
+        )
+
+    def test_softcap(self):
+        found = outlines(lambda s, b, h, q_idx, kv_idx: 30.0 * torch.tanh(s / 30.0))
+        self.assertExpectedInline(
+            found["forward"],
+            """\
+q = load_tile(query)
+score_0 = tl.full([], 30.0, tl.float32)
+# All keys.
+for start_n in range(0, 256, BLOCK_N):
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    score_1 = score * 0.03333333333333333
+    score_2 = 1.0 - 2.0 / (tl.exp2(score_1 * 2.8853900817779268) + 1.0)
+    score_3 = score_2 * score_0
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+store_tile(out, acc)""",
+        )
+
+    def test_documents(self):
+        document = torch.arange(LENGTH) // 100
+        found = outlines(mask_mod=lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx])
+        self.assertExpectedInline(
+            found["forward"],
+            """\
+q = load_tile(query)
+mask_0 = tl.load(captured_0 + (q_idx))
+# Blocks of keys where mask_mod decides.
+count = tl.load(counts)
+for step in range(0, count * TILES):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    mask_1 = tl.load(captured_0 + (kv_idx))
+    mask_2 = mask_0 == mask_1
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+# Full blocks of keys.
+count = tl.load(full_counts)
+for step in range(0, count * TILES):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+store_tile(out, acc)""",
+        )
+
+    def test_decode(self):
+        found = outlines(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx < 200, queries=1)
+        self.assertExpectedInline(
+            "\n\n".join(found.values()),
+            """\
+q = tl.load(query)
+mask_0 = tl.full([], 200, tl.int32)
+# Blocks of keys where mask_mod decides.
+steps = tl.load(counts) * KV_TILES
+for step in range(steps * part // 4, steps * (part + 1) // 4):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    mask_1 = kv_idx < mask_0
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+# Full blocks of keys.
+steps = tl.load(full_counts) * KV_TILES
+for step in range(steps * part // 4, steps * (part + 1) // 4):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+tl.store(part_acc)
+tl.store(part_peak)
+tl.store(part_total)
+
+for part in range(0, 4):
+    found = tl.load(part_peak)
+    total = total * shrink + tl.load(part_total) * grow
+    values = tl.load(part_acc)
+store_tile(out, acc)""",
+        )
+
+    def test_backward_of_a_learnable_relative_bias(self):
+        bias = torch.randn(2 * LENGTH, requires_grad=True)
+        found = outlines(lambda s, b, h, q_idx, kv_idx: s + bias[q_idx - kv_idx + LENGTH], causal, grad=True)
+        assert set(found) == {"forward", "backward_dq", "backward_dkdv"}
+        self.assertExpectedInline(
+            found["backward_dq"],
+            """\
+q = load_tile(query)
+d_out = load_tile(grad_out)
+row_lse = tl.load(lse)
+row_delta = tl.load(delta)
+score_1 = tl.full([], 256, tl.int32)
+# Blocks of keys where mask_mod decides.
+count = tl.load(counts)
+for step in range(0, count * TILES):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    score_0 = q_idx - kv_idx
+    score_2 = score_0 + score_1
+    score_3 = tl.load(captured_0 + (score_2))
+    score_4 = score + score_3
+    mask_0 = q_idx >= kv_idx
+    v = load_tile(value_head)
+    d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
+    tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
+    dq = tl.dot(d_score.to(k.dtype), k, dq)
+# Full blocks of keys.
+count = tl.load(full_counts)
+for step in range(0, count * TILES):
+    block = tl.load(blocks)
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    score_0 = q_idx - kv_idx
+    score_2 = score_0 + score_1
+    score_3 = tl.load(captured_0 + (score_2))
+    score_4 = score + score_3
+    v = load_tile(value_head)
+    d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
+    tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
+    dq = tl.dot(d_score.to(k.dtype), k, dq)
+store_tile(d_query, dq * 0.125)""",
+        )
+        self.assertExpectedInline(
+            found["backward_dkdv"],
+            """\
+k = load_tile(key)
+v = load_tile(value)
+for head in range(0, 1):
+    score_1 = tl.full([], 256, tl.int32)
+    # Blocks of queries where mask_mod decides.
+    count = tl.load(counts)
+    for step in range(0, count * TILES):
+        block = tl.load(blocks)
+        q = load_tile(query_head)
+        row_lse = tl.load(lse)
+        row_delta = tl.load(delta)
+        score = tl.dot(k, tl.trans(q))
+        score_0 = q_idx - kv_idx
+        score_2 = score_0 + score_1
+        score_3 = tl.load(captured_0 + (score_2))
+        score_4 = score + score_3
+        mask_0 = q_idx >= kv_idx
+        d_out = load_tile(d_out_head)
+        dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)
+        d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
+        dk_acc = tl.dot(d_score.to(q.dtype), q, dk_acc)
+    # Full blocks of queries.
+    count = tl.load(full_counts)
+    for step in range(0, count * TILES):
+        block = tl.load(blocks)
+        q = load_tile(query_head)
+        row_lse = tl.load(lse)
+        row_delta = tl.load(delta)
+        score = tl.dot(k, tl.trans(q))
+        score_0 = q_idx - kv_idx
+        score_2 = score_0 + score_1
+        score_3 = tl.load(captured_0 + (score_2))
+        score_4 = score + score_3
+        d_out = load_tile(d_out_head)
+        dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)
+        d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
+        dk_acc = tl.dot(d_score.to(q.dtype), q, dk_acc)
+store_tile(d_key, dk_acc * 0.125)
+store_tile(d_value, dv_acc)""",
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from . import errors
 from .lowerings.routes import ROUTES
 from .options import split_options
 from .takeover import replace_torch_nodes
+from .tuning import tell_tuner
 
 
 def flex_inductor(
@@ -34,5 +37,29 @@ def flex_inductor(
         raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
     replace_torch_nodes(module, own)
-    inner = compile_fx_inner if inner_compile is None else inner_compile
+    if config.get("max_autotune", torch._inductor.config.max_autotune):
+        tell_tuner(module, example_inputs)
+    inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
     return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+
+
+def _with_own_errors(inner_compile: Callable) -> Callable:
+    """`inner_compile`, whose errors that are ours reach the user without Inductor's and Dynamo's frames."""
+
+    @functools.wraps(inner_compile)
+    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import ShortenTraceback
+
+        try:
+            return inner_compile(*args, **kwargs)
+        except Exception as error:
+            ours = errors.own_error_in(error)
+            if ours is None:
+                raise
+        # Dynamo hands on what is a ShortenTraceback, from this frame on.
+        shown = type(
+            type(ours).__name__, (type(ours), ShortenTraceback), {"__module__": type(ours).__module__}
+        )
+        raise shown(*ours.args, first_useful_frame=inspect.currentframe())
+
+    return compile_graph

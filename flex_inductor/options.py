@@ -13,6 +13,10 @@ class BackendOptions(NamedTuple):
     """What `torch.compile(..., backend="flex_inductor", options={...})` takes beyond Inductor's options."""
 
     route: str | None = None  # the one route to use, by name; refused calls raise
+    configs: dict[str, dict[str, int]] | None = (
+        None  # sizes of kernels, by kernel and name; refused ones raise
+    )
+    verify: bool = False  # check what each call computes, and its gradients, when it runs
 
 
 def split_options(options: dict[str, Any] | None) -> tuple[BackendOptions, dict[str, Any]]:
@@ -32,7 +36,22 @@ def split_options(options: dict[str, Any] | None) -> tuple[BackendOptions, dict[
             )
     if own.get("route") is not None and not isinstance(own["route"], str):
         raise errors.bad_option("options", "route", own["route"], "the name of a route")
+    if own.get("configs") is not None and not _are_configs(own["configs"]):
+        raise errors.bad_option(
+            "options", "configs", own["configs"], "sizes by kernel, like {'forward': {'block_m': 64}}"
+        )
+    if not isinstance(own.get("verify", False), bool):
+        raise errors.bad_option("options", "verify", own["verify"], "True or False")
     return BackendOptions(**own), inductors
+
+
+def _are_configs(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(kernel, str)
+        and isinstance(sizes, dict)
+        and all(isinstance(name, str) and type(size) is int for name, size in sizes.items())
+        for kernel, sizes in value.items()
+    )
 
 
 def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
@@ -74,4 +93,10 @@ def own_constants(options: BackendOptions) -> dict[str, Any]:
     constants: dict[str, Any] = {"build": build.FINGERPRINT}
     if options.route is not None:
         constants["route"] = options.route
+    if options.verify:
+        constants["verify"] = True
+    if options.configs:
+        constants["configs"] = tuple(
+            (kernel, tuple(sizes.items())) for kernel, sizes in options.configs.items()
+        )
     return constants

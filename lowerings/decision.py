@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._logging import trace_structured
 
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("flex_inductor")
 
 
+class Choice(NamedTuple):
+    """The config of one of a call's kernels."""
+
+    kernel: str
+    config: dict[str, int]
+    why: str
+    others: tuple[tuple[str, str], ...] = ()  # each config not taken, and its time or why it was left out
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {config_text(self.config)} ({self.why})"
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
 class Decision(NamedTuple):
     """The whole answer for one call."""
 
@@ -27,9 +43,12 @@ class Decision(NamedTuple):
     why: str
     rejected: tuple[tuple[str, str], ...]  # (route, reason), in the order they were asked
     notes: tuple[str, ...] = ()  # hints that did not apply, and the like
+    kernels: tuple[Choice, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"call:     {self.call}", f"chosen:   {self.chosen} ({self.why})"]
+        why = f" ({self.why})" if self.why else ""
+        lines = [f"call:     {self.call}", f"chosen:   {self.chosen}{why}"]
+        lines += [f"config:   {choice}" for choice in self.kernels]
         lines += [f"rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"note:     {note}" for note in self.notes]
         return "\n".join(lines)
@@ -61,8 +80,11 @@ def restore(text: str) -> None:
     if text in _made_here:
         _made_here.discard(text)
         return
-    _, call, chosen, why, rejected, notes = json.loads(text)
-    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes)))
+    _, call, chosen, why, rejected, notes, kernels = json.loads(text)
+    choices = [
+        Choice(kernel, config, why, tuple(map(tuple, others))) for kernel, config, why, others in kernels
+    ]
+    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices)))
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:
@@ -84,4 +106,4 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
             notes = tuple(route.notes(problem))
             return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
         rejected.append((route.name, why if not usable else f"not asked for; {why}"))
-    raise errors.route_refused(demanded, rejected)
+    raise errors.route_refused(demanded, Decision(problem.describe(), "none", "", tuple(rejected)))

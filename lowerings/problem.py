@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from .decision import Choice
 
 Size: TypeAlias = Any  # int, or sympy.Expr where it is dynamic
 
@@ -38,7 +41,8 @@ class AttentionProblem:
     score_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
     mask_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
     outputs: tuple[str, ...]  # forward: which of lse, max_scores; backward: which of query, key, value
-    options: dict[str, Any]  # the op's constants: hints, route, build
+    options: dict[str, Any]  # the op's constants: hints, the backend's own, build
+    kernels: list[Choice] = field(default_factory=list, compare=False)  # what lowering the call made
 
     def describe(self) -> str:
         """The call in a line."""

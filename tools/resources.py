@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .generated import GeneratedKernel
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions
@@ -25,6 +25,49 @@ class Resources:
     shared_bytes: int | None
     instructions: dict[str, int] | None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+class Multiprocessor(NamedTuple):
+    """What programs share that run on it at once."""
+
+    registers: int
+    threads: int
+    shared_bytes: int
+    programs: int
+    reserved_bytes: int  # of shared memory, for each program
+
+
+_MULTIPROCESSORS = {
+    "sm_80": Multiprocessor(65536, 2048, 164 << 10, 32, 1 << 10),
+    "sm_86": Multiprocessor(65536, 1536, 100 << 10, 16, 1 << 10),
+    "sm_90": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
+    "sm_100": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
+    "sm_120": Multiprocessor(65536, 1536, 100 << 10, 24, 1 << 10),
+    # Four units, each with 512 registers of 64 lanes and at most 8 waves.
+    "gfx942": Multiprocessor(4 * 512 * 64, 4 * 8 * 64, 64 << 10, 32, 0),
+}
+
+
+class Occupancy(NamedTuple):
+    programs: int  # that a multiprocessor runs at once
+    limit: str  # what keeps it from more
+
+
+def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
+    """None where the resources or the device are not known."""
+    device = _MULTIPROCESSORS.get(target)
+    if device is None or found.registers is None or found.shared_bytes is None:
+        return None
+    threads = warps * (64 if target.startswith("gfx") else 32)
+    registers = -(-max(found.registers, 1) // 8) * 8  # they are handed out by the eight
+    limits = {
+        "registers": device.registers // (registers * threads),
+        "shared memory": device.shared_bytes // (found.shared_bytes + device.reserved_bytes or 1),
+        "threads": device.threads // threads,
+        "programs": device.programs,
+    }
+    limit = min(limits, key=lambda name: limits[name])
+    return Occupancy(limits[limit], limit)
 
 
 def gpu_target(target: str) -> Any:

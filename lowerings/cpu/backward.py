@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._inductor.lowering import full_like
@@ -11,20 +11,13 @@ from torch._inductor.virtualized import V
 from ..problem import AttentionProblem
 from ..subgraphs import realized
 from . import lanes, template
-from .call import contiguous_layout, inlinable, layout_of, rendered, walks
+from .call import add_node, contiguous_layout, inlinable, layout_of, rendered, walks
 
-
-class BackwardConfig(NamedTuple):
-    """Sizes that the kernel is rendered with."""
-
-    tile_m: int = 64
-    tile_n: int = 128
-    parts: int = 8  # at least as many work items, where there are as many rows of tiles
-    leaf_bytes: int = 64 << 20
+PARTS = 8  # at least as many work items, where there are as many rows of tiles
+LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
 
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
-    config = BackwardConfig()
     mods = inlinable(problem, call)
     score, mask, joint = mods["score_mod"], mods["mask_mod"], mods["joint"]
     walked, lists = walks(problem, call, mask is not None)
@@ -48,7 +41,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     names = [*wanted, *(f"leaf_{i}_sum" for i in range(len(scatters)))]
     mod_tensors = [tensor for mod in (score, mask, joint) if mod for tensor in mod.tensors]
 
-    def render(kernel: template.TemplateKernel) -> str:
+    def render(config: Any, kernel: template.TemplateKernel) -> str:
         return rendered(
             "backward.jinja",
             kernel,
@@ -59,6 +52,8 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             lists,
             bodies,
             **config._asdict(),
+            parts=PARTS,
+            leaf_bytes=LEAF_BYTES,
             scatters=[
                 {
                     "over_rows": scatter.over_rows,
@@ -77,7 +72,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]
     layouts = [layout_of(fake) for fake in fakes]
     layouts += [contiguous_layout(torch.float32, sizes) for sizes in leaf_sizes]
-    results = template.add_node(render, [*tensors.values(), *mod_tensors], layouts)
+    results = add_node("backward", problem, render, tensors, mod_tensors, layouts)
     found = dict(zip(wanted, results, strict=False))
     d_captures = joint.gradients(results[len(wanted) :]) if joint else [None] * len(call.score_captures)
     return (*(found.get(f"d_{name}") for name in ("query", "key", "value")), tuple(d_captures))

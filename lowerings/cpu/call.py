@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -12,9 +13,11 @@ from torch._inductor import ir
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
+from ..choice import choose
 from ..problem import AttentionProblem
-from ..subgraphs import realized
-from . import lanes, template
+from ..subgraphs import realized, with_reciprocals
+from . import lanes, template, tuner
+from .configs import Caches, candidates
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
@@ -22,7 +25,7 @@ INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/in
 def programs(problem: AttentionProblem) -> dict[str, LaneProgram | None]:
     masked = problem.mask_mod is not None
     return {
-        field: None if graph is None else split(graph, names, guarded=guarded)
+        field: None if graph is None else with_reciprocals(split(graph, names, guarded=guarded))
         for field, graph, names, guarded in (
             ("score_mod", problem.score_mod, SCORE_LANES, masked),
             ("mask_mod", problem.mask_mod, MASK_LANES, False),
@@ -93,6 +96,32 @@ def rendered(
         outputs={outputs[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()},
         **values,
     )
+
+
+def add_node(
+    kernel: str,
+    problem: AttentionProblem,
+    render: Callable[[Any, template.TemplateKernel], str],
+    tensors: dict[str, Any],
+    mod_tensors: Sequence[Any],
+    layouts: Sequence[ir.Layout],
+) -> list[ir.TensorBox]:
+    """Add the kernel that `render` writes for a config to the graph; returns its outputs."""
+
+    def rendering(config: Any) -> Callable[[template.TemplateKernel], str]:
+        return functools.partial(render, config)
+
+    fitting, rejected = candidates(kernel, problem, Caches.of_this_machine())
+    (config,) = choose(
+        problem,
+        kernel,
+        fitting,
+        rejected,
+        tuner.device(),
+        "\n".join(program.to_text() for program in programs(problem).values() if program is not None),
+        functools.partial(tuner.times, problem, rendering, tensors, mod_tensors, layouts),
+    )
+    return template.add_node(rendering(config), [*tensors.values(), *mod_tensors], layouts)
 
 
 def layout_of(fake: torch.Tensor) -> ir.FixedLayout:

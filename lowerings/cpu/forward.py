@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch._inductor.virtualized import V
 
 from ..problem import AttentionProblem
 from ..subgraphs import realized
 from . import lanes, template
-from .call import inlinable, layout_of, rendered, walks
+from .call import add_node, inlinable, layout_of, rendered, walks
 
 OUTPUTS = ("out", "lse", "max_scores")
 
 
-class ForwardConfig(NamedTuple):
-    """Sizes that the kernel is rendered with."""
-
-    tile_m: int = 128
-    tile_n: int = 128
-    sub_m: int = 32
-    packed_bytes: int = 8 << 20
-
-
-class DecodeConfig(NamedTuple):
-    """Sizes that the kernel for few queries is rendered with."""
-
-    chunk: int = 64
-    split: int = 2048
-
-
+PACKED_BYTES = 8 << 20  # of keys and values in use at a time
 MOST_DECODE_ROWS = 16
 
 
@@ -41,8 +26,7 @@ def is_decode(problem: AttentionProblem) -> bool:
 
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
-    decode = is_decode(problem)
-    config: NamedTuple = DecodeConfig() if decode else ForwardConfig()
+    name = "decode" if is_decode(problem) else "forward"
     mods = inlinable(problem, call)
     score, mask = mods["score_mod"], mods["mask_mod"]
     walked, lists = walks(problem, call, mask is not None)
@@ -57,9 +41,9 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
         bodies["partial_tile"] = lanes.score_stores(score, mask)
     mod_tensors = [tensor for mod in (score, mask) if mod for tensor in mod.tensors]
 
-    def render(kernel: template.TemplateKernel) -> str:
+    def render(config: Any, kernel: template.TemplateKernel) -> str:
         return rendered(
-            "decode.jinja" if decode else "forward.jinja",
+            f"{name}.jinja",
             kernel,
             problem,
             call,
@@ -68,9 +52,10 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             lists,
             bodies,
             **config._asdict(),
+            packed_bytes=PACKED_BYTES,
             walks=walked,
             heads_share_lists=all(lists[walk.counts].get_size()[1] == 1 for walk in walked),
         )
 
     layouts = [layout_of(fake) for fake in V.graph.current_node.meta["val"]]
-    return template.add_node(render, [*tensors.values(), *mod_tensors], layouts)
+    return add_node(name, problem, render, tensors, mod_tensors, layouts)

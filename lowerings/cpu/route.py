@@ -41,8 +41,13 @@ class CpuRoute:
         usable, why = self.available()
         if not usable:
             return False, why
+        from .. import choice
         from .call import programs
+        from .configs import TABLES, misfit
         from .lanes import refusal
+
+        if reason := choice.refusal(problem, {kernel: table[0] for kernel, table in TABLES.items()}, misfit):
+            return False, reason
 
         for field, program in programs(problem).items():
             if program is not None and (reason := refusal(program, field)):

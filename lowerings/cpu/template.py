@@ -72,7 +72,7 @@ def add_node(
     def make_kernel_render(node: Any, flag_template_buffer_has_other_users: bool, epilogue_nodes: Any = None):
         assert not epilogue_nodes, "the kernel writes its outputs itself"
         kernel = TemplateKernel(inputs, node.outputs)
-        return kernel, functools.partial(_finished, kernel, render)
+        return kernel, functools.partial(finished, kernel, render)
 
     distinct = list({tensor.get_name(): tensor for tensor in inputs}.values())
     node = ir.CppTemplateBuffer(layouts[0], distinct, make_kernel_render, template=None, choice=None)
@@ -82,7 +82,7 @@ def add_node(
     return [ir.TensorBox.create(output) for output in node.outputs]
 
 
-def _finished(kernel: TemplateKernel, render: Callable[[TemplateKernel], str]) -> str:
+def finished(kernel: TemplateKernel, render: Callable[[TemplateKernel], str]) -> str:
     kernel.declare()
     return PartialRender(render(kernel), kernel.render_hooks).finalize_all()
 

@@ -103,10 +103,11 @@ def _dq(
         "sums": placed,
         "H": builder.size(problem.H),
     }
-    configs = builder.configs("backward_dq")
     measuring = any(total.how == "magnitude" for total in sums)
+    kind = "backward_magnitudes" if measuring else "backward_dq"
+    configs = builder.configs(kind)
     KernelCall(
-        "backward_magnitudes" if measuring else "backward_dq",
+        kind,
         lambda name: builder.render("backward_dq.jinja", name, configs, values),
         builder.arguments,
         configs,

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import jinja2
 import sympy
 import torch
-from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 
+from ..choice import choose, problem_class
 from ..problem import AttentionProblem
 from ..subgraphs import invariants, realized
+from . import timed
 from .configs import (
     TABLES,
     Config,
@@ -136,10 +137,19 @@ class Builder:
         self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
         return [s.text for s in inside]
 
-    def configs(self, kind: str) -> list[Config]:
-        """The configs to time, or the one to use; called once the mods are inlined."""
+    def configs(self, kind: str, **fixed: int) -> list[Config]:
+        """The configs to time, or the one to use, with these sizes; called once the mods are inlined."""
         shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads, tile_values=self.tile_values)
-        return choose(kind, self.problem, shape)[0]
+        table, cost = TABLES[kind]
+        device = current_device(self.problem.device)
+        fitting, rejected = candidates(table, cost, device, shape)
+        wanted = hinted(fitting[0], kind, self.problem.options)
+        if wanted != fitting[0]:
+            fitting = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]]
+        program = "\n".join(mod.program.to_text() for mod in self.mods.values())
+        fitting = [config._replace(**fixed) for config in fitting]
+        self.timed_as = problem_class(self.problem, kind, program)
+        return choose(self.problem, kind, fitting, rejected, device.key, program, time=None)
 
     def spread(self, value: Inlined, dtype: str) -> str:
         """`value` with the shape of a tile."""
@@ -169,7 +179,7 @@ class Builder:
         return found
 
     def _visited(self, prefix: str, fields: Sequence[Any]) -> list[Tensor]:
-        names = ("counts", "blocks") if self.problem.schedule == "lists" else ("offsets", "runs")
+        names = ("counts", "indices") if self.problem.schedule == "lists" else ("offsets", "runs")
         return [self.tensor(prefix + name, realized(t)) for name, t in zip(names, fields, strict=True)]
 
     def common(self) -> dict[str, Any]:
@@ -209,7 +219,13 @@ class Builder:
     def render(self, template: str, name: str, configs: Sequence[Config], values: dict[str, Any]) -> str:
         constants = [f"{constant}: tl.constexpr" for constant in configs[0].constants]
         parameters = [*self.arguments.names, *constants]
-        return source(template).render(name=name, parameters=", ".join(parameters), **values)
+        text = source(template).render(name=name, parameters=", ".join(parameters), **values)
+        if len(configs) == 1:
+            return text
+        keep = f"@keep_winner({self.timed_as!r}, {current_device(self.problem.device).key!r})"
+        return text.replace(
+            "<HEURISTICS>", f"from {timed.__name__} import keep_winner\n\n{keep}\n<HEURISTICS>"
+        )
 
 
 def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
@@ -231,21 +247,26 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
     }
 
 
-def choose(kind: str, problem: AttentionProblem, shape: Shape) -> tuple[list[Config], str | None]:
-    """The configs for one kind of kernel, and why what hints ask for, or all, does not fit."""
-    table, cost = TABLES[kind]
-    device = current_device(problem.device)
-    found, rejected = candidates(table, cost, device, shape)
-    wanted = hinted(found[0], kind, problem.options)
-    if wanted != found[0]:
-        reason = misfit(wanted, cost, device, shape)
-        if reason is None:
-            return [wanted], None
-        return found[:1], f"{kind}: {describe(wanted)} was asked for: {reason}"
-    reason = None
-    if misfit(found[0], cost, device, shape) is not None:
-        reason = f"{kind}: {describe(found[0])} is used although nothing fits: {'; '.join(rejected)}"
-    return (found if inductor_config.max_autotune else found[:1]), reason
+def first_choice(kind: str, problem: AttentionProblem) -> Config:
+    """The config that a kind of kernel has where nothing is asked for."""
+    return candidates(*TABLES[kind], current_device(problem.device), shape_of(problem))[0][0]
+
+
+def refused_hint(kind: str, problem: AttentionProblem) -> str | None:
+    """Why what hints ask for is not used."""
+    first = first_choice(kind, problem)
+    wanted = hinted(first, kind, problem.options)
+    reason = refused_config(kind, wanted, problem) if wanted != first else None
+    return None if reason is None else f"{kind}: {describe(wanted)} was asked for: {reason}"
+
+
+def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str | None:
+    """Why a config cannot be used."""
+    if kind == "backward_onepass" and torch.are_deterministic_algorithms_enabled():
+        return "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
+    if kind == "decode" and config.block_m != first_choice(kind, problem).block_m:
+        return "block_m is set by the number of queries"
+    return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem))
 
 
 def shape_of(problem: AttentionProblem) -> Shape:

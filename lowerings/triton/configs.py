@@ -35,6 +35,11 @@ class Device(NamedTuple):
     multiprocessors: int = 132
 
     @property
+    def key(self) -> str:
+        """What timings hold for."""
+        return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
+
+    @property
     def nvidia(self) -> bool:
         return self.arch.startswith("sm_")
 
@@ -133,6 +138,7 @@ FORWARD: Table = {
 }
 FORWARD["blackwell"] = {
     **FORWARD["hopper"],
+    64: [Config(128, 64, 8, 3), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
     128: [Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3)],
     256: [Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
 }
@@ -244,23 +250,26 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "forward": (FORWARD, forward_cost),
     "decode": (DECODE, forward_cost),
     "backward_dq": (DQ, dq_cost),
+    "backward_magnitudes": (DQ, dq_cost),
     "backward_dkdv": (DKDV, dkdv_cost),
 }
 
 
-def candidates(table: Table, cost: Cost, device: Device, shape: Shape) -> tuple[list[Config], list[str]]:
+def candidates(
+    table: Table, cost: Cost, device: Device, shape: Shape
+) -> tuple[list[Config], list[tuple[Config, str]]]:
     """The configs that fit, best first, and why the others do not. Where none does, the smallest tile that
     divides the schedule's blocks is taken all the same."""
     classes = table[device.family]
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
-    rejected: list[str] = []
+    rejected: list[tuple[Config, str]] = []
     for config in dict.fromkeys([*classes[width], *_LAST]):
         reason = misfit(config, cost, device, shape)
         if reason is None:
             kept.append(config)
         else:
-            rejected.append(f"{describe(config)}: {reason}")
+            rejected.append((config, reason))
     return kept or [_LAST[-1]], rejected
 
 

@@ -50,7 +50,7 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
     heads = heads_in_a_program(problem, lists)
     values = softmax_values(builder, call)
     rows = max(16, 1 << (heads * int(problem.M) - 1).bit_length())
-    configs = [config._replace(block_m=rows) for config in builder.configs("decode")]
+    configs = builder.configs("decode", block_m=rows)
     count = splits(problem, configs[0])
     parts = [count, problem.B, problem.H, problem.M]
     buffers = {

@@ -15,6 +15,7 @@ _TILES = {
     "forward": {"block_m": "BLOCK_M", "block_n": "BLOCK_N"},
     "decode": {"block_n": "BLOCK_N"},
     "backward_dq": {"block_m": "BLOCK_M2", "block_n": "BLOCK_N2"},
+    "backward_magnitudes": {"block_m": "BLOCK_M2", "block_n": "BLOCK_N2"},
     "backward_dkdv": {"block_m": "BLOCK_M1", "block_n": "BLOCK_N1"},
 }
 _LAUNCH = {"warps": "num_warps", "stages": "num_stages"}

@@ -275,7 +275,7 @@ class _LaneOps(CSEProxy):
             text, dtype = f"{text}.to(tl.float32)", torch.float32
         return kernel.new(text, dtype)
 
-    lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))
+    lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
 
     def alone(self, x: CSEVariable) -> CSEVariable:
         """`x`, to be compared: see `each_alone` in tiles.jinja."""

@@ -24,11 +24,11 @@ class TritonRoute:
         return (True, "fused Triton kernel") if reason is None else (False, reason)
 
     def notes(self, problem: AttentionProblem) -> list[str]:
-        from .build import choose, shape_of
+        from .build import refused_hint
         from .hints import without_effect
 
         kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", "backward_dkdv")
-        refused = [choose(kind, problem, shape_of(problem))[1] for kind in kinds]
+        refused = [refused_hint(kind, problem) for kind in kinds]
         ignored = without_effect(problem.options)
         notes = [f"{', '.join(ignored)}: for torch's kernels, without effect here"] if ignored else []
         return [*(reason for reason in refused if reason is not None), *notes]
@@ -60,9 +60,16 @@ def _refusal(problem: AttentionProblem) -> str | None:
     if problem.blocks is not None and {"key", "value"} & set(problem.outputs) and not problem.lists_queries:
         return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
 
-    from .build import programs
+    from .. import choice
+    from .build import first_choice, programs, refused_config
+    from .configs import TABLES, Config
     from .lanes import refusal
 
+    def misfit(kind: str, config: Config) -> str | None:
+        return refused_config(kind, config, problem)
+
+    if reason := choice.refusal(problem, {kind: first_choice(kind, problem) for kind in TABLES}, misfit):
+        return reason
     cut = programs(problem)
     for name, program in cut.items():
         if reason := refusal(program, "score_mod" if name == "joint" else f"{name}_mod"):

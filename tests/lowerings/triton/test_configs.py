@@ -1,26 +1,33 @@
 """The table's configs, what prunes them, and torch's hints."""
 
+import pickle
 import types
 
 import expecttest
 import pytest
 import torch
+import triton
+from torch._inductor import config as inductor_config
 
+import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
-    BACKWARD,
     DECODE,
+    DKDV,
+    DQ,
     FORWARD,
     TABLES,
     Config,
     Shape,
-    backward_cost,
     candidates,
     describe,
+    dkdv_cost,
+    dq_cost,
     forward_cost,
     known_device,
 )
 from flex_inductor.lowerings.triton.hints import hinted, without_effect
+from flex_inductor.tools.inspector import attention_kernels
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -31,7 +38,7 @@ class Reports(expecttest.TestCase):
     def test_the_table(self):
         """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
         lines = []
-        for table in (FORWARD, DECODE, BACKWARD):
+        for table in (FORWARD, DECODE, DQ, DKDV):
             lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
             for family, classes in table.items():
                 for head_dim, configs in classes.items():
@@ -44,9 +51,9 @@ forward
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   ampere 64: 128x64/4/3, 128x32/4/3, 64x64/4/3
   ampere 128: 128x64/8/2, 64x64/4/2, 128x32/8/2
-  ampere 256: 64x32/8/2, 64x32/4/1, 32x32/4/2
+  ampere 256: 64x32/4/2, 64x32/4/1, 32x32/4/2
   ampere 1024: 32x16/8/1
-  hopper 64: 128x128/8/3, 128x64/4/3, 64x64/4/3
+  hopper 64: 128x128/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
   hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
   hopper 256: 128x64/8/2, 64x64/8/2, 64x32/8/2
   hopper 1024: 32x16/8/1
@@ -58,7 +65,7 @@ forward
   amd 128: 128x64/4/1, 64x64/4/1
   amd 256: 64x32/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 128x128/8/3, 128x64/4/3, 64x64/4/3
+  blackwell 64: 128x64/8/3, 128x128/8/3, 64x64/4/3
   blackwell 128: 128x64/8/3, 128x128/8/2, 64x64/4/3
   blackwell 256: 64x64/8/2, 64x32/8/2
   blackwell 1024: 32x16/8/1
@@ -78,14 +85,14 @@ decode
   consumer 128: 16x32/4/3, 16x32/4/2
   consumer 256: 16x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-backward_dq, backward_dkdv
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 64x32/4/2
-  ampere 128: 64x64/8/1, 32x32/4/2
-  ampere 256: 32x32/8/1, 32x16/4/1
+backward_dq, backward_magnitudes
+  interpreter 1024: 32x32/4/1, 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2
+  ampere 128: 128x32/8/2, 64x32/4/2, 32x32/4/2
+  ampere 256: 64x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
-  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
+  hopper 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
   hopper 256: 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
   consumer 64: 64x32/4/2, 32x32/4/2
@@ -96,8 +103,30 @@ backward_dq, backward_dkdv
   amd 128: 32x32/4/1, 16x16/4/1
   amd 256: 16x16/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
-  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  blackwell 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
+  blackwell 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
+  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1
+backward_dkdv
+  interpreter 1024: 32x32/4/1, 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
   blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1""",
         )
@@ -106,7 +135,7 @@ backward_dq, backward_dkdv
         kept, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(1024, 1024, 4))
         assert kept == [Config(16, 16, 4, 1)]
         self.assertExpectedInline(
-            "\n".join(rejected),
+            "\n".join(f"{describe(config)}: {reason}" for config, reason in rejected),
             """\
 16x16, 4 warps, 1 stages: about 196608 bytes of shared memory of 101376
 32x32, 4 warps, 1 stages: about 393216 bytes of shared memory of 101376
@@ -124,7 +153,7 @@ def test_the_first_choice_of_every_architecture():
     table = {
         arch: [
             first(table, cost, arch, D=D, V=D, bytes=2)
-            for table, cost in ((FORWARD, forward_cost), (BACKWARD, backward_cost))
+            for table, cost in ((FORWARD, forward_cost), (DQ, dq_cost), (DKDV, dkdv_cost))
             for D in (64, 128, 256)
         ]
         for arch in ("sm_80", "sm_86", "sm_90", "gfx942")
@@ -165,16 +194,9 @@ def test_the_first_choice_of_every_architecture():
     }
 
 
-def test_a_call_that_nothing_fits_is_noted(monkeypatch):
-    _, notes = inspected(monkeypatch, "sm_86", head_dim=1024, dtype=torch.float32)
-    assert len(notes) == 1
-    assert notes[0].startswith("forward: 16x16, 4 warps, 1 stages is used although nothing fits: ")
-    assert "; 32x16, 4 warps, 1 stages: about 262144 bytes of shared memory of 101376" in notes[0]
-
-
 def test_what_is_rejected_says_why():
     _, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(128, 128, 4, 16, 128))
-    assert rejected == [
+    assert [f"{describe(config)}: {reason}" for config, reason in rejected] == [
         "64x32, 4 warps, 3 stages: a tile of 64 does not divide the schedule's query blocks of 16",
         "64x64, 4 warps, 2 stages: a tile of 64 does not divide the schedule's query blocks of 16",
         "32x32, 4 warps, 2 stages: a tile of 32 does not divide the schedule's query blocks of 16",
@@ -182,7 +204,7 @@ def test_what_is_rejected_says_why():
         "32x16, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
     ]
     _, rejected = candidates(FORWARD, forward_cost, known_device("sm_90"), Shape(128, 128, 4))
-    assert rejected[0] == "128x128, 8 warps, 2 stages: about 327680 bytes of shared memory of 232448"
+    assert rejected[0] == (Config(128, 128, 8, 2), "about 327680 bytes of shared memory of 232448")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -207,45 +229,67 @@ def test_hints_change_the_kernels_they_are_for():
     assert without_effect(options) == ["PRESCALE_QK"]
 
 
-def inspected(monkeypatch, target="sm_80", head_dim=64, dtype=torch.float16, **hints):
-    """The config that a forward gets, and the decision's notes."""
+@pytest.fixture
+def decided(monkeypatch):
+    """The decisions made while kernels are only looked at."""
     from flex_inductor.lowerings import decision, register
-    from flex_inductor.tools.inspector import attention_kernels
 
-    notes = []
+    found = []
     monkeypatch.setattr(
-        register, "record", lambda found, node: [notes.extend(found.notes), decision.record(found, node)][1]
+        register, "record", lambda made, node: [found.append(made), decision.record(made, node)][1]
     )
-    q = torch.randn(1, 2, 256, head_dim, dtype=dtype)
+    return found
+
+
+def inspected(**hints):
+    """The config that a forward for sm_80 gets."""
+    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
     attend = types.FunctionType(_attend.__code__, globals(), closure=None, argdefs=(hints,))
-    (kernel,) = attention_kernels(attend, q, target=target)
-    return kernel.configs[0], notes
+    (kernel,) = flex_inductor.inspect(attend, q, target="sm_80").kernels
+    return kernel.config
 
 
 def _attend(q, kernel_options=None):
     return flex_attention(q, q, q, kernel_options=kernel_options)
 
 
-def test_a_hint_is_honoured_or_noted(monkeypatch):
-    config, notes = inspected(monkeypatch, BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
-    assert config == {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2} and not notes
-    config, notes = inspected(monkeypatch, BLOCK_M=100, PRESCALE_QK=True)
+def test_a_hint_is_honoured_or_noted(decided):
+    config = inspected(BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
+    assert config == {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2}
+    assert not decided[0].notes
+    config = inspected(BLOCK_M=100, PRESCALE_QK=True)
     assert config["BLOCK_M"] == 128
-    assert notes == [
+    assert decided[1].notes == (
         "forward: 100x64, 4 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16",
         "PRESCALE_QK: for torch's kernels, without effect here",
-    ]
+    )
 
 
-def test_max_autotune_gives_the_tuner_every_config_that_fits():
-    from torch._inductor import config
-
-    from flex_inductor.tools.inspector import attention_kernels
-
-    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
-    with config.patch({"max_autotune": True}):
-        (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80")
+def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kept, _ = candidates(FORWARD, forward_cost, known_device("sm_80"), Shape(64, 64, 2))
-    assert kernel.configs == [config.launch for config in kept] and len(kept) > 3
-    grids = {grid["config"]["BLOCK_M"]: grid["python"] for grid in kernel.inductor_meta["precomputed_grids"]}
-    assert grids == {128: ["2", "2", "1"], 64: ["4", "2", "1"], 32: ["8", "2", "1"], 16: ["16", "2", "1"]}
+    assert tuned_kernel().configs == [config.launch for config in kept] and len(kept) > 3
+
+
+def tuned_kernel():
+    """A forward for sm_80 with max-autotune."""
+    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
+    with inductor_config.patch({"max_autotune": True}):
+        (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80")
+    return kernel
+
+
+def test_what_the_autotuner_finds_is_kept_for_the_next_process(decided, tmp_path, monkeypatch):
+    """The autotuner's part is played: it calls `save_cache_hook` with the winner and how long it took to find."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kernel, (choice,) = tuned_kernel(), decided[-1].kernels
+    assert choice.why == f"first of {len(kernel.configs)} that fit; all are timed at the first call"
+    fastest = Config(64, 64, 4, 3)
+    assert fastest.launch in kernel.configs[1:]
+    hook = pickle.loads(pickle.dumps(kernel.save_cache_hook))
+    hook(triton.Config(fastest.constants, num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
+
+    kernel, (choice,) = tuned_kernel(), decided[-1].kernels
+    assert kernel.configs == [fastest.launch]
+    assert choice.why == "fastest when timed before" and choice.config == fastest._asdict()
+    assert not hasattr(kernel, "save_cache_hook")

@@ -30,11 +30,15 @@ def _never_loaded(name, source):
     """In place of a kernel of the forward: the backward is refused before it would run."""
 
 
-def refused(message, sizes=None, dtype=torch.float32, backward=False, cpu_backend="triton", **call):
+def refused(
+    message, sizes=None, dtype=torch.float32, backward=False, cpu_backend="triton", configs=None, **call
+):
     sizes = sizes or Sizes(queries=64, keys=64)
     inputs = [tensor.requires_grad_(backward) for tensor in sizes.inputs(dtype)]
     torch._dynamo.reset()
-    attend = torch.compile(flex_attention, backend="flex_inductor", options={"route": "triton"})
+    attend = torch.compile(
+        flex_attention, backend="flex_inductor", options={"route": "triton", "configs": configs}
+    )
     with (
         triton_on_cpu(_never_loaded),
         config.patch(cpu_backend=cpu_backend),
@@ -71,3 +75,20 @@ def test_gradients_of_keys_without_lists_of_queries():
 
 def test_mods_that_compute_tensors():
     refused("score_mod computes a tensor for each score (aten.unsqueeze.default)", score_mod=sorted_keys)
+
+
+@pytest.mark.parametrize(
+    "configs, message",
+    [
+        (
+            {"backward": {"block_m": 64}},
+            "has no kernel 'backward' to configure, only forward, decode, backward_dq, backward_magnitudes, "
+            "backward_dkdv",
+        ),
+        ({"forward": {"rows": 64}}, "configs['forward'] has no 'rows', only block_m, block_n, warps, stages"),
+        ({"forward": {"block_m": 48}}, "configs['forward']: a tile of 48 is not a power of two from 16"),
+        ({"decode": {"block_m": 64}}, "configs['decode']: block_m is set by the number of queries"),
+    ],
+)
+def test_configs_asked_for(configs, message):
+    refused(message, configs=configs)

@@ -1,0 +1,58 @@
+"""What a call's options tell the autotuner: the share of blocks visited, and which results were imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .op import AttentionCall, attention
+from .op.schedule import BlockRuns, schedule_of
+
+_LEAST_SHARE = 2.0**-12
+
+
+def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Complete the options of each call in a Dynamo graph."""
+    from .lowerings import winners
+
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = dict(zip(placeholders, inputs, strict=True))
+    imported = winners.stamp()
+    for node in module.graph.find_nodes(op="call_function", target=attention):
+        call = AttentionCall(*node.args)
+        told: dict[str, Any] = {"imported": imported} if imported else {}
+        shares = _visited(call.schedule, values)
+        if shares is not None:
+            told["visited"] = shares
+        node.args = tuple(call._replace(options={**call.options, **told}))
+    module.recompile()
+
+
+def _visited(schedule: Sequence[Any], values: Mapping[Any, Any]) -> tuple[float, float] | None:
+    """The shares of partial and of full blocks, coarsely: an octave has two steps."""
+    given = schedule_of([values.get(field, field) for field in schedule])
+    if given is None or not _is_here(given.kv_block) or not all(map(_is_here, given[2:6])):
+        return None
+    if isinstance(given, BlockRuns):
+        columns = given.q_offsets.size(-1) - 1
+        rows = given.kv_offsets[..., 1:].numel()
+        counts = [(runs[:, 1] - runs[:, 0]).sum().item() for runs in (given.kv_runs, given.full_kv_runs)]
+    else:
+        columns = given.kv_indices.size(-1)
+        rows = given.kv_num_blocks.numel()
+        both = (given.kv_num_blocks, given.full_kv_num_blocks)
+        counts = [0 if blocks is None else blocks.sum().item() for blocks in both]
+    partial, full = (_coarse(count / max(rows * columns, 1)) for count in counts)
+    return partial, full
+
+
+def _is_here(value: Any) -> bool:
+    return not isinstance(value, fx.Node | torch._subclasses.FakeTensor)
+
+
+def _coarse(share: float) -> float:
+    return 0.0 if share == 0 else round(2 ** (round(2 * math.log2(max(share, _LEAST_SHARE))) / 2), 6)

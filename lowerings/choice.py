@@ -1,0 +1,133 @@
+"""Which config a kernel is made with: what was asked for, what won when timed, or the first that fits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import sympy
+from torch._inductor import config as inductor_config
+from torch._inductor.virtualized import V
+
+from flex_inductor import build
+
+from . import winners
+from .decision import Choice, config_text
+from .problem import AttentionProblem
+
+Config = TypeVar("Config", bound=Any)  # a NamedTuple of whole numbers
+
+WORTH_CHANGING = 0.03  # timings that differ by less are the same
+
+
+def demanded(problem: AttentionProblem, kernel: str) -> dict[str, int]:
+    """What the backend's option `configs` says about a kernel."""
+    return dict(dict(problem.options.get("configs", ())).get(kernel, ()))
+
+
+def refusal(
+    problem: AttentionProblem,
+    kernels: dict[str, Any],
+    misfit: Callable[[str, Any], str | None],
+) -> str | None:
+    """Why a route cannot make the kernels that `configs` describes, given the default config of each of its own."""
+    for kernel, fields in problem.options.get("configs", ()):
+        if kernel not in kernels:
+            return f"has no kernel {kernel!r} to configure, only {', '.join(kernels) or 'none'}"
+        config = kernels[kernel]
+        unknown = [name for name, _ in fields if name not in config._fields]
+        if unknown:
+            return f"configs[{kernel!r}] has no {unknown[0]!r}, only {', '.join(config._fields)}"
+        reason = misfit(kernel, config._replace(**dict(fields)))
+        if reason:
+            return f"configs[{kernel!r}]: {reason}"
+    return None
+
+
+def choose(
+    problem: AttentionProblem,
+    kernel: str,
+    fitting: Sequence[Config],
+    rejected: Sequence[tuple[Config, str]],
+    device: str,
+    program: str,
+    time: Callable[[Sequence[Config]], list[float]] | None,
+) -> list[Config]:
+    """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
+
+    `program` is the text of the mods: what they do decides what is fast. `time` gives seconds, and is asked where
+    tuning; without it all of `fitting` are left for whoever can time them.
+    """
+    left_out = tuple(_line(config, reason) for config, reason in rejected)
+    others: tuple[tuple[str, str], ...] = ()
+    wanted = demanded(problem, kernel)
+    if wanted:
+        chosen, why = [fitting[0]._replace(**wanted)], "asked for"
+    elif not inductor_config.max_autotune or len(fitting) == 1:
+        chosen, why = [fitting[0]], f"first of {len(fitting)} that fit; not timed"
+        others = (*(_line(config, "not timed") for config in fitting[1:]), *left_out)
+    else:
+        key = problem_class(problem, kernel, program)
+        chosen, why, times = _tuned(key, device, fitting, time)
+        others = tuple(_line(c, times.get(c, "not timed")) for c in fitting if c != chosen[0])
+        others += left_out
+    problem.kernels.append(Choice(kernel, chosen[0]._asdict(), why, others))
+    return chosen
+
+
+def _tuned(
+    key: str, device: str, fitting: Sequence[Config], time: Callable[[Sequence[Config]], list[float]] | None
+) -> tuple[list[Config], str, dict[Config, str]]:
+    """The winner, why it is chosen, and what each config took."""
+    known = winners.find(key, device)
+    by_sizes = {tuple(config._asdict().items()): config for config in fitting}
+    why = "fastest when timed before"
+    if known is None or tuple(known.config.items()) not in by_sizes:
+        if time is None:
+            return [*fitting], f"first of {len(fitting)} that fit; all are timed at the first call", {}
+        try:
+            seconds = time(fitting)
+        except RuntimeError as error:  # a mod that no made-up input satisfies
+            return [fitting[0]], f"first that fits; not timed: {error}", {}
+        known = _winner(key, device, fitting, seconds)
+        winners.keep(known)
+        why = "fastest when timed"
+    config = by_sizes[tuple(known.config.items())]
+    times = {by_sizes.get(tuple(sizes.items())): f"{ms:.3g} ms" for sizes, ms in known.times_ms}
+    return [config], f"{why}: {times[config]}" if config in times else why, times
+
+
+def _winner(key: str, device: str, fitting: Sequence[Config], seconds: Sequence[float]) -> winners.Winner:
+    """The fastest, or the first where that is as good as the fastest."""
+    best = min(range(len(fitting)), key=seconds.__getitem__)
+    best = 0 if seconds[0] <= seconds[best] * (1 + WORTH_CHANGING) else best
+    times = [(config._asdict(), round(s * 1e3, 4)) for config, s in zip(fitting, seconds, strict=True)]
+    return winners.Winner(key, device, build.FINGERPRINT, fitting[best]._asdict(), times)
+
+
+def _line(config: Any, remark: str) -> tuple[str, str]:
+    return config_text(config._asdict()), remark
+
+
+def problem_class(problem: AttentionProblem, kernel: str, program: str) -> str:
+    """What decides which config is fast, in a line: lengths to a power of two, mods by a hash of their text."""
+    p = problem
+    dims = f"D{p.D}/{p.V} " + " ".join(f"{name}{_bucket(getattr(p, name))}" for name in ("B", "M", "N"))
+    blocks = "" if p.blocks is None else f" {p.schedule} of {p.blocks[0]}x{p.blocks[1]}"
+    visited = "".join(f" {share:.3g}" for share in p.options.get("visited", ()))
+    outputs = ",".join(p.outputs)
+    mods = hashlib.sha256(program.encode()).hexdigest()[:16]
+    dtype = str(p.dtype).removeprefix("torch.")
+    return f"{kernel} {dtype} H{p.H}:{p.K} {dims}{blocks}{visited} [{outputs}] mods {mods}"
+
+
+def size_hint(size: Any) -> int:
+    """A size, or about what it is where it changes."""
+    if isinstance(size, int | sympy.Integer):
+        return int(size)
+    return int(V.graph.sizevars.optimization_hint(sympy.sympify(size), fallback=1024))
+
+
+def _bucket(size: Any) -> int:
+    return 1 << max(size_hint(size) - 1, 0).bit_length()

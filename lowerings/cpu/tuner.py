@@ -1,0 +1,127 @@
+"""Times a CPU kernel's candidates on made-up tensors of the call's shapes, before the graph's code is written."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import ir
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import Placeholder
+from torch._inductor.virtualized import V
+
+from ..choice import size_hint
+from ..problem import AttentionProblem
+from . import template
+from .configs import Caches
+
+ENOUGH_SECONDS = 0.5  # for each candidate
+MOST_ROUNDS = 20
+LIKELY_SHARE = 0.5  # of the blocks, where nobody knows how many are visited
+
+
+def device() -> str:
+    """What the timings hold for."""
+    caches = Caches.of_this_machine()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"cpu {capability} L1 {caches.first >> 10}K L2 {caches.second >> 10}K {torch.get_num_threads()} threads"
+
+
+def times(
+    problem: AttentionProblem,
+    render: Callable[[Any], Callable[[template.TemplateKernel], str]],
+    tensors: Mapping[str, Any],
+    mod_tensors: Sequence[Any],
+    layouts: Sequence[ir.Layout],
+    configs: Sequence[Any],
+) -> list[float]:
+    """Seconds of the kernel that `render(config)` writes, for each config."""
+    inputs: list[Any] = [*ir.InputsKernel.unwrap_storage([*tensors.values(), *mod_tensors])]
+    roles = dict(zip((tensor.get_name() for tensor in inputs), tensors, strict=False))
+    outputs = [ir.Buffer(name=f"tuned_{i}", layout=layout) for i, layout in enumerate(layouts)]
+    owners = {tensor.get_name(): _owner(tensor) for tensor in (*inputs, *outputs)}
+    compiled = []
+    for config in configs:
+        source, types, names, sizes = _source(render(config), inputs, outputs)
+        compiled.append(AsyncCompile().cpp_pybinding(types, source))
+    arguments = [
+        size_hint(sizes[name]) if name in sizes else _example(owners[name], roles.get(name), problem)
+        for name in names
+    ]
+    kernels = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in compiled]
+    return _alternating([functools.partial(kernel, *arguments) for kernel in kernels])
+
+
+def _source(
+    render: Callable[[template.TemplateKernel], str], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> tuple[str, list[str], list[str], dict[str, Any]]:
+    """The kernel's source, the types and names of its arguments, and those that are sizes."""
+    dtypes = {output.get_name(): output.get_dtype() for output in outputs}
+    known = V.graph.get_dtype
+    with (
+        mock.patch.object(V.graph, "get_dtype", lambda name: dtypes.get(name) or known(name)),
+        V.graph.set_current_device(torch.device("cpu")),
+        template.TemplateKernel(inputs, outputs) as kernel,
+    ):
+        source = template.finished(kernel, render)
+        _, names, types = kernel.args.cpp_argdefs()
+        sizes = {str(size): size for size in kernel.args.sizevars}
+    source = source.replace(str(Placeholder.KERNEL_NAME), "kernel").replace(
+        str(Placeholder.DESCRIPTIVE_NAME), "kernel"
+    )
+    return source.replace("#pragma CMT", "//"), types, names, sizes
+
+
+def _owner(tensor: Any) -> Any:
+    """The buffer that a view reads."""
+    return tensor.data if isinstance(tensor, ir.ReinterpretView) else tensor
+
+
+def _example(buffer: Any, role: str | None, problem: AttentionProblem) -> torch.Tensor:
+    layout = buffer.get_layout()
+    size, stride = [*map(size_hint, layout.size)], [*map(size_hint, layout.stride)]
+    dtype = buffer.get_dtype()
+    if role is not None and ("counts" in role or "blocks" in role):
+        return _example_list(role, size, problem)
+    tensor = torch.empty_strided(size, stride, dtype=dtype)
+    if role == "lse":
+        return tensor.fill_(10)  # so that weights stay below one
+    return tensor.normal_() if dtype.is_floating_point else tensor.zero_()
+
+
+def _example_list(role: str, size: list[int], problem: AttentionProblem) -> torch.Tensor:
+    """Lists or runs in which every row visits as many blocks, partial ones after full ones."""
+    shares = problem.options.get("visited") or (LIKELY_SHARE / 8, LIKELY_SHARE * 7 / 8)
+    assert problem.blocks is not None
+    columns = -(-size_hint(problem.N) // problem.blocks[1])
+    full = round(shares[1] * columns)
+    partial = max(1, min(round(shares[0] * columns), columns - full))
+    first, count = (0, full) if role.startswith("full") else (full, partial)
+    if problem.schedule == "runs":
+        if role.endswith("counts"):
+            return torch.arange(size[-1], dtype=torch.int32).expand(size).contiguous()
+        rows = -(-size_hint(problem.M) // problem.blocks[0])
+        return torch.tensor([[first, first + count]], dtype=torch.int32).repeat(rows, 1)
+    if role.endswith("counts"):
+        return torch.full(size, count, dtype=torch.int32)
+    return (
+        (first + torch.arange(size[-1], dtype=torch.int32)).clamp(max=columns - 1).expand(size).contiguous()
+    )
+
+
+def _alternating(kernels: Sequence[Callable[[], Any]]) -> list[float]:
+    """The least time of each, over rounds in which each runs once."""
+    best = [float("inf")] * len(kernels)
+    deadline = time.perf_counter() + ENOUGH_SECONDS * len(kernels)
+    for _ in range(MOST_ROUNDS):
+        for i, kernel in enumerate(kernels):
+            start = time.perf_counter()
+            kernel()
+            best[i] = min(best[i], time.perf_counter() - start)
+        if time.perf_counter() > deadline:
+            break
+    return best

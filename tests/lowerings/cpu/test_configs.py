@@ -1,0 +1,176 @@
+"""The CPU kernels' configs: pruned by caches, honoured when asked for, timed under max-autotune."""
+
+from types import SimpleNamespace
+
+import expecttest
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+import flex_inductor
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.backend import flex_inductor as backend
+from flex_inductor.lowerings.cpu import configs
+from flex_inductor.lowerings.cpu.configs import TABLES, BackwardConfig, Caches, DecodeConfig, ForwardConfig
+from tests.lowerings.cpu.helpers import SIZES, check
+from tests.support import MODS, attention_of, causal
+
+
+class Tables(expecttest.TestCase):
+    maxDiff = None
+
+    def test_by_cache_and_head_dim(self):
+        lines = []
+        for first, second, D in ((32, 256, 64), (32, 256, 256), (48, 1024, 64)):
+            problem = SimpleNamespace(dtype=torch.float32, D=D, V=D)
+            lines.append(f"L1 {first}K L2 {second}K D{D}")
+            for kernel in TABLES:
+                fitting, rejected = configs.candidates(kernel, problem, Caches(first << 10, second << 10))
+                sizes = " ".join("x".join(map(str, config)) for config in fitting)
+                lines.append(f"  {kernel}: {sizes} ({len(rejected)} too large)")
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+L1 32K L2 256K D64
+  forward: 128x128x32 64x128x32 256x128x32 128x64x64 64x64x32 32x32x32 (1 too large)
+  decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
+  backward: 64x128 128x64 64x64 32x128 32x32 (1 too large)
+L1 32K L2 256K D256
+  forward: 64x64x32 32x32x32 (5 too large)
+  decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
+  backward: 32x32 (5 too large)
+L1 48K L2 1024K D64
+  forward: 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
+  decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
+  backward: 64x128 128x128 128x64 64x64 32x128 32x32 (0 too large)""",
+        )
+
+    def test_why_one_is_left_out(self):
+        problem = SimpleNamespace(dtype=torch.bfloat16, D=256, V=256)
+        _, rejected = configs.candidates("forward", problem, Caches(32 << 10, 256 << 10))
+        self.assertExpectedInline(
+            "\n".join(f"{config}: {why}" for config, why in rejected),
+            """\
+ForwardConfig(block_m=128, block_n=128, rows=32): 384 KB in a second-level cache with room for 256
+ForwardConfig(block_m=256, block_n=128, rows=32): 640 KB in a second-level cache with room for 256
+ForwardConfig(block_m=128, block_n=64, rows=64): 320 KB in a second-level cache with room for 256
+ForwardConfig(block_m=128, block_n=256, rows=32): 36 KB in a first-level cache with room for 24""",
+        )
+
+
+def attend(*inputs, kernel="lists", mod=None, captures=(), queries=150, needs_grad=True, **options):
+    """Compile one call afresh; its output and the decisions made."""
+    torch._dynamo.reset()
+    flex_inductor.decisions(clear=True)
+    q, k, v = (torch.randn(1, 2, length, 24, requires_grad=needs_grad) for length in (queries, 170, 170))
+    mask = create_block_mask(causal, None, None, queries, 170, device="cpu", compact=kernel == "runs")
+    compiled = torch.compile(
+        lambda q, k, v: flex_attention(q, k, v, mod, mask), backend=backend, dynamic=False, **options
+    )
+    out = compiled(q, k, v)
+    if needs_grad:
+        out.sum().backward()
+    return {choice.kernel: choice for decision in flex_inductor.decisions() for choice in decision.kernels}
+
+
+def test_sizes_asked_for_are_used():
+    asked = {
+        "forward": {"block_m": 64, "block_n": 96, "rows": 64},
+        "backward": {"block_m": 32, "block_n": 96},
+    }
+    compiled = torch.compile(
+        attention_of(MODS["relative_bias"][1]),
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,
+        options={"route": "cpu", "configs": asked},
+    )
+    check("relative_bias", "causal", attend=compiled)
+    made = {
+        choice.kernel: choice for decision in flex_inductor.decisions()[-2:] for choice in decision.kernels
+    }
+    assert {kernel: choice.config for kernel, choice in made.items()} == asked
+    assert {choice.why for choice in made.values()} == {"asked for"}
+
+
+def test_sizes_asked_for_are_in_the_code():
+    q, k, v = (torch.randn(1, 2, 150, 24) for _ in range(3))
+    compiled = torch.compile(
+        flex_attention, backend=backend, options={"configs": {"forward": {"block_m": 96}}}, dynamic=False
+    )
+    _, (code,) = run_and_get_code(compiled, q, k, v)
+    assert "constexpr int64_t TILE_M = 96;" in code and "constexpr int64_t TILE_N = 128;" in code
+
+
+@pytest.mark.parametrize(
+    "asked, dtype, message",
+    [
+        (
+            {"foward": {"block_m": 64}},
+            torch.float32,
+            "has no kernel 'foward' to configure, only forward, dec",
+        ),
+        (
+            {"forward": {"BLOCK_M": 64}},
+            torch.float32,
+            r"configs\['forward'\] has no 'BLOCK_M', only block_m, b",
+        ),
+        ({"forward": {"block_m": 40}}, torch.float32, "block_m is 40, and must be a multiple of 32 from 32"),
+        ({"forward": {"rows": 0}}, torch.float32, "rows is 0, and must be a multiple of 32 from 32"),
+        ({"forward": {"block_m": 64}}, torch.float64, "chunked: has no kernel to configure"),
+    ],
+)
+def test_sizes_that_cannot_be_used_raise(asked, dtype, message):
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=dtype) for _ in range(3))
+    compiled = torch.compile(flex_attention, backend=backend, options={"configs": asked})
+    with pytest.raises(Exception, match=message) as raised:
+        compiled(q, k, v)
+    assert "no route can serve this call with the option `configs`" in str(raised.value)
+
+
+@pytest.fixture
+def two_of_each(monkeypatch, tmp_path):
+    """A cache of its own, and tables short enough to time in a test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(TABLES, "forward", [ForwardConfig(128, 128, 32), ForwardConfig(32, 32, 32)])
+    monkeypatch.setitem(TABLES, "decode", [DecodeConfig(64, 2048), DecodeConfig(32, 1024)])
+    monkeypatch.setitem(TABLES, "backward", [BackwardConfig(64, 128), BackwardConfig(32, 32)])
+
+
+def test_max_autotune_times_once_for_lists_and_for_runs(two_of_each):
+    tuned = {"mode": "max-autotune-no-cudagraphs"}
+    for kernel in ("lists", "runs"):
+        first = attend(kernel=kernel, **tuned)
+        assert [*first] == ["forward", "backward"]
+        for choice in first.values():
+            assert choice.why.startswith("fastest when timed: ") and choice.others[0][1].endswith(" ms")
+        with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+            again = attend(kernel=kernel, **tuned)
+        assert all(choice.why.startswith("fastest when timed before: ") for choice in again.values())
+    decoded = attend(queries=1, needs_grad=False, **tuned)
+    assert decoded["decode"].why.startswith("fastest when timed: ")
+
+
+def test_a_tuned_kernel_is_right(two_of_each):
+    compiled = torch.compile(
+        attention_of(MODS["relative_bias"][1]),
+        backend=backend,
+        fullgraph=True,
+        dynamic=True,
+        mode="max-autotune-no-cudagraphs",
+    )
+    check("relative_bias", "per_batch", torch.bfloat16, attend=compiled)
+    check("relative_bias", "per_batch", torch.bfloat16, sizes=SIZES._replace(queries=90), attend=compiled)
+
+
+def test_what_made_up_inputs_cannot_run_is_not_timed(two_of_each):
+    """Ids that are made up are zeros: looked up less one hundred, they are outside."""
+    ids, table = torch.full((150,), 101), torch.randn(4)
+    made = attend(
+        mod=lambda s, b, h, q_idx, kv_idx: s + table[ids[q_idx] - 100],
+        needs_grad=False,
+        mode="max-autotune-no-cudagraphs",
+    )
+    assert made["forward"].why.startswith("first that fits; not timed: ")

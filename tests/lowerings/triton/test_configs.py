@@ -27,7 +27,6 @@ from flex_inductor.lowerings.triton.configs import (
     known_device,
 )
 from flex_inductor.lowerings.triton.hints import hinted, without_effect
-from flex_inductor.tools.inspector import attention_kernels
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -229,37 +228,25 @@ def test_hints_change_the_kernels_they_are_for():
     assert without_effect(options) == ["PRESCALE_QK"]
 
 
-@pytest.fixture
-def decided(monkeypatch):
-    """The decisions made while kernels are only looked at."""
-    from flex_inductor.lowerings import decision, register
-
-    found = []
-    monkeypatch.setattr(
-        register, "record", lambda made, node: [found.append(made), decision.record(made, node)][1]
-    )
-    return found
-
-
 def inspected(**hints):
-    """The config that a forward for sm_80 gets."""
+    """The config that a forward for sm_80 gets, and what its decision notes."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
     attend = types.FunctionType(_attend.__code__, globals(), closure=None, argdefs=(hints,))
-    (kernel,) = flex_inductor.inspect(attend, q, target="sm_80").kernels
-    return kernel.config
+    (call,) = flex_inductor.inspect(attend, q, target="sm_80").calls
+    return call.kernels[0].config, call.decision.notes
 
 
 def _attend(q, kernel_options=None):
     return flex_attention(q, q, q, kernel_options=kernel_options)
 
 
-def test_a_hint_is_honoured_or_noted(decided):
-    config = inspected(BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
+def test_a_hint_is_honoured_or_noted():
+    config, notes = inspected(BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
     assert config == {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2}
-    assert not decided[0].notes
-    config = inspected(BLOCK_M=100, PRESCALE_QK=True)
+    assert not notes
+    config, notes = inspected(BLOCK_M=100, PRESCALE_QK=True)
     assert config["BLOCK_M"] == 128
-    assert decided[1].notes == (
+    assert notes == (
         "forward: 100x64, 4 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16",
         "PRESCALE_QK: for torch's kernels, without effect here",
     )
@@ -268,28 +255,28 @@ def test_a_hint_is_honoured_or_noted(decided):
 def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kept, _ = candidates(FORWARD, forward_cost, known_device("sm_80"), Shape(64, 64, 2))
-    assert tuned_kernel().configs == [config.launch for config in kept] and len(kept) > 3
+    assert tuned_kernel()[0].configs == [config.launch for config in kept] and len(kept) > 3
 
 
 def tuned_kernel():
     """A forward for sm_80 with max-autotune."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
     with inductor_config.patch({"max_autotune": True}):
-        (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80")
-    return kernel
+        (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_80").kernels
+    return kernel.made.triton, kernel.choice
 
 
-def test_what_the_autotuner_finds_is_kept_for_the_next_process(decided, tmp_path, monkeypatch):
+def test_what_the_autotuner_finds_is_kept_for_the_next_process(tmp_path, monkeypatch):
     """The autotuner's part is played: it calls `save_cache_hook` with the winner and how long it took to find."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    kernel, (choice,) = tuned_kernel(), decided[-1].kernels
+    kernel, choice = tuned_kernel()
     assert choice.why == f"first of {len(kernel.configs)} that fit; all are timed at the first call"
     fastest = Config(64, 64, 4, 3)
     assert fastest.launch in kernel.configs[1:]
     hook = pickle.loads(pickle.dumps(kernel.save_cache_hook))
     hook(triton.Config(fastest.constants, num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
 
-    kernel, (choice,) = tuned_kernel(), decided[-1].kernels
+    kernel, choice = tuned_kernel()
     assert kernel.configs == [fastest.launch]
     assert choice.why == "fastest when timed before" and choice.config == fastest._asdict()
     assert not hasattr(kernel, "save_cache_hook")

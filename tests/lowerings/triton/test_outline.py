@@ -55,13 +55,15 @@ class Outlines(expecttest.TestCase):
             outlines(mask_mod=causal)["forward"],
             """\
 q = load_tile(query)
+mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
     block = tl.load(blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    mask_0 = q_idx >= kv_idx
+    mask_1 = each_alone(kv_idx)
+    mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
@@ -157,7 +159,8 @@ for step in range(steps * part // 4, steps * (part + 1) // 4):
     block = tl.load(blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    mask_1 = kv_idx < mask_0
+    mask_1 = each_alone(kv_idx)
+    mask_2 = mask_1 < mask_0
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
@@ -188,9 +191,8 @@ store_tile(out, acc)""",
             """\
 q = load_tile(query)
 d_out = load_tile(grad_out)
-row_lse = tl.load(lse)
-row_delta = tl.load(delta)
 score_1 = tl.full([], 256, tl.int32)
+mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
@@ -201,7 +203,8 @@ for step in range(0, count * TILES):
     score_2 = score_0 + score_1
     score_3 = tl.load(captured_0 + (score_2))
     score_4 = score + score_3
-    mask_0 = q_idx >= kv_idx
+    mask_1 = each_alone(kv_idx)
+    mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
     d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
     tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
@@ -229,19 +232,19 @@ k = load_tile(key)
 v = load_tile(value)
 for head in range(0, 1):
     score_1 = tl.full([], 256, tl.int32)
+    mask_1 = each_alone(kv_idx)
     # Blocks of queries where mask_mod decides.
     count = tl.load(counts)
     for step in range(0, count * TILES):
         block = tl.load(blocks)
         q = load_tile(query_head)
-        row_lse = tl.load(lse)
-        row_delta = tl.load(delta)
         score = tl.dot(k, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
         score_3 = tl.load(captured_0 + (score_2))
         score_4 = score + score_3
-        mask_0 = q_idx >= kv_idx
+        mask_0 = each_alone(q_idx)
+        mask_2 = mask_0 >= mask_1
         d_out = load_tile(d_out_head)
         dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)
         d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
@@ -251,8 +254,6 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(blocks)
         q = load_tile(query_head)
-        row_lse = tl.load(lse)
-        row_delta = tl.load(delta)
         score = tl.dot(k, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1

@@ -145,7 +145,7 @@ FORWARD["blackwell"] = {
 
 # For d(query): a tile of queries walks tiles of keys.
 DQ: Table = {
-    "interpreter": {1024: [Config(32, 32, 4, 1), *_LAST]},
+    "interpreter": {1024: _LAST},
     "ampere": {
         64: [Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)],
         128: [Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 2)],

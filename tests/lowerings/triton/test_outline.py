@@ -59,7 +59,7 @@ mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     mask_1 = each_alone(kv_idx)
@@ -69,7 +69,7 @@ for step in range(0, count * TILES):
 # Full blocks of keys.
 count = tl.load(full_counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     v = load_tile(value_head)
@@ -85,14 +85,16 @@ store_tile(out, acc)""",
             """\
 q = load_tile(query)
 score_0 = tl.load(captured_0 + (h))
+score_3 = q_idx.to(tl.float32)
 # All keys.
 for start_n in range(0, 256, BLOCK_N):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
-    score_2 = score_1.to(tl.float32)
-    score_3 = score_0 * score_2
-    score_4 = score + score_3
+    score_2 = kv_idx.to(tl.float32)
+    score_4 = score_2 - score_3
+    score_5 = score_0 * score_4
+    score_6 = score + score_5
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
@@ -128,7 +130,7 @@ mask_0 = tl.load(captured_0 + (q_idx))
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     mask_1 = tl.load(captured_0 + (kv_idx))
@@ -138,7 +140,7 @@ for step in range(0, count * TILES):
 # Full blocks of keys.
 count = tl.load(full_counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     v = load_tile(value_head)
@@ -156,7 +158,7 @@ mask_0 = tl.full([], 200, tl.int32)
 # Blocks of keys where mask_mod decides.
 steps = tl.load(counts) * KV_TILES
 for step in range(steps * part // 4, steps * (part + 1) // 4):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     mask_1 = each_alone(kv_idx)
@@ -166,7 +168,7 @@ for step in range(steps * part // 4, steps * (part + 1) // 4):
 # Full blocks of keys.
 steps = tl.load(full_counts) * KV_TILES
 for step in range(steps * part // 4, steps * (part + 1) // 4):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     v = load_tile(value_head)
@@ -196,7 +198,7 @@ mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
@@ -212,7 +214,7 @@ for step in range(0, count * TILES):
 # Full blocks of keys.
 count = tl.load(full_counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
@@ -236,7 +238,7 @@ for head in range(0, 1):
     # Blocks of queries where mask_mod decides.
     count = tl.load(counts)
     for step in range(0, count * TILES):
-        block = tl.load(blocks)
+        block = tl.load(row_blocks)
         q = load_tile(query_head)
         score = tl.dot(k, tl.trans(q))
         score_0 = q_idx - kv_idx
@@ -252,7 +254,7 @@ for head in range(0, 1):
     # Full blocks of queries.
     count = tl.load(full_counts)
     for step in range(0, count * TILES):
-        block = tl.load(blocks)
+        block = tl.load(row_blocks)
         q = load_tile(query_head)
         score = tl.dot(k, tl.trans(q))
         score_0 = q_idx - kv_idx

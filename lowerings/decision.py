@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._logging import trace_structured
 
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         return f"{self.kernel} {config_text(self.config)} ({self.why})"
 
 
-def config_text(config: dict[str, int]) -> str:
+def config_text(config: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
 

@@ -65,9 +65,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--against", metavar="FILE", help="print what differs from a report saved with --json"
     )
-    parser.add_argument(
-        "--last", action="store_true", help="show the calls of the process that compiled last on this machine"
-    )
     parser.set_defaults(run=run)
 
 
@@ -82,13 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if arguments.last:
-        from .inspector.last import last_page
-
-        print(last_page())
-        return
     if arguments.function is None:
-        raise Refused("needs a function: path/to/script.py:function or module:function (or --last)")
+        raise Refused("needs a function: path/to/script.py:function or module:function")
     before = None if arguments.against is None else _saved(arguments.against)
     from .inspector import inspect
     from .inspector.page import page

@@ -114,7 +114,7 @@ def multiply_adds(instruction: Instruction) -> int:
     """Of one tensor-core instruction for a 16-bit type, by all threads of one warp."""
     kind = instruction.operation.split(".")[0]
     if kind == "HGMMA":  # by the four warps of a group
-        m, n, k = map(int, _SHAPE.search(instruction.operation).groups())  # type: ignore[union-attr]
+        m, n, k = map(int, _SHAPE.search(instruction.operation).groups())
         return m * n * k // 4
     if kind == "HMMA":
         m, n, k = {"16816": (16, 8, 16), "1688": (16, 8, 8)}[instruction.operation.split(".")[1]]

@@ -34,13 +34,13 @@ def torch_kernels(fn: Callable, *args: Any, target: str) -> list[GeneratedKernel
 
     modules: list[str] = []
 
-    def inner_compile(module: Any, inputs: Sequence[Any], **options: Any) -> Callable:
+    def inner_compile(module: Any, inputs: Any, **options: Any) -> Any:
         _say_cuda(module, inputs)
         with _cuda(target, modules.append), contextlib.suppress(_Rendered):
             compile_fx_inner(module, inputs, **options)
         return _stop
 
-    def backend(module: Any, inputs: Sequence[Any]) -> Callable:
+    def backend(module: Any, inputs: Sequence[Any]) -> Any:
         with functorch_config.patch(
             {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
         ):

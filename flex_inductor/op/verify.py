@@ -53,7 +53,7 @@ class _Call(NamedTuple):
     def lanes(self) -> int:
         return self.query.size(0) * self.query.size(1) * self.query.size(2) * self.key.size(2)
 
-    def given(self, dtype: torch.dtype) -> tuple:
+    def given(self, dtype: torch.dtype) -> Any:
         """What the chunked functions take, the inputs in `dtype`."""
         mods = mods_from(self.score_mod, self.mask_mod, self.score_captures, self.mask_captures)
         inputs = (tensor.to(dtype) for tensor in self[:3])
@@ -65,10 +65,10 @@ class _Call(NamedTuple):
 def _forward(*args: Any) -> Tensor:
     call, (out, lse) = _Call(*args[:12]), args[12:]
     part = _sampled(call, "queries")
-    gold, gold_lse, _ = chunked.forward(*call.given(torch.float64), part)
-    plain, plain_lse, _ = chunked.forward(*call.given(score_dtype(call.query.dtype)), part)
+    gold, gold_lse, _ = chunked.forward(*call.given(torch.float64), part)  # type: ignore[call-arg]
+    plain, plain_lse, _ = chunked.forward(*call.given(score_dtype(call.query.dtype)), part)  # type: ignore[call-arg]
     query, key, value, *rest = call.given(torch.float64)
-    terms, _, _ = chunked.forward(query, key, value.abs(), *rest, part)
+    terms, _, _ = chunked.forward(query, key, value.abs(), *rest, part)  # type: ignore[call-arg]
     rounding = ROUNDINGS * _eps(call.query)
     _compare(call, "out", out, gold, plain, rounding * terms, part.queries)
     if lse is not None:
@@ -96,7 +96,7 @@ def _backward(*args: Any) -> list[Tensor]:
     def reference(dtype: torch.dtype, part: chunked.Part) -> dict[str, Tensor]:
         query, key, value, schedule, mods, scale = call.given(dtype)
         upstream = (None if tensor is None else tensor.to(dtype) for tensor in (out, lse, grad_out, grad_lse))
-        *d_qkv, d_captures = chunked.backward(
+        *d_qkv, d_captures = chunked.backward(  # type: ignore[call-arg]
             query, key, value, *upstream, schedule, mods, program_from(joint), scale,
             [name in wants for name in "qkv"], part,
         )  # fmt: skip

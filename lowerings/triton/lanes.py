@@ -176,6 +176,7 @@ class _LaneKernel(Kernel):
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
+        self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
 
     def variable(self, lane: Lane) -> CSEVariable:
@@ -207,6 +208,10 @@ def _comparison(name: str) -> Callable[[Any, CSEVariable, CSEVariable], CSEVaria
         return self._default(name, (self.alone(x), self.alone(y)), {})
 
     return compare
+
+
+def _exact_in_fp32(x: CSEVariable) -> bool:
+    return x.bounds.lower >= -(2**24) and x.bounds.upper <= 2**24
 
 
 _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
@@ -270,13 +275,32 @@ class _LaneOps(CSEProxy):
             text, dtype = f"{text}.to(tl.float32)", torch.float32
         return kernel.new(text, dtype)
 
-    lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))
+    lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
 
     def alone(self, x: CSEVariable) -> CSEVariable:
         """`x`, to be compared: see `each_alone` in tiles.jinja."""
         if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
             return x
         return self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
+
+    def add(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        return self._sum("add", x, y)
+
+    def sub(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        return self._sum("sub", x, y)
+
+    def _sum(self, name: str, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        found = self._default(name, (x, y), {})
+        if found.dtype == torch.int32:
+            self.kernel.sums[str(found)] = (name, x, y)
+        return found
+
+    def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
+        """Of a sum of integers that fp32 holds exactly: the sum of the converted, most of them outside the loop."""
+        name, *parts = self.kernel.sums.get(str(x), ("",))
+        if dtype == torch.float32 and name and all(map(_exact_in_fp32, [x, *parts])):
+            return self._default(name, tuple(self.to_dtype(part, dtype) for part in parts), {})
+        return self._default("to_dtype", (x, dtype, *args), kwargs)
 
     def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
         variable = self._default("constant", (value, dtype), {})

@@ -63,7 +63,7 @@ def test_against_a_saved_report(capsys, tmp_path):
 
 REFUSED = {
     "no colon": (["script.py"], "expected path/to/script.py:function or module:function, got 'script.py'"),
-    "nothing": ([], "needs a function: path/to/script.py:function or module:function (or --last)"),
+    "nothing": ([], "needs a function: path/to/script.py:function or module:function"),
     "no file": (["nowhere.py:f"], "nowhere.py: no such file"),
     "no module": (["nowhere:f"], "nowhere fails: ModuleNotFoundError: No module named 'nowhere' "),
     "no function": ([f"{SCRIPT}:nothing"], f"{SCRIPT} has no function 'nothing'; it has "),

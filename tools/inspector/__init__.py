@@ -113,7 +113,7 @@ def _kernels(watched: Watched, target: str) -> dict[Source, Kernel]:
     build = _cpu_kernel if target == "cpu" else _gpu_kernel
     choices = watched.choices
     with ThreadPoolExecutor() as pool:  # compilers are other processes, or leave Python's lock alone
-        built = pool.map(lambda pair: build(*pair, target), choices.items())
+        built = pool.map(lambda pair: build(pair[0], pair[1], target), choices.items())
         return dict(zip(choices, built, strict=True))
 
 

@@ -114,7 +114,7 @@ def _mask(
 
     mask_mod: Any = noop_mask
     if call.mask_mod is not None and captures is not None:
-        graph = module.get_submodule(str(call.mask_mod.target))
+        graph: Any = module.get_submodule(str(call.mask_mod.target))  # type: ignore[attr-defined]
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             with LaneIndexing():
@@ -122,12 +122,12 @@ def _mask(
 
     lengths = (_number(values.query.size(2)), _number(values.key.size(2)))
     blocks = (int(values.schedule[0]), int(values.schedule[1]))
+    tensors: Any = values.schedule[2:10]
     if values.schedule[-1] == "runs":
-        tensors = values.schedule[2:10]
         batch, heads = tensors[0].shape[:2]
-        return RunSchedule(*tensors, batch, heads, lengths, blocks, mask_mod)
-    lists = BlockMask.from_kv_blocks(
-        *values.schedule[2:6],
+        return RunSchedule(*tensors, batch, heads, lengths, blocks, mask_mod)  # type: ignore[call-arg]
+    lists = BlockMask.from_kv_blocks(  # type: ignore[misc]
+        *tensors[:4],
         BLOCK_SIZE=blocks,
         mask_mod=mask_mod,
         seq_lengths=lengths,

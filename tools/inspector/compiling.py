@@ -164,7 +164,7 @@ class _Watching:
             before = len(V.graph.operations)
             result = lower(*args)
             for operation in V.graph.operations[before:]:
-                operation.flex_inductor_lowered = self.current
+                operation.flex_inductor_lowered = self.current  # type: ignore[attr-defined]
                 if isinstance(operation, CppTemplateBuffer):
                     self._watch_rendering(operation)
             return result

@@ -153,7 +153,8 @@ def _measured() -> dict[str, Any]:
 def _best(run: Any) -> float:
     """The shortest of some runs within a quarter of a second, after one to warm up."""
     run()
-    times, until = [], time.perf_counter() + 0.25
+    times: list[float] = []
+    until = time.perf_counter() + 0.25
     while not times or time.perf_counter() < until:
         start = time.perf_counter()
         run()

@@ -10,9 +10,10 @@ from typing import Any
 from torch import fx
 
 from . import errors
+from .lowerings import last
 from .lowerings.routes import ROUTES
 from .options import split_options
-from .takeover import replace_torch_nodes
+from .takeover import attention_nodes, replace_torch_nodes
 from .tuning import tell_tuner
 
 
@@ -40,7 +41,8 @@ def flex_inductor(
     if config.get("max_autotune", torch._inductor.config.max_autotune):
         tell_tuner(module, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
-    return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+    with last.compilation(attention_nodes(module)):
+        return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
 
 
 def _with_own_errors(inner_compile: Callable) -> Callable:

@@ -96,3 +96,10 @@ def outside_graphs(function: Callable) -> Callable:
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(function)
+
+
+def recompile_reason() -> str | None:
+    """Which guard made Dynamo compile again what it is compiling; None where it compiles for the first time."""
+    from torch._dynamo.utils import get_metrics_context
+
+    return get_metrics_context()._metrics.get("recompile_reason")

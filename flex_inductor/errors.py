@@ -303,6 +303,19 @@ def not_tuning_results(path: Any, why: Exception) -> FlexValueError:
     )
 
 
+def no_record(folder: Any) -> FlexValueError:
+    return FlexValueError(
+        f"there is no record in {folder}: no process with this cache folder has compiled attention. Run your program "
+        "first, with the same TORCHINDUCTOR_CACHE_DIR if it sets one."
+    )
+
+
+def not_a_record(path: Any, why: Exception) -> FlexValueError:
+    return FlexValueError(
+        f"{path} cannot be read ({why}); it is written anew by the next process that compiles attention."
+    )
+
+
 def kernel_differs(
     name: str,
     tile: Sequence[tuple[int, int]],

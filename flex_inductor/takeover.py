@@ -21,16 +21,30 @@ _LARGE_BLOCK = 1 << 30  # what torch writes for "no block mask"
 
 
 def replace_torch_nodes(module: fx.GraphModule, options: BackendOptions) -> None:
-    """Replace torch's op by ours in a Dynamo graph, and put the backend's options on every call."""
-    for graph_module in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        graph = graph_module.graph
-        for node in list(graph.nodes):
-            if node.target is torch.ops.higher_order.flex_attention:
-                _replace(graph_module, node)
-        for node in graph.find_nodes(op="call_function", target=attention):
-            call = AttentionCall(*node.args)
-            node.args = tuple(call._replace(options={**call.options, **own_constants(options)}))
+    """Replace torch's op by ours in a Dynamo graph; put options and its number, if not 0, on each call."""
+    graph_modules = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+    for graph_module in graph_modules:
+        for node in graph_module.graph.find_nodes(
+            op="call_function", target=torch.ops.higher_order.flex_attention
+        ):
+            _replace(graph_module, node)
+    for number, node in enumerate(attention_nodes(module)):
+        call = AttentionCall(*node.args)
+        constants = own_constants(options) | ({"call": number} if number else {})
+        node.args = tuple(call._replace(options={**call.options, **constants}))
+    for graph_module in graph_modules:
         graph_module.recompile()
+
+
+def attention_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """Our op's nodes in a Dynamo graph and the graphs inside it, in the order in which they run."""
+    found: dict[fx.Node, None] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(inner := getattr(module, node.target, None), fx.GraphModule):
+            found |= dict.fromkeys(attention_nodes(inner))
+        elif node.target is attention:
+            found[node] = None
+    return list(found)
 
 
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:

@@ -12,6 +12,8 @@ from torch._logging import trace_structured
 
 from flex_inductor import errors
 
+from . import last
+
 if TYPE_CHECKING:
     from .problem import AttentionProblem
     from .routes import Route
@@ -58,19 +60,20 @@ _recent: deque[Decision] = deque(maxlen=4096)
 _made_here: set[str] = set()
 
 
-def record(decision: Decision, node: str) -> str:
-    """Log a decision made for the graph node `node`.
+def record(decision: Decision, node: str, number: int) -> str:
+    """Log a decision made for the graph node `node`, the call of that number in Dynamo's graph.
 
     Returns a line for the generated code, so that code from a cache brings its decisions with it.
     """
     _recent.append(decision)
+    last.note(decision, number)
     log.info("%s", decision)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "flex_inductor_decision", "encoding": "string"},
         payload_fn=lambda: str(decision),
     )
-    text = json.dumps([node, *decision])
+    text = json.dumps([node, number, *decision])
     _made_here.add(text)
     return f"from {__name__} import restore; restore({text!r})"
 
@@ -80,11 +83,13 @@ def restore(text: str) -> None:
     if text in _made_here:
         _made_here.discard(text)
         return
-    _, call, chosen, why, rejected, notes, kernels = json.loads(text)
+    _, number, call, chosen, why, rejected, notes, kernels = json.loads(text)
     choices = [
         Choice(kernel, config, why, tuple(map(tuple, others))) for kernel, config, why, others in kernels
     ]
-    _recent.append(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices)))
+    decision = Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices))
+    _recent.append(decision)
+    last.note(decision, number)
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:

@@ -41,6 +41,8 @@ def _backward(*args: Any) -> Any:
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
     schedule = schedule_of(call.schedule)
+    options = dict(call.options)
+    number = options.pop("call", 0)
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device(),
@@ -55,12 +57,12 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         score_captures=_metadata(call.score_captures),
         mask_captures=_metadata(call.mask_captures),
         outputs=outputs,
-        options=dict(call.options),
+        options=options,
     )
     route, decision = decide(problem, ROUTES)
     outputs = route.lower(problem, call)
     decision = decision._replace(kernels=tuple(problem.kernels))
-    _bring_along(V.graph, record(decision, V.graph.current_node.name))
+    _bring_along(V.graph, record(decision, V.graph.current_node.name, number))
     return verified(problem, call, outputs) if problem.options.get("verify") else outputs
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flex_inductor import build, errors
+
+from . import cache
+from .cache import replacing
 
 _FORMAT = 1
 
@@ -27,9 +27,7 @@ class Winner(NamedTuple):
 
 
 def folder() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "flex_inductor" / "tuned"
+    return cache.folder() / "tuned"
 
 
 def find(problem: str, device: str) -> Winner | None:
@@ -38,11 +36,11 @@ def find(problem: str, device: str) -> Winner | None:
 
 
 def keep(winner: Winner) -> None:
-    """Write one winner. Processes that do so at once leave one whole file."""
+    """Write one winner."""
     path = _path(winner.problem, winner.device, winner.build)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(path) as file:
+        with replacing(path) as file:
             json.dump(winner._asdict(), file, indent=1)
     except OSError as error:
         warnings.warn(f"the tuning result cannot be kept: {error}", stacklevel=2)
@@ -51,7 +49,7 @@ def keep(winner: Winner) -> None:
 def export(path: Path) -> int:
     """Write all winners to one file; returns how many."""
     found = [winner for file in sorted(folder().glob("*.json")) if (winner := _load(file)) is not None]
-    with _replacing(path) as file:
+    with replacing(path) as file:
         json.dump({"format": _FORMAT, "winners": [winner._asdict() for winner in found]}, file, indent=1)
     return len(found)
 
@@ -69,7 +67,7 @@ def import_(path: Path) -> tuple[int, int]:
     for winner in ours:
         keep(winner)
     if ours:
-        with _replacing(_stamp_path()) as file:
+        with replacing(_stamp_path()) as file:
             file.write(hashlib.sha256(path.read_bytes()).hexdigest()[:16])
     return len(ours), len(found) - len(ours)
 
@@ -107,15 +105,3 @@ def _read(written: dict[str, Any]) -> Winner:
         if not all(isinstance(size, int) for size in config.values()):
             raise ValueError("a config is names and whole numbers")
     return winner
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """A file that takes the place of `path` once it is whole."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with unfinished.open("x") as file:
-            yield file
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

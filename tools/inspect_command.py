@@ -44,6 +44,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("function", nargs="?", help="path/to/script.py:function or module:function")
     parser.add_argument(
+        "--last",
+        action="store_true",
+        help="instead: what the last process that compiled attention decided, and what it compiled again, and why",
+    )
+    parser.add_argument(
         "--input",
         action="append",
         default=[],
@@ -79,8 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.last:
+        _last(arguments)
+        return
     if arguments.function is None:
-        raise Refused("needs a function: path/to/script.py:function or module:function")
+        raise Refused("needs a function: path/to/script.py:function or module:function, or --last")
     before = None if arguments.against is None else _saved(arguments.against)
     from .inspector import inspect
     from .inspector.page import page
@@ -107,6 +115,19 @@ def _run(arguments: argparse.Namespace) -> None:
             print(f"written to {path}")
     else:
         print(page(report, kernels=kernels))
+
+
+def _last(arguments: argparse.Namespace) -> None:
+    from .inspector import last
+
+    if arguments.function is not None:
+        raise Refused(f"--last shows what another process compiled: leave {arguments.function} out")
+    record = last.read()
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
+        print(f"written to {arguments.json}")
+    else:
+        print(last.page(record))
 
 
 def _is_asked_for(kernel: Any, name: str | None) -> bool:

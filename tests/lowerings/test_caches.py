@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import json, sys, torch, flex_inductor
+from flex_inductor.lowerings import last
 from torch._dynamo.utils import counters
 torch._inductor.config.fx_graph_cache = True
 torch._functorch.config.enable_autograd_cache = True
@@ -22,7 +23,8 @@ mod = lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx]
 attend = torch.compile(lambda q, k, v: flex_inductor.flex_attention(q, k, v, mod), backend=sys.argv[1])
 attend(*qkv).sum().backward()
 hits = {f"{k} {n}": v for k in ("inductor", "aot_autograd") for n, v in counters[k].items() if "cache_" in n}
-print(json.dumps({"hits": hits, "routes": [d.chosen for d in flex_inductor.decisions()]}))
+kept = json.loads(last.path().read_text())["compilations"]
+print(json.dumps({"hits": hits, "routes": [d.chosen for d in flex_inductor.decisions()], "kept": kept}))
 """
 
 
@@ -57,6 +59,8 @@ def test_second_process_hits_and_new_templates_miss(checkout, tmp_path):
     second = run(checkout, tmp_path)
     assert second["hits"] == {"inductor fxgraph_cache_hit": 2, "aot_autograd autograd_cache_hit": 1}
     assert second["routes"] == first["routes"] == ["cpu", "cpu"]
+    assert second["kept"] == first["kept"]
+    assert list(first["kept"][0]["calls"][0]["decisions"]) == ["forward", "backward"]
 
     (checkout / "templates" / "new.jinja").write_text("a template")
     changed = run(checkout, tmp_path)

@@ -275,6 +275,20 @@ def test_twelve_layers_share_kernels():
         assert text.count(f"== {kernel.name}: ") == 1
 
 
+def test_checkpointed_calls_in_the_order_they_run():
+    from torch.utils.checkpoint import checkpoint
+
+    module, args = inspected.learnable_bias()
+
+    def attend(q, k, v):
+        return flex_attention(checkpoint(module, q, k, v, use_reentrant=False), k, v)
+
+    first, second = flex_inductor.inspect(attend, *args).calls
+    assert first.facts.where.text == "return flex_attention(q, k, v, self.relative, self.mask)"
+    assert (first.schedule.partial, second.schedule) == (4, None)
+    assert [*first.lowered] == [*second.lowered] == ["forward", "backward"]
+
+
 def test_without_backward():
     found = report("learnable_bias", "cpu", backward=False)
     assert list(found.calls[0].lowered) == ["forward"] and found.calls[0].joint_graph is None

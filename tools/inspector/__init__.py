@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_iter
 
 from flex_inductor import errors
 from flex_inductor.lowerings.decision import Choice
+from flex_inductor.places import last_line
 
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_for, resources
 from .calls import facts_of
 from .compiling import Source, Watched, watch
-from .lines import last_line
 from .report import Call, Kernel, Report
 
 __all__ = ["Call", "Kernel", "Report", "attention_kernels", "inspect", "kind"]

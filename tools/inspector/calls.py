@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor, fx
 from flex_inductor.masks import RunSchedule
 from flex_inductor.op import AttentionCall, attention
 from flex_inductor.op.hop import capture_names
+from flex_inductor.places import Line, call_line
 
-from .lines import Line, call_line, mod_lines
+from .lines import mod_lines
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class CallFacts:
 
 
 def facts_of(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> CallFacts:
-    """What Dynamo's graph says of the call at `node`."""
+    """What Dynamo's graph `module` says of the call at `node`, in it or in a graph inside."""
     call = AttentionCall(*node.args)
+    around: Any = node.graph.owning_module
     examples = {name: _example(getattr(call, name)) for name in ("query", "key", "value")}
     schedule, reason = _values(call.schedule, module, inputs)
     values = call._replace(**examples, schedule=() if schedule is None else schedule)
@@ -69,9 +71,9 @@ def facts_of(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> Ca
     return CallFacts(
         call_line(node),
         tuple(_tensor(name, value) for name, value in examples.items()),
-        _mod(call.score_mod, call.score_captures, module),
-        _mod(call.mask_mod, call.mask_captures, module),
-        _mask(call, values, captures, module),
+        _mod(call.score_mod, call.score_captures, around),
+        _mod(call.mask_mod, call.mask_captures, around),
+        _mask(call, values, captures, around),
         "every query sees every key" if not call.schedule else reason,
         values,
     )
@@ -114,7 +116,8 @@ def _mask(
 
     mask_mod: Any = noop_mask
     if call.mask_mod is not None and captures is not None:
-        graph: Any = module.get_submodule(str(call.mask_mod.target))  # type: ignore[attr-defined]
+        target: Any = call.mask_mod
+        graph: Any = module.get_submodule(str(target.target))
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             with LaneIndexing():
@@ -138,25 +141,44 @@ def _mask(
 
 def _values(nodes: Any, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, str]:
     """What `nodes` will be when the graph runs on `inputs`, or None and why that is not known before."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    known = dict(zip(placeholders, inputs, strict=True))
-    interpreter = fx.Interpreter(module)
+    known = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    passed = dict(_passed(module))
 
     def value(node: fx.Node) -> Any:
         if node not in known:
             if node.target is attention:
-                raise _DependsOnAttention
-            args = fx.node.map_arg(node.args, value)
-            kwargs = fx.node.map_arg(node.kwargs, value)
-            known[node] = getattr(interpreter, node.op)(node.target, args, kwargs)
+                raise _NotKnown("it depends on what an earlier attention call gives")
+            if node in passed:
+                known[node] = fx.node.map_arg(passed[node], value)
+            elif node.op == "placeholder":
+                raise _NotKnown("it is made where this part of the graph is called from")
+            else:
+                args = fx.node.map_arg(node.args, value)
+                kwargs = fx.node.map_arg(node.kwargs, value)
+                interpreter: Any = fx.Interpreter(node.graph.owning_module)
+                known[node] = getattr(interpreter, node.op)(node.target, args, kwargs)
         return known[node]
 
     try:
         with torch.no_grad():
             return fx.node.map_arg(nodes, value), ""
-    except _DependsOnAttention:
-        return None, "it depends on what an earlier attention call gives"
+    except _NotKnown as error:
+        return None, str(error)
 
 
-class _DependsOnAttention(Exception):
+class _NotKnown(Exception):
     pass
+
+
+def _passed(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """The inputs of graphs inside `module`, such as checkpointed regions, each with what it is given there."""
+    for node in module.graph.nodes:
+        for i, argument in enumerate(node.args):
+            if isinstance(argument, fx.Node) and argument.op == "get_attr" and node.target is not attention:
+                inner = getattr(module, str(argument.target), None)
+                if isinstance(inner, fx.GraphModule):
+                    given = node.args[i + 1 :]
+                    inputs = inner.graph.find_nodes(op="placeholder")
+                    if len(given) == len(inputs):
+                        yield from zip(inputs, given, strict=True)
+                    yield from _passed(inner)

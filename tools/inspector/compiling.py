@@ -80,18 +80,13 @@ def _compile_only(watched: Watched, fn: Callable, args: Sequence[Any], kwargs: d
     import torch._functorch.config as functorch_config
 
     from flex_inductor.backend import flex_inductor
-    from flex_inductor.op import attention
-    from flex_inductor.op.hop import AttentionCall
     from flex_inductor.options import BackendOptions
-    from flex_inductor.takeover import replace_torch_nodes
+    from flex_inductor.takeover import attention_nodes, replace_torch_nodes
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         replace_torch_nodes(module, BackendOptions())
         watched.module, watched.inputs = module, inputs
-        watched.calls = list(module.graph.find_nodes(op="call_function", target=attention))
-        for number, node in enumerate(watched.calls):
-            call = AttentionCall(*node.args)
-            node.args = tuple(call._replace(options={**call.options, _NUMBER: number}))
+        watched.calls = attention_nodes(module)
         if watched.calls:
             with functorch_config.patch({"force_non_lazy_backward_lowering": True}):
                 flex_inductor(module, list(inputs))
@@ -112,14 +107,12 @@ def _compile_only(watched: Watched, fn: Callable, args: Sequence[Any], kwargs: d
         torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
 
 
-_NUMBER = "call"  # the op's option that says which call of the function a node is
-
-
 class _Watching:
     """Takes notes where decisions are made, kernels are defined, and their sources are handed over."""
 
     def __init__(self, watched: Watched, notes: Notes, target: str):
         self.watched, self.notes, self.target = watched, notes, target
+        self.number = 0  # of the call that is being lowered
         self.current: Lowered | None = None
         self.defined: dict[str, list[Lowered]] = defaultdict(list)  # kernels of the graph under construction
         self.sources: dict[tuple[str, str], Source] = {}  # by kind and text without names
@@ -128,9 +121,10 @@ class _Watching:
     def kernels(self) -> Iterator[None]:
         import torch._inductor.lowering  # noqa: F401 - brings our lowerings
 
-        from flex_inductor.lowerings import register
+        from flex_inductor.lowerings import last, register
 
         with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(last, "compilation", contextlib.nullcontext))
             patches.enter_context(mock.patch.object(register, "decide", self._decide(register.decide)))
             patches.enter_context(mock.patch.object(register, "_lower", self._lower(register._lower)))
             patches.enter_context(mock.patch.object(register, "record", self._record))
@@ -139,30 +133,30 @@ class _Watching:
 
     def _decide(self, decide: Callable) -> Callable:
         def watching(problem: Any, routes: Sequence[Any]) -> Any:
-            number = problem.options.pop(_NUMBER)
             route, decision = decide(problem, routes)
             if self.target != "cpu" and problem.device.type == "cpu":
                 problem, decision = _as_on_the_target(problem, decision, routes)
             # A checkpointed call is lowered twice.
-            self.current = self.watched.lowered[number].setdefault(
+            self.current = self.watched.lowered[self.number].setdefault(
                 problem.direction, Lowered(problem, decision)
             )
             return route, decision
 
         return watching
 
-    def _record(self, decision: Any, node: str) -> str:
+    def _record(self, decision: Any, node: str, number: int) -> str:
         assert self.current is not None
         self.current.decision = self.current.decision._replace(kernels=decision.kernels)
         return ""
 
     def _lower(self, lower: Callable) -> Callable:
-        def watching(*args: Any) -> Any:
+        def watching(call: Any, *args: Any) -> Any:
             from torch._inductor.ir import CppTemplateBuffer
             from torch._inductor.virtualized import V
 
+            self.number = call.options.get("call", 0)
             before = len(V.graph.operations)
-            result = lower(*args)
+            result = lower(call, *args)
             for operation in V.graph.operations[before:]:
                 operation.flex_inductor_lowered = self.current  # type: ignore[attr-defined]
                 if isinstance(operation, CppTemplateBuffer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flex_inductor import errors
+from flex_inductor.lowerings import cache
 from flex_inductor.op.flops import _backward_flops, _forward_flops
 
 if TYPE_CHECKING:
@@ -122,10 +124,9 @@ def _device(name: str | None, target: str) -> Device:
 def this_cpu() -> Device:
     """This machine, measured once and kept in the cache folder."""
     from ..env import cpu_name
-    from .record import cache_folder
 
     threads = torch.get_num_threads()
-    path = cache_folder() / "cpu_peaks.json"
+    path = cache.folder() / "cpu_peaks.json"
     key = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, torch {torch.__version__}"
     try:
         known = json.loads(path.read_text())
@@ -133,8 +134,10 @@ def this_cpu() -> Device:
         known = {}
     if key not in known:
         known[key] = _measured()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known))
+        with contextlib.suppress(OSError):  # measured again the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with cache.replacing(path) as file:
+                json.dump(known, file)
     peaks = known[key]
     return Device(f"this CPU ({threads} threads)", peaks["flops"], peaks["bandwidth"])
 

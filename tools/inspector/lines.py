@@ -1,7 +1,4 @@
-"""Which line of whose file a traced operation, or a line of a generated kernel, comes from.
-
-Files go by their name alone: a report may be shown to anybody.
-"""
+"""Which lines a mod consists of, and which of them a line of a generated kernel comes from."""
 
 from __future__ import annotations
 
@@ -9,84 +6,25 @@ import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-import torch
 from torch import fx
 
-from flex_inductor import attention, op, takeover, tools
+from flex_inductor.places import Frame, Line, frames
 
 
-class Line(NamedTuple):
-    file: str  # its name, without folders
-    number: int
-    function: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number}"
-
-
-class _Frame(NamedTuple):
-    path: str
-    line: Line
-
-    @property
-    def is_wrapper(self) -> bool:
-        """Whether this is flex_attention itself, ours or torch's."""
-        return (
-            self.line.file in ("attention.py", "flex_attention.py") and "flex_attention" in self.line.function
-        )
-
-    @property
-    def is_users(self) -> bool:
-        return not any(self.path.startswith(folder) for folder in _NOT_USERS)
-
-
-_NOT_USERS = (
-    *(f"{Path(module.__file__).parent}/" for module in (torch, op, tools)),
-    *(str(module.__file__) for module in (attention, takeover)),
-)
-_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)\n(.*)$', flags=re.MULTILINE)
-
-
-def _frames_in(text: str) -> list[_Frame]:
-    return [
-        _Frame(path, Line(Path(path).name, int(number), function, line.strip()))
-        for path, number, function, line in _FRAME.findall(text)
-    ]
-
-
-def _frames(node: fx.Node) -> list[_Frame]:
-    return _frames_in(node.meta.get("stack_trace") or "")
-
-
-def last_line(text: str) -> Line | None:
-    """The last line of the user's in a stack trace."""
-    users = [frame.line for frame in _frames_in(text) if frame.is_users]
-    return users[-1] if users else None
-
-
-def call_line(node: fx.Node) -> Line | None:
-    """Where the user calls attention."""
-    frames = _frames(node)
-    wrapper = next((i for i, frame in enumerate(frames) if frame.is_wrapper), len(frames))
-    return next((frame.line for frame in reversed(frames[:wrapper]) if frame.is_users), None)
-
-
-def _mod_frames(node: fx.Node) -> list[_Frame]:
-    frames = _frames(node)
-    wrappers = [i for i, frame in enumerate(frames) if frame.is_wrapper]
-    return frames[wrappers[-1] + 1 :] if wrappers else []
+def _mod_frames(node: fx.Node) -> list[Frame]:
+    found = frames(node)
+    wrappers = [i for i, frame in enumerate(found) if frame.is_wrapper]
+    return found[wrappers[-1] + 1 :] if wrappers else []
 
 
 def mod_line(node: fx.Node) -> Line | None:
     """Where in a mod its operation is written."""
-    frames = _mod_frames(node)
-    users = [frame.line for frame in frames if frame.is_users]
-    return users[-1] if users else frames[-1].line if frames else None
+    found = _mod_frames(node)
+    users = [frame.line for frame in found if frame.is_users]
+    return users[-1] if users else found[-1].line if found else None
 
 
 def mod_lines(module: fx.GraphModule) -> tuple[str, list[Line]]:
@@ -94,10 +32,10 @@ def mod_lines(module: fx.GraphModule) -> tuple[str, list[Line]]:
     name, found = "", {}
     for node in module.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            frames = _mod_frames(node)
-            name = name or (frames[0].line.function if frames else "")
+            inside = _mod_frames(node)
+            name = name or (inside[0].line.function if inside else "")
             if (line := mod_line(node)) is not None:
-                found[line.file, line.number] = (line, any(frame.is_users for frame in frames))
+                found[line.file, line.number] = (line, any(frame.is_users for frame in inside))
     own = [key for key, (_, users) in found.items() if users] or found
     return name, [found[key][0] for key in sorted(own)]
 

@@ -1,0 +1,80 @@
+"""Where in somebody's code a traced operation is written.
+
+Files go by their name alone: what names them may be shown to anybody.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+
+class Line(NamedTuple):
+    file: str  # its name, without folders
+    number: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+class Frame(NamedTuple):
+    path: str
+    line: Line
+
+    @property
+    def is_wrapper(self) -> bool:
+        """Whether this is flex_attention itself, ours or torch's."""
+        return (
+            self.line.file in ("attention.py", "flex_attention.py") and "flex_attention" in self.line.function
+        )
+
+    @property
+    def is_users(self) -> bool:
+        return not self.path.startswith(_NOT_USERS)
+
+
+def _folder(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, f"{module} is not installed"
+    return f"{Path(spec.origin).parent}/"
+
+
+_OWN = Path(__file__).parent
+_NOT_USERS = (
+    f"{Path(torch.__file__).parent}/",
+    _folder("flex_inductor.tools"),
+    *(f"{_OWN}/{name}" for name in ("op/", "attention.py", "takeover.py")),
+)
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)\n(.*)$', flags=re.MULTILINE)
+
+
+def frames_in(text: str) -> list[Frame]:
+    """Those of a stack trace, the outermost first."""
+    return [
+        Frame(path, Line(Path(path).name, int(number), function, line.strip()))
+        for path, number, function, line in _FRAME.findall(text)
+    ]
+
+
+def frames(node: fx.Node) -> list[Frame]:
+    return frames_in(node.meta.get("stack_trace") or "")
+
+
+def last_line(text: str) -> Line | None:
+    """The last line of the user's in a stack trace."""
+    users = [frame.line for frame in frames_in(text) if frame.is_users]
+    return users[-1] if users else None
+
+
+def call_line(node: fx.Node) -> Line | None:
+    """Where the user calls attention."""
+    found = frames(node)
+    wrapper = next((i for i, frame in enumerate(found) if frame.is_wrapper), len(found))
+    return next((frame.line for frame in reversed(found[:wrapper]) if frame.is_users), None)

@@ -1,0 +1,27 @@
+"""The folder where what is learnt here is kept for later processes, and how files in it are written."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "flex_inductor"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file that takes the place of `path` once it is whole. Processes that do so at once leave one whole file."""
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with unfinished.open("x") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import functools
 import os
 import runpy
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,10 +91,24 @@ class _Interpreted:
 def _load(name: str, source: str) -> _Interpreted:
     from flex_inductor.tools.generated import load
 
-    _let_numbers_be_indices()
     kernel = load(name, source)
-    kernel.fn.fn.__globals__["libdevice"] = _Libdevice()
+    prepare(kernel.fn.fn.__globals__)
     return _Interpreted(kernel)
+
+
+def prepare(namespace: dict[str, Any]) -> None:
+    """Let the interpreter run a module with kernels: what only a GPU's compiler has is replaced."""
+    import triton
+
+    check_environment()
+    _let_numbers_be_indices()
+    namespace["libdevice"] = _Libdevice()
+    # Its assembly is there to keep a compiler from vectors.
+    namespace["each_alone"] = triton.jit(types.FunctionType(_itself.__code__, namespace))
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 @functools.cache

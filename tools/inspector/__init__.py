@@ -40,14 +40,17 @@ def inspect(
     watched = _watched(fn, args, kwargs, target, backward)
     if not watched.calls:
         raise errors.no_attention_call(getattr(fn, "__qualname__", type(fn).__name__))
-    kernels = _kernels(watched, target)
+    facts = {
+        number: facts_of(node, watched.module, watched.inputs)
+        for number, node in enumerate(watched.calls)
+        if number in watched.lowered  # else its results are not used
+    }
+    kernels = _kernels(watched, target, {number: call.values.schedule for number, call in facts.items()})
     calls = []
-    for number, node in enumerate(watched.calls):
-        lowered = watched.lowered.get(number)
-        if lowered:  # else its results are not used
-            own = dict.fromkeys(source for one in lowered.values() for source in one.kernels)
-            facts = facts_of(node, watched.module, watched.inputs)
-            calls.append(Call(number, facts, dict(lowered), [kernels[source] for source in own], target))
+    for number, call in facts.items():
+        lowered = watched.lowered[number]
+        own = dict.fromkeys(source for one in lowered.values() for source in one.kernels)
+        calls.append(Call(number, call, dict(lowered), [kernels[source] for source in own], target))
     return Report(target, calls, _versions())
 
 
@@ -109,29 +112,33 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
     return target
 
 
-def _kernels(watched: Watched, target: str) -> dict[Source, Kernel]:
+def _kernels(watched: Watched, target: str, schedules: dict[int, Any]) -> dict[Source, Kernel]:
     build = _cpu_kernel if target == "cpu" else _gpu_kernel
     choices = watched.choices
     with ThreadPoolExecutor() as pool:  # compilers are other processes, or leave Python's lock alone
-        built = pool.map(lambda pair: build(pair[0], pair[1], target), choices.items())
+        built = pool.map(
+            lambda pair: build(pair[0], pair[1], target, schedules[pair[0].call]), choices.items()
+        )
         return dict(zip(choices, built, strict=True))
 
 
-def _gpu_kernel(source: Source, choice: Choice | None, target: str) -> Kernel:
+def _gpu_kernel(source: Source, choice: Choice | None, target: str, schedule: Any) -> Kernel:
     import triton
 
     assert source.triton is not None
     config = source.triton.configs[0]
     found = resources(compile_for(source.triton, config, target), target)
-    return Kernel(source, target, config, choice, found, f"triton {triton.__version__} for {target}")
+    return Kernel(
+        source, target, config, choice, found, f"triton {triton.__version__} for {target}", schedule
+    )
 
 
-def _cpu_kernel(source: Source, choice: Choice | None, target: str) -> Kernel:
+def _cpu_kernel(source: Source, choice: Choice | None, target: str, schedule: Any) -> Kernel:
     from .cpp import built_with
 
     names = ("registers", "spill_bytes", "shared_bytes", "instructions")
     found = Resources(None, None, None, None, dict.fromkeys(names, "a CPU's compiler is not asked"))
-    return Kernel(source, target, choice.config if choice else {}, choice, found, built_with())
+    return Kernel(source, target, choice.config if choice else {}, choice, found, built_with(), schedule)
 
 
 def _versions() -> dict[str, str]:

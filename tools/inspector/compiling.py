@@ -19,6 +19,7 @@ from torch import fx
 from ..environment import cpp_unbuilt, triton_on_cpu, triton_unbuilt
 from ..generated import GeneratedKernel, load
 from ..resources import gpu_target
+from .arguments import Launch, of_cpp, of_triton, parts_of
 from .lines import Notes, noted, without_notes
 
 
@@ -30,6 +31,8 @@ class Source:
     kind: str
     text: str  # as it is built
     noted: str  # with comments that name lines of the mods
+    launch: Launch
+    call: int  # the first that has this kernel
     triton: GeneratedKernel | None = None
 
 
@@ -37,9 +40,13 @@ class Source:
 class Lowered:
     """One direction of one call."""
 
+    call: int
     problem: Any  # AttentionProblem
     decision: Any  # Decision
     kernels: list[Source] = field(default_factory=list)
+    schedule: dict[str, int] = field(
+        default_factory=dict
+    )  # places of Inductor's buffers in the call's schedule
 
 
 @dataclass(eq=False)
@@ -114,7 +121,9 @@ class _Watching:
         self.watched, self.notes, self.target = watched, notes, target
         self.number = 0  # of the call that is being lowered
         self.current: Lowered | None = None
-        self.defined: dict[str, list[Lowered]] = defaultdict(list)  # kernels of the graph under construction
+        self.defined: dict[str, list[tuple[Lowered, Launch]]] = defaultdict(
+            list
+        )  # kernels of the graph under construction
         self.sources: dict[tuple[str, str], Source] = {}  # by kind and text without names
 
     @contextlib.contextmanager
@@ -138,7 +147,7 @@ class _Watching:
                 problem, decision = _as_on_the_target(problem, decision, routes)
             # A checkpointed call is lowered twice.
             self.current = self.watched.lowered[self.number].setdefault(
-                problem.direction, Lowered(problem, decision)
+                problem.direction, Lowered(self.number, problem, decision)
             )
             return route, decision
 
@@ -157,6 +166,8 @@ class _Watching:
             self.number = call.options.get("call", 0)
             before = len(V.graph.operations)
             result = lower(call, *args)
+            assert self.current is not None
+            self.current.schedule = parts_of(call.schedule)
             for operation in V.graph.operations[before:]:
                 operation.flex_inductor_lowered = self.current  # type: ignore[attr-defined]
                 if isinstance(operation, CppTemplateBuffer):
@@ -165,11 +176,11 @@ class _Watching:
 
         return watching
 
-    def _add(self, lowered: Lowered, name: str, kind: str, source: str) -> Source:
+    def _add(self, lowered: Lowered, name: str, kind: str, source: str, launch: Launch) -> Source:
         text = without_notes(source)
         known = self.sources.get((kind, text.replace(name, "")))
         if known is None:
-            known = Source(name, kind, text, self.notes.written(source))
+            known = Source(name, kind, text, self.notes.written(source), launch, lowered.call)
             self.sources[kind, text.replace(name, "")] = known
         if known not in lowered.kernels:
             lowered.kernels.append(known)
@@ -186,14 +197,15 @@ class _Watching:
 
         def defining(operation: Any, *args: Any) -> str:
             name = define(operation, *args)
-            self.defined[name].append(operation.flex_inductor_lowered)
+            lowered = operation.flex_inductor_lowered
+            self.defined[name].append((lowered, of_triton(operation, lowered.schedule)))
             return name
 
         def keep(name: str, source: str) -> None:
-            for lowered in self.defined.pop(name, ()):
+            for lowered, launch in self.defined.pop(name, ()):
                 kernel = load(name, without_notes(source))
                 kind = kernel.inductor_meta["flex_inductor"]["kind"]
-                self._add(lowered, name, kind, source).triton = kernel
+                self._add(lowered, name, kind, source, launch).triton = kernel
 
         there = torch.cuda.is_available()
         generating = triton_unbuilt(keep) if there else triton_on_cpu(keep, gpu_target(self.target))
@@ -218,7 +230,7 @@ class _Watching:
             cpp_pybinding = AsyncCompile.cpp_pybinding
 
         define, find = CppScheduling.define_kernel, template.source
-        self.rendered: dict[str, tuple[Lowered, str]] = {}
+        self.rendered: dict[str, tuple[Lowered, str, Launch]] = {}
         self.template = ""
 
         def finding(name: str) -> Any:
@@ -228,8 +240,9 @@ class _Watching:
         def defining(scheduling: Any, source: str, *args: Any) -> str:
             name = define(scheduling, source, *args)
             if source in self.rendered:
-                lowered, kind = self.rendered.pop(source)
-                self._add(lowered, name, kind, source.replace(str(Placeholder.KERNEL_NAME), "kernel"))
+                lowered, kind, launch = self.rendered.pop(source)
+                source = source.replace(str(Placeholder.KERNEL_NAME), "kernel")
+                self._add(lowered, name, kind, source, launch)
             return name
 
         with (
@@ -248,9 +261,10 @@ class _Watching:
 
             def rendering() -> str:
                 source = render()
-                direction = operation.flex_inductor_lowered.problem.direction
+                lowered = operation.flex_inductor_lowered
+                direction = lowered.problem.direction
                 kind = self.template if direction == "forward" else direction
-                self.rendered[source] = (operation.flex_inductor_lowered, kind)
+                self.rendered[source] = (lowered, kind, of_cpp(kernel, lowered.schedule))
                 return source
 
             return kernel, rendering

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Kernel:
     choice: Choice | None  # why that config, and the others; None for a kernel that has only one
     resources: Resources
     built_with: str  # the compiler, and for which vectors
+    schedule: Sequence[Any] = field(repr=False)  # of the first call that has it, empty where it is not known
 
     @property
     def name(self) -> str:
@@ -50,6 +52,16 @@ class Kernel:
     def occupancy(self) -> Occupancy | None:
         """How many programs a multiprocessor runs at once; None where that is not known."""
         return occupancy(self.resources, self.config.get("num_warps", 4), self.target)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a script into `folder` that runs this kernel on random inputs, to edit and run again; its path.
+
+        Its GPU kernels run on a GPU where there is one, else by Triton's interpreter. What the call's mask
+        visits is beside it in a file; captured whole numbers are zeros.
+        """
+        from .replay import save
+
+        return save(self, Path(folder))
 
     def to_dict(self) -> dict[str, Any]:
         return {

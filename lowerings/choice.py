@@ -61,6 +61,7 @@ def choose(
     """
     left_out = tuple(_line(config, reason) for config, reason in rejected)
     others: tuple[tuple[str, str], ...] = ()
+    times: dict[Config, float] = {}
     wanted = demanded(problem, kernel)
     if wanted:
         chosen, why = [fitting[0]._replace(**wanted)], "asked for"
@@ -70,16 +71,18 @@ def choose(
     else:
         key = problem_class(problem, kernel, program)
         chosen, why, times = _tuned(key, device, fitting, time)
-        others = tuple(_line(c, times.get(c, "not timed")) for c in fitting if c != chosen[0])
+        others = tuple(
+            _line(c, _text(times[c]) if c in times else "not timed") for c in fitting if c != chosen[0]
+        )
         others += left_out
-    problem.kernels.append(Choice(kernel, chosen[0]._asdict(), why, others))
+    problem.kernels.append(Choice(kernel, chosen[0]._asdict(), why, others, times.get(chosen[0])))
     return chosen
 
 
 def _tuned(
     key: str, device: str, fitting: Sequence[Config], time: Callable[[Sequence[Config]], list[float]] | None
-) -> tuple[list[Config], str, dict[Config, str]]:
-    """The winner, why it is chosen, and what each config took."""
+) -> tuple[list[Config], str, dict[Config, float]]:
+    """The winner, why it is chosen, and the milliseconds that each config took."""
     known = winners.find(key, device)
     by_sizes = {tuple(config._asdict().items()): config for config in fitting}
     why = "fastest when timed before"
@@ -94,8 +97,13 @@ def _tuned(
         winners.keep(known)
         why = "fastest when timed"
     config = by_sizes[tuple(known.config.items())]
-    times = {by_sizes.get(tuple(sizes.items())): f"{ms:.3g} ms" for sizes, ms in known.times_ms}
-    return [config], f"{why}: {times[config]}" if config in times else why, times
+    timed = ((by_sizes.get(tuple(sizes.items())), ms) for sizes, ms in known.times_ms)
+    times = {each: ms for each, ms in timed if each is not None}
+    return [config], f"{why}: {_text(times[config])}" if config in times else why, times
+
+
+def _text(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms"
 
 
 def _winner(key: str, device: str, fitting: Sequence[Config], seconds: Sequence[float]) -> winners.Winner:

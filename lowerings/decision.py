@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     config: dict[str, int]
     why: str
     others: tuple[tuple[str, str], ...] = ()  # each config not taken, and its time or why it was left out
+    milliseconds: float | None = None  # where it was timed
 
     def __str__(self) -> str:
         return f"{self.kernel} {config_text(self.config)} ({self.why})"
@@ -85,7 +86,8 @@ def restore(text: str) -> None:
         return
     _, number, call, chosen, why, rejected, notes, kernels = json.loads(text)
     choices = [
-        Choice(kernel, config, why, tuple(map(tuple, others))) for kernel, config, why, others in kernels
+        Choice(kernel, config, why, tuple(map(tuple, others)), milliseconds)
+        for kernel, config, why, others, milliseconds in kernels
     ]
     decision = Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices))
     _recent.append(decision)

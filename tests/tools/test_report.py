@@ -265,6 +265,45 @@ def test_json_holds_no_values_and_no_paths(learnable_bias, tmp_path):
     assert inspected.__file__.rpartition("/")[0] not in text
 
 
+def test_cost_on_named_devices(learnable_bias):
+    (call,) = learnable_bias.calls
+    # 10 of 16 tiles of 64 x 64 in 2 heads, two products of 32 columns; query, key, value, output, bias.
+    flops, moved = 10 * 2 * 64 * 64 * 2 * 2 * 32, 4 * 2 * 256 * 32 * 2 + 2 * 512 * 4
+    for device, peak, bandwidth in (
+        ("H100", 989e12, 3.35e12),
+        ("A100", 312e12, 2.039e12),
+        ("MI300X", 1307e12, 5.3e12),
+    ):
+        cost = call.cost(device)["forward"]
+        assert (cost.flops, cost.bytes, cost.device) == (flops, moved, device)
+        assert cost.seconds == pytest.approx(max(flops / peak, moved / bandwidth)) and cost.bound == "memory"
+        assert cost.measured is None and cost.share is None
+    with pytest.raises(FlexError, match=r"^cost\['device'\] is 'K80'; expected one of A100, "):
+        call.cost("K80")
+
+
+def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
+    from torch._inductor import config
+
+    from flex_inductor.lowerings import winners
+    from flex_inductor.lowerings.cpu import tuner
+    from flex_inductor.tools.inspector import cost
+
+    monkeypatch.setattr(tuner, "times", lambda *given: [2e-3 + i * 1e-3 for i in range(len(given[-1]))])
+    monkeypatch.setattr(winners, "keep", lambda winner: None)
+    monkeypatch.setattr(cost, "this_cpu", lambda: cost.Device("this CPU", {"float16": 1e10}, 1e9))
+    with config.patch(max_autotune=True):
+        found = report("plain_causal", "cpu")
+    (call,) = found.calls
+    floor = call.cost()["forward"]
+    assert (floor.seconds, floor.measured) == (pytest.approx(10485760 / 1e10), 2e-3)
+    assert floor.share == pytest.approx(0.524288)
+    assert "at least 1.05 ms on this CPU, bound by compute; 2 ms when timed, of which that is 52%" in page(
+        found
+    )
+    assert found.to_dict()["calls"][0]["cost"]["forward"]["share"] == floor.share
+
+
 def test_twelve_layers_share_kernels():
     found = report("twelve_layers", "cpu")
     assert len(found.calls) == 12

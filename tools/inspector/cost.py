@@ -66,6 +66,12 @@ class Cost(NamedTuple):
     device: str
     seconds: float | None  # no kernel on the device can be faster; None for a dtype it has no peak for
     bound: str  # "compute" or "memory"
+    measured: float | None = None  # seconds, where the configs of its kernels were timed
+
+    @property
+    def share(self) -> float | None:
+        """How much of the measured time no kernel could save."""
+        return None if self.seconds is None or not self.measured else self.seconds / self.measured
 
 
 def cost_of(call: Call, direction: str, device: str | None) -> Cost:
@@ -74,13 +80,19 @@ def cost_of(call: Call, direction: str, device: str | None) -> Cost:
     flops = int((_forward_flops if forward else _backward_flops)(*_arguments(values, forward)))
     moved = _bytes(call, forward)
     found = _device(device, call.target)
+    measured = _measured_seconds(call, direction) if device is None else None
     dtype = call.facts.tensors[0].dtype
     if dtype not in found.flops:
-        return Cost(flops, moved, found.name, None, "")
+        return Cost(flops, moved, found.name, None, "", measured)
     computing, moving = flops / found.flops[dtype], moved / found.bandwidth
-    return Cost(
-        flops, moved, found.name, max(computing, moving), "compute" if computing >= moving else "memory"
-    )
+    bound = "compute" if computing >= moving else "memory"
+    return Cost(flops, moved, found.name, max(computing, moving), bound, measured)
+
+
+def _measured_seconds(call: Call, direction: str) -> float | None:
+    """Of all its kernels together, where each was timed."""
+    times = [choice.milliseconds for choice in call.lowered[direction].decision.kernels]
+    return sum(times) / 1e3 if times and None not in times else None
 
 
 def _arguments(values: Any, forward: bool) -> tuple:
@@ -143,14 +155,20 @@ def this_cpu() -> Device:
 
 
 def _measured() -> dict[str, Any]:
-    flops = {}
+    """Where products of 16-bit numbers are slower than of fp32, kernels convert: fp32's peak is theirs."""
+    flops: dict[str, float] = {}
+    single = torch.randn(_SIZE, _SIZE)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        a = torch.randn(1024, 1024).to(dtype)
-        flops[str(dtype).removeprefix("torch.")] = 2 * 1024**3 / _best(lambda a=a: a @ a)
+        a = single.to(dtype)
+        reached = 2 * _SIZE**3 / _best(lambda a=a: a @ a)
+        flops[str(dtype).removeprefix("torch.")] = max(reached, flops.get("float32", 0.0))
     source = torch.empty(1 << 25)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * source.element_size()
     return {"flops": flops, "bandwidth": moved / _best(lambda: target.copy_(source))}
+
+
+_SIZE = 512  # of matrices: as fast as larger ones here, and quick where 16-bit products are slow
 
 
 def _best(run: Any) -> float:

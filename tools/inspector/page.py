@@ -102,7 +102,10 @@ def cost_text(cost: Cost, stable: bool = False) -> str:
         return f"{text}; no peak known for this dtype on {cost.device}"
     if stable and "CPU" in cost.device:
         return f"{text}; at least · on ·, bound by ·"
-    return f"{text}; at least {_scaled(cost.seconds, 's')} on {cost.device}, bound by {cost.bound}"
+    text += f"; at least {_scaled(cost.seconds, 's')} on {cost.device}, bound by {cost.bound}"
+    if cost.measured is None or cost.share is None:
+        return text
+    return f"{text}; {_scaled(cost.measured, 's')} when timed, of which that is {100 * cost.share:.2g}%"
 
 
 def _scaled(value: float, unit: str) -> str:

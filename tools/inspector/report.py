@@ -152,7 +152,7 @@ class Call:
             "decisions": {name: low.decision._asdict() for name, low in self.lowered.items()},
             "graphs": self.graphs,
             "schedule": None if self.schedule is None else self.schedule.to_dict(),
-            "cost": {name: cost._asdict() for name, cost in self.cost().items()},
+            "cost": {name: {**cost._asdict(), "share": cost.share} for name, cost in self.cost().items()},
             "kernels": [kernel.name for kernel in self.kernels],
         }
 

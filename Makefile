@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 
 bin := $(VENV)/bin
 
-.PHONY: help demo test test-all test-2.11 lint clean
+.PHONY: help demo test test-all test-2.11 test-browser lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -23,6 +23,10 @@ test-all: $(VENV)/.ready  ## the tests, with the long matrix
 
 test-2.11:  ## the tests in an environment with torch 2.11
 	@$(MAKE) --no-print-directory test VENV=.venv-2.11 CONSTRAINTS=constraints-2.11.txt
+
+test-browser: $(VENV)/.ready  ## the inspector's web page in headless Chromium, and its picture in docs/
+	$(bin)/python -m pytest tests/tools/browser_webpage.py
+	@echo "flex_inductor: browser tests passed"
 
 lint: $(VENV)/.ready  ## formatting, rules and types
 	$(bin)/python -m ruff format --check .

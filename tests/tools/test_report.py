@@ -11,6 +11,7 @@ import torch
 import flex_inductor
 from flex_inductor import FlexError, flex_attention
 from flex_inductor.tools.inspector.page import page
+from flex_inductor.tools.inspector.webpage import webpage
 from tests import inspected
 
 
@@ -312,6 +313,8 @@ def test_twelve_layers_share_kernels():
     assert text.count("as call 0") == 11
     for kernel in found.kernels:
         assert text.count(f"== {kernel.name}: ") == 1
+    html = webpage(found)
+    assert html.count('<section id="call-') == 12 and html.count('class="kernel"') == 2
 
 
 def test_checkpointed_calls_in_the_order_they_run():

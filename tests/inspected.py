@@ -95,3 +95,9 @@ def no_attention():
 
 def fails():
     return 1 // 0
+
+
+def two_devices():
+    return flex_attention, tuple(
+        torch.zeros(1, 1, 16, 16, device=device) for device in ("cpu", "meta", "cpu")
+    )

@@ -53,11 +53,14 @@ class _Call(NamedTuple):
     def lanes(self) -> int:
         return self.query.size(0) * self.query.size(1) * self.query.size(2) * self.key.size(2)
 
-    def given(self, dtype: torch.dtype) -> Any:
+    def given(self, dtype: torch.dtype) -> dict[str, Any]:
         """What the chunked functions take, the inputs in `dtype`."""
-        mods = mods_from(self.score_mod, self.mask_mod, self.score_captures, self.mask_captures)
-        inputs = (tensor.to(dtype) for tensor in self[:3])
-        return (*inputs, schedule_from(self.form, self.blocks, self.schedule), mods, self.scale)
+        return {
+            **{name: getattr(self, name).to(dtype) for name in ("query", "key", "value")},
+            "schedule": schedule_from(self.form, self.blocks, self.schedule),
+            "mods": mods_from(self.score_mod, self.mask_mod, self.score_captures, self.mask_captures),
+            "scale": self.scale,
+        }
 
 
 @torch.library.impl(_library, "verified_forward", "CompositeExplicitAutograd")
@@ -65,10 +68,10 @@ class _Call(NamedTuple):
 def _forward(*args: Any) -> Tensor:
     call, (out, lse) = _Call(*args[:12]), args[12:]
     part = _sampled(call, "queries")
-    gold, gold_lse, _ = chunked.forward(*call.given(torch.float64), part)  # type: ignore[call-arg]
-    plain, plain_lse, _ = chunked.forward(*call.given(score_dtype(call.query.dtype)), part)  # type: ignore[call-arg]
-    query, key, value, *rest = call.given(torch.float64)
-    terms, _, _ = chunked.forward(query, key, value.abs(), *rest, part)  # type: ignore[call-arg]
+    exact = call.given(torch.float64)
+    gold, gold_lse, _ = chunked.forward(**exact, part=part)
+    plain, plain_lse, _ = chunked.forward(**call.given(score_dtype(call.query.dtype)), part=part)
+    terms, _, _ = chunked.forward(**{**exact, "value": exact["value"].abs()}, part=part)
     rounding = ROUNDINGS * _eps(call.query)
     _compare(call, "out", out, gold, plain, rounding * terms, part.queries)
     if lse is not None:
@@ -94,12 +97,14 @@ def _backward(*args: Any) -> list[Tensor]:
     captured = {f"d_captures[{i}]": next(found) for i, wanted in enumerate(wanted_captures) if wanted}
 
     def reference(dtype: torch.dtype, part: chunked.Part) -> dict[str, Tensor]:
-        query, key, value, schedule, mods, scale = call.given(dtype)
-        upstream = (None if tensor is None else tensor.to(dtype) for tensor in (out, lse, grad_out, grad_lse))
-        *d_qkv, d_captures = chunked.backward(  # type: ignore[call-arg]
-            query, key, value, *upstream, schedule, mods, program_from(joint), scale,
-            [name in wants for name in "qkv"], part,
-        )  # fmt: skip
+        upstream = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
+        *d_qkv, d_captures = chunked.backward(
+            **call.given(dtype),
+            **{name: None if tensor is None else tensor.to(dtype) for name, tensor in upstream.items()},
+            joint=program_from(joint),
+            wants=[name in wants for name in "qkv"],
+            part=part,
+        )
         named = {f"d_{name}": grad for name, grad in zip("qkv", d_qkv, strict=True)}
         return named | {f"d_captures[{i}]": grad for i, grad in enumerate(d_captures)}
 

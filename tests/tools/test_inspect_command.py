@@ -69,6 +69,7 @@ REFUSED = {
     "no function": ([f"{SCRIPT}:nothing"], f"{SCRIPT} has no function 'nothing'; it has "),
     "fails": ([f"{SCRIPT}:fails"], f"{SCRIPT}:fails fails: ZeroDivisionError: integer division or modulo by zero ("),
     "no attention": ([f"{SCRIPT}:no_attention"], "relu never calls flex_attention with these arguments: "),
+    "devices": ([f"{SCRIPT}:two_devices"], "The arguments are on several devices: cpu, meta. Move them to one; "),
     "needs arguments": ([f"{SCRIPT}:causal"], f"{SCRIPT}:causal takes b, h, q_idx, kv_idx: give them with --input, "),
     "returns another": ([f"{SCRIPT}:inputs"], f"{SCRIPT}:inputs must return (fn, args) with a tuple of arguments, but"),
     "input": ([f"{SCRIPT}:causal", "--input", "b=3:f8"], "--input b=3:f8: expected NAME=SHAPE:DTYPE such as "),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from flex_inductor.masks import RunSchedule
+from flex_inductor.masks.schedule import TENSORS
 from flex_inductor.op import AttentionCall, attention
 from flex_inductor.op.hop import capture_names
 from flex_inductor.places import Line, call_line
@@ -128,9 +129,20 @@ def _mask(
     tensors: Any = values.schedule[2:10]
     if values.schedule[-1] == "runs":
         batch, heads = tensors[0].shape[:2]
-        return RunSchedule(*tensors, batch, heads, lengths, blocks, mask_mod)  # type: ignore[call-arg]
-    lists = BlockMask.from_kv_blocks(  # type: ignore[misc]
-        *tensors[:4],
+        return RunSchedule(
+            **dict(zip(TENSORS, tensors, strict=True)),
+            batch=batch,
+            heads=heads,
+            seq_lengths=lengths,
+            BLOCK_SIZE=blocks,
+            mask_mod=mask_mod,
+        )
+    counts, indices, full_counts, full_indices = tensors[:4]
+    lists = BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
         BLOCK_SIZE=blocks,
         mask_mod=mask_mod,
         seq_lengths=lengths,

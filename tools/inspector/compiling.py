@@ -168,8 +168,9 @@ class _Watching:
             result = lower(call, *args)
             assert self.current is not None
             self.current.schedule = parts_of(call.schedule)
-            for operation in V.graph.operations[before:]:
-                operation.flex_inductor_lowered = self.current  # type: ignore[attr-defined]
+            added: list[Any] = V.graph.operations[before:]
+            for operation in added:
+                operation.flex_inductor_lowered = self.current
                 if isinstance(operation, CppTemplateBuffer):
                     self._watch_rendering(operation)
             return result

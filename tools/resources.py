@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,8 +94,23 @@ def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) ->
         {(names.index(name),): value for name, value in constants.items() if name in names},
         kernel.triton_meta["configs"][0],
     )
+    for step in ("hash", "make_ir"):
+        setattr(source, step, _alone(getattr(source, step)))
     options = {name: config[name] for name in ("num_warps", "num_stages") if name in config}
     return triton.compile(source, target=gpu_target(target), options=options)
+
+
+_parsing = threading.Lock()
+
+
+def _alone(parse: Callable) -> Callable:
+    """In one thread at a time: CPython 3.11 counts the depth of syntax trees for all threads at once."""
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _parsing:
+            return parse(*args, **kwargs)
+
+    return alone
 
 
 def resources(compiled: Any, target: str) -> Resources:

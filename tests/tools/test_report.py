@@ -314,7 +314,7 @@ def test_twelve_layers_share_kernels():
     for kernel in found.kernels:
         assert text.count(f"== {kernel.name}: ") == 1
     html = webpage(found)
-    assert html.count('<section id="call-') == 12 and html.count('class="kernel"') == 2
+    assert html.count('<section id="call-') == 12 and html.count('class="kernel"') == len(found.kernels)
 
 
 def test_checkpointed_calls_in_the_order_they_run():
@@ -323,7 +323,8 @@ def test_checkpointed_calls_in_the_order_they_run():
     module, args = inspected.learnable_bias()
 
     def attend(q, k, v):
-        return flex_attention(checkpoint(module, q, k, v, use_reentrant=False), k, v)
+        first = checkpoint(module, q, k, v, use_reentrant=False)
+        return flex_attention(first, k.detach(), v.detach())
 
     first, second = flex_inductor.inspect(attend, *args).calls
     assert first.facts.where.text == "return flex_attention(q, k, v, self.relative, self.mask)"

@@ -81,7 +81,8 @@ def _not_traced(dynamo: str) -> errors.FlexError:
     reason = context[1] if context else dynamo.splitlines()[0]
     line = last_line(dynamo)
     at = f" ({line})" if line else ""
-    if raised := re.match(r"raised exception \w+\((['\"])(.*)\1,?\)$", reason):
+    # The message is bare, or inside ConstantVariable(str: ...) as torch 2.11 has it.
+    if raised := re.match(r"raised exception \w+\([^'\"]*(['\"])(.*)\1,?\)", reason):
         return errors.raised_while_tracing(raised[2], at)
     return errors.not_one_graph(reason, at)
 

@@ -169,6 +169,12 @@ BACKWARD: Table = {
 }
 BACKWARD["blackwell"] = BACKWARD["hopper"]
 
+# A longer tile of keys adds less often to the queries' gradient in memory.
+ONE_PASS: Table = {
+    **BACKWARD,
+    "hopper": {**BACKWARD["hopper"], 64: [Config(64, 128, 8, 2), Config(64, 64, 8, 2)]},
+}
+
 
 def forward_cost(config: Config, shape: Shape) -> tuple[int, int]:
     """Shared bytes of a program and registers of all its threads, about."""
@@ -182,6 +188,11 @@ def backward_cost(config: Config, shape: Shape) -> tuple[int, int]:
     rows, walked = max(m, n), min(m, n)
     shared = (rows + max(stages, 1) * walked) * (shape.D + shape.V) * shape.bytes + m * n * shape.bytes
     return shared + _captured(config, shape), rows * (shape.D + shape.V) + (3 + shape.tile_loads) * m * n
+
+
+def one_pass_cost(config: Config, shape: Shape) -> tuple[int, int]:
+    shared, registers = backward_cost(config, shape)
+    return shared, registers + config.block_m * shape.D
 
 
 def _captured(config: Config, shape: Shape) -> int:
@@ -216,6 +227,7 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "backward_dq": (BACKWARD, backward_cost),
     "backward_magnitudes": (BACKWARD, backward_cost),
     "backward_dkdv": (BACKWARD, backward_cost),
+    "backward_onepass": (ONE_PASS, one_pass_cost),
 }
 
 

@@ -15,6 +15,7 @@ from flex_inductor.lowerings.triton.configs import (
     BACKWARD,
     DECODE,
     FORWARD,
+    ONE_PASS,
     TABLES,
     Config,
     Shape,
@@ -36,7 +37,7 @@ class Reports(expecttest.TestCase):
     def test_the_table(self):
         """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
         lines = []
-        for table in (FORWARD, DECODE, BACKWARD):
+        for table in (FORWARD, DECODE, BACKWARD, ONE_PASS):
             lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
             for family, classes in table.items():
                 for head_dim, configs in classes.items():
@@ -90,6 +91,28 @@ backward_dq, backward_magnitudes, backward_dkdv
   ampere 256: 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
   hopper 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 64x32/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1
+backward_onepass
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 64x32/4/2
+  ampere 128: 64x64/8/1, 32x32/4/2
+  ampere 256: 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x128/8/2, 64x64/8/2
   hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
   hopper 256: 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1

@@ -44,9 +44,14 @@ __all__ = [
     "offset",
     "or_masks",
     "take_over",
+    "trace_mod",
 ]
 
-_LAZY = {"decisions": "flex_inductor.lowerings.decision", "inspect": "flex_inductor.tools.inspector"}
+_LAZY = {
+    "decisions": "flex_inductor.lowerings.decision",
+    "inspect": "flex_inductor.tools.inspector",
+    "trace_mod": "flex_inductor.tools.trace_mod",
+}
 
 
 def __getattr__(name: str) -> _Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -37,5 +39,27 @@ def flex_inductor(
     replace_torch_nodes(module, own)
     if config.get("max_autotune", torch._inductor.config.max_autotune):
         tell_tuner(module, example_inputs)
-    inner = compile_fx_inner if inner_compile is None else inner_compile
+    inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
     return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+
+
+def _with_own_errors(inner_compile: Callable) -> Callable:
+    """`inner_compile`, whose errors that are ours reach the user without Inductor's and Dynamo's frames."""
+
+    @functools.wraps(inner_compile)
+    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import ShortenTraceback
+
+        try:
+            return inner_compile(*args, **kwargs)
+        except Exception as error:
+            ours = errors.own_error_in(error)
+            if ours is None:
+                raise
+        # Dynamo hands on what is a ShortenTraceback, from this frame on.
+        shown = type(
+            type(ours).__name__, (type(ours), ShortenTraceback), {"__module__": type(ours).__module__}
+        )
+        raise shown(*ours.args, first_useful_frame=inspect.currentframe())
+
+    return compile_graph

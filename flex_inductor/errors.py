@@ -32,6 +32,13 @@ class FlexRuntimeError(FlexError, RuntimeError):
     """Something that only running could show."""
 
 
+def own_error_in(error: BaseException | None) -> FlexError | None:
+    """The error of ours among those that led to `error`."""
+    while error is not None and not isinstance(error, FlexError):
+        error = error.__cause__ or getattr(error, "inner_exception", None) or error.__context__
+    return error
+
+
 def _shape(tensor: Tensor) -> str:
     return f"[{', '.join(str(size) for size in tensor.shape)}]"
 
@@ -281,20 +288,43 @@ def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueErr
     return FlexValueError(f"{where}[{name!r}] is {value!r}; expected {expected}.")
 
 
-def route_refused(demanded: str, reasons: Iterable[tuple[str, str]]) -> FlexRuntimeError:
-    lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons)
-    if not demanded:
-        return FlexRuntimeError(
-            f"no route can serve this call with the option `configs`. Every route:{lines}"
-        )
-    return FlexRuntimeError(
-        f"route {demanded!r} was asked for and cannot serve this call. Every route:{lines}"
-    )
+def route_refused(demanded: str, decision: Any) -> FlexRuntimeError:
+    """`decision` is the record that the inspector prints, with no route chosen."""
+    if demanded:
+        asked = f"route {demanded!r} was asked for and cannot serve this call."
+    else:
+        asked = "no route can serve this call with the option `configs`."
+    return FlexRuntimeError(f"{asked}\n{decision}")
 
 
 def not_tuning_results(path: Any, why: Exception) -> FlexValueError:
     return FlexValueError(
         f"{path} does not hold tuning results ({why}); expected a file that `flex-inductor tune export` wrote."
+    )
+
+
+def kernel_differs(
+    name: str,
+    tile: Sequence[tuple[int, int]],
+    place: Sequence[int],
+    got: float,
+    want: float,
+    allowed: float,
+    code: str,
+) -> FlexRuntimeError:
+    axes = ("batch", "head", "queries" if name in ("out", "lse", "d_q") else "keys")
+    if name.startswith("d_captures"):
+        where = "the captured tensor"
+    else:
+        where = ", ".join(
+            f"{axis} {start}" if axis in axes[:2] else f"{axis} {start} to {stop - 1}"
+            for axis, (start, stop) in zip(axes, tile, strict=False)
+        )
+    lines = "".join(f"\n  {line}" for line in code.splitlines()) or " nothing"
+    return FlexRuntimeError(
+        f"verify: {name} is wrong in {where}. At {[*place]} the kernel gives {got:.6g} and the reference in float64 "
+        f"{want:.6g}, where rounding allows for {allowed:.3g}. It is a fault of flex_inductor: options={{'route': "
+        f"'chunked'}} avoids the kernel. Inlined:{lines}"
     )
 
 
@@ -316,6 +346,36 @@ def forward_mode_derivative() -> FlexNotImplementedError:
 
 
 # ---- Tools ----------------------------------------------------------------------------------------
+
+
+def no_attention_call(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name} never calls flex_attention with these arguments: there is nothing to inspect."
+    )
+
+
+def raised_while_tracing(message: str, at: str) -> FlexValueError:
+    return FlexValueError(f"The function raises: {message}{at}")
+
+
+def not_one_graph(reason: str, at: str) -> FlexValueError:
+    return FlexValueError(
+        f"The function does not compile as one graph: {reason}{at}. Inspect the part that calls attention."
+    )
+
+
+def mixed_devices(devices: Sequence[str]) -> FlexValueError:
+    return FlexValueError(
+        f"The arguments are on several devices: {', '.join(devices)}. Move them to one; a GPU that is the target "
+        f"need not be there, so that CPU tensors serve."
+    )
+
+
+def not_this_device(target: str, own: str) -> FlexValueError:
+    return FlexValueError(
+        f"The arguments are on a device of architecture {own}, and target is {target!r}. Give CPU tensors to inspect "
+        f"for another device."
+    )
 
 
 def no_interpreter(command: str) -> FlexRuntimeError:

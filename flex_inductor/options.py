@@ -16,6 +16,7 @@ class BackendOptions(NamedTuple):
     configs: dict[str, dict[str, int]] | None = (
         None  # sizes of kernels, by kernel and name; refused ones raise
     )
+    verify: bool = False  # check what each call computes, and its gradients, when it runs
 
 
 def split_options(options: dict[str, Any] | None) -> tuple[BackendOptions, dict[str, Any]]:
@@ -39,6 +40,8 @@ def split_options(options: dict[str, Any] | None) -> tuple[BackendOptions, dict[
         raise errors.bad_option(
             "options", "configs", own["configs"], "sizes by kernel, like {'forward': {'block_m': 64}}"
         )
+    if not isinstance(own.get("verify", False), bool):
+        raise errors.bad_option("options", "verify", own["verify"], "True or False")
     return BackendOptions(**own), inductors
 
 
@@ -90,6 +93,8 @@ def own_constants(options: BackendOptions) -> dict[str, Any]:
     constants: dict[str, Any] = {"build": build.FINGERPRINT}
     if options.route is not None:
         constants["route"] = options.route
+    if options.verify:
+        constants["verify"] = True
     if options.configs:
         constants["configs"] = tuple(
             (kernel, tuple(sizes.items())) for kernel, sizes in options.configs.items()

@@ -60,9 +60,10 @@ def choose(
     tuning; without it all of `fitting` are left for whoever can time them.
     """
     left_out = tuple(_line(config, reason) for config, reason in rejected)
+    others: tuple[tuple[str, str], ...] = ()
     wanted = demanded(problem, kernel)
     if wanted:
-        chosen, others, why = [fitting[0]._replace(**wanted)], (), "asked for"
+        chosen, why = [fitting[0]._replace(**wanted)], "asked for"
     elif not inductor_config.max_autotune or len(fitting) == 1:
         chosen, why = [fitting[0]], f"first of {len(fitting)} that fit; not timed"
         others = (*(_line(config, "not timed") for config in fitting[1:]), *left_out)

@@ -30,22 +30,10 @@ class ChunkedRoute:
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         call = inputs
-        guarded = problem.mask_mod is not None or problem.schedule is not None
-        score, mask, joint = (
-            "" if graph is None else split(graph, lanes, guarded=guarded).to_text()
-            for graph, lanes in (
-                (problem.score_mod, SCORE_LANES),
-                (problem.mask_mod, MASK_LANES),
-                (problem.joint, JOINT_LANES),
-            )
-        )
-        schedule = (problem.schedule or "", list(problem.blocks or ()), list(call.schedule[2:10]))
-        common = (*schedule, score, mask, call.scale)
-        captures = (list(call.score_captures), list(call.mask_captures))
-        qkv = (call.query, call.key, call.value)
+        qkv, common, captures = op_arguments(problem, call)
         if problem.direction == "forward":
             return _call(torch.ops.flex_inductor.chunked_forward.default, *qkv, *common, *captures)
-        return self._lower_backward(problem, call, qkv, common, captures, joint)
+        return self._lower_backward(problem, call, qkv, common, captures, mod_texts(problem)["joint"])
 
     def _lower_backward(self, problem, call, qkv, common, captures, joint) -> Any:
         wanted = chunked_ops.wanted_gradients(problem.joint, len(call.score_captures))
@@ -57,6 +45,29 @@ class ChunkedRoute:
         found = iter(grads)
         d_qkv = [next(found) if name in call.options["wants"] else None for name in "qkv"]
         return (*d_qkv, tuple(next(found) if want else None for want in wanted))
+
+
+def mod_texts(problem: AttentionProblem) -> dict[str, str]:
+    """The call's graphs as text, empty where there is none."""
+    guarded = problem.mask_mod is not None or problem.schedule is not None
+    graphs = (
+        ("score_mod", problem.score_mod, SCORE_LANES),
+        ("mask_mod", problem.mask_mod, MASK_LANES),
+        ("joint", problem.joint, JOINT_LANES),
+    )
+    return {
+        name: "" if graph is None else split(graph, lanes, guarded=guarded).to_text()
+        for name, graph, lanes in graphs
+    }
+
+
+def op_arguments(problem: AttentionProblem, call: Any) -> tuple[tuple, tuple, tuple]:
+    """What the ops that take mods as text are called with: inputs, schedule with mods and scale, captures."""
+    texts = mod_texts(problem)
+    schedule = (problem.schedule or "", list(problem.blocks or ()), list(call.schedule[2:10]))
+    common = (*schedule, texts["score_mod"], texts["mask_mod"], call.scale)
+    captures = (list(call.score_captures), list(call.mask_captures))
+    return (call.query, call.key, call.value), common, captures
 
 
 def _call(op: Any, *args: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._logging import trace_structured
 
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         return f"{self.kernel} {config_text(self.config)} ({self.why})"
 
 
-def config_text(config: dict[str, int]) -> str:
+def config_text(config: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
 
@@ -46,7 +46,8 @@ class Decision(NamedTuple):
     kernels: tuple[Choice, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"call:     {self.call}", f"chosen:   {self.chosen} ({self.why})"]
+        why = f" ({self.why})" if self.why else ""
+        lines = [f"call:     {self.call}", f"chosen:   {self.chosen}{why}"]
         lines += [f"config:   {choice}" for choice in self.kernels]
         lines += [f"rejected: {name}: {reason}" for name, reason in self.rejected]
         lines += [f"note:     {note}" for note in self.notes]
@@ -105,4 +106,4 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
             notes = tuple(route.notes(problem))
             return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
         rejected.append((route.name, why if not usable else f"not asked for; {why}"))
-    raise errors.route_refused(demanded, rejected)
+    raise errors.route_refused(demanded, Decision(problem.describe(), "none", "", tuple(rejected)))

@@ -16,6 +16,7 @@ from flex_inductor.op.schedule import schedule_of
 from .decision import decide, record
 from .problem import AttentionProblem
 from .routes import ROUTES
+from .verify import verified
 
 if TYPE_CHECKING:  # torch._inductor.graph imports the module whose import brings this one
     from torch._inductor.graph import GraphLowering
@@ -60,7 +61,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     outputs = route.lower(problem, call)
     decision = decision._replace(kernels=tuple(problem.kernels))
     _bring_along(V.graph, record(decision, V.graph.current_node.name))
-    return outputs
+    return verified(problem, call, outputs) if problem.options.get("verify") else outputs
 
 
 def _bring_along(graph: GraphLowering, line: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -47,6 +49,31 @@ def refusal(program: LaneProgram, field: str, own_lowerings: Container[Any]) -> 
 
 def _graph(part: Any) -> fx.Graph:
     return part.graph
+
+
+def with_reciprocals(program: LaneProgram) -> LaneProgram:
+    """Scores and their gradients times a number's reciprocal where the mod divides by it: one more rounding.
+
+    What is made of indices alone is still divided: it may be meant to come out whole.
+    """
+    lane = copy.deepcopy(program.lane)
+    placeholders = _graph(lane).find_nodes(op="placeholder")
+    scored = {
+        node
+        for name, node in zip(program.lanes, placeholders, strict=False)
+        if name in ("score", "grad_score")
+    }
+    for node in _graph(lane).nodes:
+        if not scored & {*node.all_input_nodes}:
+            continue
+        scored.add(node)
+        if node.target not in (aten.div.Tensor, aten.div.Scalar) or node.kwargs:
+            continue
+        divided, by = node.args
+        kept = divided.meta.get("val", node.meta["val"]).dtype == torch.float32
+        if kept and isinstance(by, int | float) and by and math.isfinite(1 / by):
+            node.target, node.args = aten.mul.Tensor, (divided, 1 / by)
+    return program._replace(lane=lane)
 
 
 def realized(value: Any) -> Any:

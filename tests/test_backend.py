@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from flex_inductor import flex_attention
+from flex_inductor import FlexError, flex_attention
 
 
 def without_attention(x):
@@ -76,3 +76,17 @@ def test_eager_and_plain_inductor_serve_the_op_too():
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, backend=backend, fullgraph=True)
         torch.testing.assert_close(compiled(*qkv), expected)
+
+
+def test_a_refusal_is_the_decision_and_not_a_stack_of_frames():
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, backend="flex_inductor", options={"route": "triton"})
+    with pytest.raises(FlexError) as refused:
+        compiled(*(torch.randn(1, 2, 24, 8) for _ in range(3)))
+    assert str(refused.value).startswith(
+        "route 'triton' was asked for and cannot serve this call.\n"
+        "call:     forward float32 on cpu, B1 H2 M24 N24 D8\n"
+        "chosen:   none\n"
+        "rejected: triton: for GPUs; on CPU only with Triton's interpreter\n"
+    )
+    assert not [entry for entry in refused.traceback if "torch/_inductor" in str(entry.path)]

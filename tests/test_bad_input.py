@@ -157,7 +157,7 @@ backend option:
             torch.compile(make, backend="flex_inductor", options={"rout": "chunked"})(2)
         self.assertExpectedInline(
             str(raised.value).splitlines()[1],
-            """FlexValueError: torch.compile(backend="flex_inductor", options=...) has no option 'rout'. Known: any of torch._inductor.list_options(), configs, route.""",
+            """FlexValueError: torch.compile(backend="flex_inductor", options=...) has no option 'rout'. Known: any of torch._inductor.list_options(), configs, route, verify.""",
         )
 
     def test_route_that_is_not_there(self):

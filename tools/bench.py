@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import bench_cpu, bench_gpu, bench_masks
+from . import bench_cpu, bench_gpu, bench_masks, bench_static
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -17,6 +17,7 @@ def _register_kinds(kinds: argparse._SubParsersAction) -> None:
     bench_cpu.register(kinds)
     bench_gpu.register(kinds)
     bench_masks.register(kinds)
+    bench_static.register(kinds)
 
 
 def main() -> int:

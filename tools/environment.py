@@ -14,7 +14,6 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
 
     Nothing compiled inside is cached, and Triton's driver is put back at the end.
     """
-    import torch._functorch.config as functorch_config
     import torch._inductor.graph
     import torch._inductor.scheduler
     from torch._inductor import config
@@ -26,9 +25,9 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         return load(name, source)
 
     with (
-        mock.patch.object(driver, "_active", _Driver(target)),
-        config.patch({"cpu_backend": "triton", "fx_graph_cache": False}),
-        functorch_config.patch({"enable_autograd_cache": False}),
+        mock.patch.object(driver, "_active", Driver(target)),
+        _uncached(),
+        config.patch({"cpu_backend": "triton"}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
         # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
         mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),
@@ -37,7 +36,44 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         yield
 
 
-class _Driver:
+@contextlib.contextmanager
+def triton_unbuilt(load: Callable[[str, str], Any]) -> Iterator[None]:
+    """Graphs for a GPU that is there, up to their kernels: `load(name, source)` takes the place of compiling one."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def triton(_self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
+        return load(name, source)
+
+    with _uncached(), mock.patch.object(AsyncCompile, "triton", triton):
+        yield
+
+
+@contextlib.contextmanager
+def cpp_unbuilt() -> Iterator[None]:
+    """Graphs compiled inside get C++ kernels that nothing compiles, and are not cached."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def unbuilt(*_args: Any, **_kwargs: Any) -> Any:
+        return None
+
+    with (
+        _uncached(),
+        mock.patch.object(AsyncCompile, "cpp_pybinding", unbuilt),
+        mock.patch.object(AsyncCompile, "cpp", unbuilt),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    import torch._functorch.config as functorch_config
+    from torch._inductor import config
+
+    with config.patch({"fx_graph_cache": False}), functorch_config.patch({"enable_autograd_cache": False}):
+        yield
+
+
+class Driver:
     """What Inductor and Triton ask of a driver before a kernel runs."""
 
     def __init__(self, target: Any):

@@ -8,9 +8,10 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .generated import GeneratedKernel
+from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -24,6 +25,49 @@ class Resources:
     shared_bytes: int | None
     instructions: dict[str, int] | None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+class Multiprocessor(NamedTuple):
+    """What programs share that run on it at once."""
+
+    registers: int
+    threads: int
+    shared_bytes: int
+    programs: int
+    reserved_bytes: int  # of shared memory, for each program
+
+
+_MULTIPROCESSORS = {
+    "sm_80": Multiprocessor(65536, 2048, 164 << 10, 32, 1 << 10),
+    "sm_86": Multiprocessor(65536, 1536, 100 << 10, 16, 1 << 10),
+    "sm_90": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
+    "sm_100": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
+    "sm_120": Multiprocessor(65536, 1536, 100 << 10, 24, 1 << 10),
+    # Four units, each with 512 registers of 64 lanes and at most 8 waves.
+    "gfx942": Multiprocessor(4 * 512 * 64, 4 * 8 * 64, 64 << 10, 32, 0),
+}
+
+
+class Occupancy(NamedTuple):
+    programs: int  # that a multiprocessor runs at once
+    limit: str  # what keeps it from more
+
+
+def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
+    """None where the resources or the device are not known."""
+    device = _MULTIPROCESSORS.get(target)
+    if device is None or found.registers is None or found.shared_bytes is None:
+        return None
+    threads = warps * (64 if target.startswith("gfx") else 32)
+    registers = -(-max(found.registers, 1) // 8) * 8  # they are handed out by the eight
+    limits = {
+        "registers": device.registers // (registers * threads),
+        "shared memory": device.shared_bytes // (found.shared_bytes + device.reserved_bytes or 1),
+        "threads": device.threads // threads,
+        "programs": device.programs,
+    }
+    limit = min(limits, key=lambda name: limits[name])
+    return Occupancy(limits[limit], limit)
 
 
 def gpu_target(target: str) -> Any:
@@ -55,13 +99,9 @@ def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) ->
 def resources(compiled: Any, target: str) -> Resources:
     if target.startswith("gfx"):
         return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", cubin)
-        sass = _tool("nvdisasm", "-c", cubin)
+    usage = _of_binary(compiled, "cuobjdump", "-res-usage")
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", sass)
+    operations = [instruction.operation for instruction in machine_code(compiled)]
     return Resources(
         found["REG"],
         found["STACK"] + found["LOCAL"],
@@ -70,11 +110,20 @@ def resources(compiled: Any, target: str) -> Resources:
     )
 
 
-def _tool(name: str, *arguments: Any) -> str:
+def machine_code(compiled: Any) -> list[Instruction]:
+    """Of a kernel for NVIDIA."""
+    return instructions(_of_binary(compiled, "nvdisasm", "-c"))
+
+
+def _of_binary(compiled: Any, tool: str, *options: str) -> str:
+    """What a tool of CUDA's, shipped with Triton, says of a kernel."""
     import triton
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
 
 
 def _amd(assembly: str, shared: int) -> Resources:
@@ -98,8 +147,8 @@ def _amd(assembly: str, shared: int) -> Resources:
 
 # The first pattern that matches an operation's start names its class.
 _NVIDIA = {
-    "tensor": r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA",
-    "local": r"LDL|STL",
+    "tensor": TENSOR_CORE,
+    "local": LOCAL_MEMORY,
     "global": r"LDG|STG|RED|ATOM(?!S)|LD\b|ST\b|LDGSTS|UTMA|UBLKCP",
     "shared": r"LDS|STS|STSM|LDTM|STTM|ATOMS|UTCCP",
     "special": r"MUFU",

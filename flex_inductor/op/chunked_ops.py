@@ -33,17 +33,19 @@ def wanted_gradients(joint: Any, count: int) -> list[bool]:
     return [output is not None for output in outputs[1:]]
 
 
-def _mods(
+def mods_from(
     score_mod: str, mask_mod: str, score_captures: list[Tensor], mask_captures: list[Tensor]
 ) -> chunked.Mods:
-    return chunked.Mods(_program(score_mod), _program(mask_mod), tuple(score_captures), tuple(mask_captures))
+    return chunked.Mods(
+        program_from(score_mod), program_from(mask_mod), tuple(score_captures), tuple(mask_captures)
+    )
 
 
-def _program(text: str) -> LaneProgram | None:
+def program_from(text: str) -> LaneProgram | None:
     return LaneProgram.from_text(text) if text else None
 
 
-def _schedule(form: str, blocks: list[int], tensors: list[Tensor | None]) -> Schedule | None:
+def schedule_from(form: str, blocks: list[int], tensors: list[Tensor | None]) -> Schedule | None:
     return FORMS[form](*blocks, *tensors) if form else None
 
 
@@ -52,8 +54,8 @@ def _schedule(form: str, blocks: list[int], tensors: list[Tensor | None]) -> Sch
 def _forward(
     query, key, value, form, blocks, schedule, score_mod, mask_mod, scale, score_captures, mask_captures
 ):  # fmt: skip
-    mods = _mods(score_mod, mask_mod, score_captures, mask_captures)
-    return chunked.forward(query, key, value, _schedule(form, blocks, schedule), mods, scale)
+    mods = mods_from(score_mod, mask_mod, score_captures, mask_captures)
+    return chunked.forward(query, key, value, schedule_from(form, blocks, schedule), mods, scale)
 
 
 @torch.library.register_fake("flex_inductor::chunked_forward", lib=_library)
@@ -67,10 +69,10 @@ def _backward(
     query, key, value, out, lse, grad_out, grad_lse, form, blocks, schedule, score_mod, mask_mod, scale, joint,
     wants, wanted_captures, score_captures, mask_captures,
 ):  # fmt: skip
-    mods = _mods(score_mod, mask_mod, score_captures, mask_captures)
+    mods = mods_from(score_mod, mask_mod, score_captures, mask_captures)
     *grads, captured = chunked.backward(
         query, key, value, out, lse, grad_out, grad_lse,
-        _schedule(form, blocks, schedule), mods, _program(joint), scale, [name in wants for name in "qkv"],
+        schedule_from(form, blocks, schedule), mods, program_from(joint), scale, [name in wants for name in "qkv"],
     )  # fmt: skip
     return [grad for grad in (*grads, *captured) if grad is not None]
 

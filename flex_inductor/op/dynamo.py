@@ -29,7 +29,7 @@ from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from .. import compat, errors
-from .hop import attention, attention_backward, readable_name
+from .hop import CAPTURE_NAME, attention, attention_backward, readable_name
 from .lift import names_in
 from .tracing import (
     INDEX_DTYPE,
@@ -91,6 +91,8 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
         self._check(_check_captures, name, graph, names, _example_of(query))
+        for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
+            placeholder.meta[CAPTURE_NAME] = capture
         outer += _lift_lengths(tx, graph, outer, len(lanes))
         floats = score_dtype(_example_of(query).dtype)
         captures = tuple(

@@ -107,11 +107,16 @@ def _lift_captures(call: AttentionCall) -> AttentionCall:
     return call
 
 
+CAPTURE_NAME = "flex_inductor_capture"  # the key of a placeholder's meta under which Dynamo's rule puts it
+
+
 def capture_names(mod: Any, count: int) -> tuple[str, ...]:
     """What a person calls the last `count` arguments of `mod`."""
     if isinstance(mod, fx.GraphModule):
-        names = [node.name for node in mod.graph.nodes if node.op == "placeholder"]
-        return tuple(readable_name(name) for name in names[len(names) - count :])
+        nodes = mod.graph.find_nodes(op="placeholder")
+        return tuple(
+            node.meta.get(CAPTURE_NAME) or readable_name(node.name) for node in nodes[len(nodes) - count :]
+        )
     return getattr(mod, "names", ()) or tuple(f"capture_{i}" for i in range(count))
 
 

@@ -155,8 +155,9 @@ def names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
         defaults = {name: p.default for name, p in inspect.signature(mod).parameters.items()}
         for name, value in {**variables.globals, **variables.nonlocals, **defaults}.items():
             yield from _names_of(name, value)
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                yield from names_in(value, seen)
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(inner, (types.FunctionType, types.MethodType, functools.partial)):
+                    yield from names_in(inner, seen)
     else:
         yield from _names_of("self", mod)
 

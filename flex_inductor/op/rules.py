@@ -24,7 +24,7 @@ from .hop import AttentionCall, BackwardCall, attention, attention_backward, lan
 from .layout import empty_like_layout
 from .program import split
 from .schedule import schedule_of
-from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes
+from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, keeping_lines
 
 
 def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
@@ -104,7 +104,7 @@ def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, 
         with disable_proxy_modes_tracing():
             examples = example_lanes(call.query, lanes)
         with LaneIndexing():
-            graph = mark_checked(reenter_make_fx(mod)(*examples, *captures))
+            graph = mark_checked(reenter_make_fx(keeping_lines(mod))(*examples, *captures))
         name = mode.tracer.get_fresh_qualname(field)
         mode.tracer.root.register_module(name, graph)
         graphs[field] = graph

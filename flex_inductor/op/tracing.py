@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -134,12 +135,26 @@ def _fake_like(capture: Any, fake_mode: FakeTensorMode) -> Any:
         )
 
 
+def keeping_lines(mod: Callable) -> Callable:
+    """`mod`, so that what is traced of a graph knows the line of the user's code that each node comes from."""
+    if not isinstance(mod, fx.GraphModule):
+        return mod
+
+    def run(*args: Any) -> Any:
+        with traceback.preserve_node_meta():
+            return fx.Interpreter(mod).run(*args)
+
+    return run
+
+
 def trace_mod(mod: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
     """The FX graph of `mod(*lanes, *captures)`, which holds aten ops only."""
 
+    run = keeping_lines(mod)
+
     def value(*args):
         with LaneIndexing():
-            return mod(*args)
+            return run(*args)
 
     return _trace(value, lanes, query, captures)
 
@@ -153,6 +168,10 @@ def trace_joint(
     A capture that is not wanted, or that the score does not depend on, has None for its gradient.
     """
 
+    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+    run = keeping_lines(score_mod)
+
     def joint(score, b, h, q_idx, kv_idx, grad, *captures):
         with torch.enable_grad(), LaneIndexing():
             score = score.detach().requires_grad_()
@@ -160,7 +179,12 @@ def trace_joint(
                 capture.detach().requires_grad_() if want else capture
                 for capture, want in zip(captures, wanted, strict=True)
             ]
-            new_score = score_mod(score.clone(), b, h, q_idx, kv_idx, *sources)
+            with torch.autograd.set_detect_anomaly(
+                True, check_nan=False
+            ):  # autograd's nodes then know lines too
+                new_score = run(score.clone(), b, h, q_idx, kv_idx, *sources)
+            if new_score.grad_fn is not None:
+                setup_stacktrace_preservation_hooks([new_score.grad_fn])
             sources = [score, *(c for c, want in zip(sources, wanted, strict=True) if want)]
             grads: Sequence[Tensor | None]
             if new_score.requires_grad:

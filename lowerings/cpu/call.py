@@ -15,7 +15,7 @@ from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..choice import choose
 from ..problem import AttentionProblem
-from ..subgraphs import realized
+from ..subgraphs import realized, with_reciprocals
 from . import lanes, template, tuner
 from .configs import Caches, candidates
 
@@ -25,7 +25,7 @@ INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/in
 def programs(problem: AttentionProblem) -> dict[str, LaneProgram | None]:
     masked = problem.mask_mod is not None
     return {
-        field: None if graph is None else split(graph, names, guarded=guarded)
+        field: None if graph is None else with_reciprocals(split(graph, names, guarded=guarded))
         for field, graph, names, guarded in (
             ("score_mod", problem.score_mod, SCORE_LANES, masked),
             ("mask_mod", problem.mask_mod, MASK_LANES, False),

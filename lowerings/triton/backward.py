@@ -30,7 +30,8 @@ ONE_PASS = "backward_onepass"
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     found = mods(problem, call)
-    tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "lse")}
+    tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value")}
+    tensors["exponent"] = _exponent(call)
     tensors["grad_out"] = _grad_out(problem, call)
     tensors["delta"] = _delta(call)
     fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
@@ -70,6 +71,14 @@ def _grad_out(problem: AttentionProblem, call: Any) -> Any:
     size = [*call.query.get_size()[:3], problem.V]
     zeros = lowerings[aten.full](size, 0, dtype=problem.dtype, device=problem.device)
     return realized(zeros)
+
+
+def _exponent(call: Any) -> Any:
+    """[B, H, M]: the logsumexp in base two, which every tile subtracts; rows without live lanes have inf, so that
+    their weights are 0."""
+    nothing = lowerings[aten.eq](call.lse, float("-inf"))
+    finite = lowerings[aten.where](nothing, float("inf"), call.lse)
+    return realized(lowerings[aten.mul](finite, LOG2_E))
 
 
 def _delta(call: Any) -> Any:

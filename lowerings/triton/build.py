@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
@@ -79,6 +80,12 @@ class Walk(NamedTuple):
     blocks: Tensor | None = None  # indices, or runs
 
 
+def _read_again(earlier: Sequence[Statement], later: Sequence[str]) -> int:
+    """How many tiles that `earlier` statements compute are read by `later` ones."""
+    whole = {s.text.partition(" = ")[0] for s in earlier if {"q_idx", "kv_idx"} <= s.axes}
+    return len(whole.intersection(word for line in later for word in re.findall(r"\w+", line)))
+
+
 class Builder:
     """One kernel of a call: its arguments, and the mods as statements on tiles of `tile` shape."""
 
@@ -88,10 +95,14 @@ class Builder:
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
         approximate = problem.dtype.itemsize < 4
-        self.score_code = LaneCode(self.arguments, "score_", problem.device, approximate=approximate)
-        self.mask_code = LaneCode(self.arguments, "mask_", problem.device, approximate=approximate)
+        self.nvidia = current_device(problem.device).nvidia
+        self.score_code, self.mask_code = (
+            LaneCode(self.arguments, prefix, problem.device, approximate=approximate, nvidia=self.nvidia)
+            for prefix in ("score_", "mask_")
+        )
         self.hoisted: list[str] = []
-        self.tile_loads = 0  # captured values that every lane loads or adds to
+        self.tile_loads = 0  # captured values that every lane loads
+        self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
 
     def size(self, expression: Any) -> str:
         return self.arguments.size(expression)
@@ -108,13 +119,15 @@ class Builder:
         if mod is None:
             return None
         code = self.mask_code if name == "mask" else self.score_code
-        before = len(code.statements())
+        earlier = code.statements()
         outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
         result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
         inline = Inline([], result, outputs)
         if extend is not None:
             extend(inline)
-        inline.inside.extend(self._place(code.statements()[before:]))
+        inline.inside.extend(self._place(code.statements()[len(earlier) :]))
+        if name == "joint":
+            self.tile_values += _read_again(earlier, inline.inside)
         return inline
 
     def _place(self, statements: Sequence[Statement]) -> list[str]:
@@ -126,7 +139,7 @@ class Builder:
 
     def configs(self, kind: str, **fixed: int) -> list[Config]:
         """The configs to time, or the one to use, with these sizes; called once the mods are inlined."""
-        shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads)
+        shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads, tile_values=self.tile_values)
         table, cost = TABLES[kind]
         device = current_device(self.problem.device)
         fitting, rejected = candidates(table, cost, device, shape)
@@ -184,6 +197,8 @@ class Builder:
             "group": int(p.H) // int(p.K),
             "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
             "precision": repr(dot_precision(p.dtype)),
+            "nvidia": self.nvidia,
+            "tile": self.tile,
         }
 
     def _block(self, block: int | None, length: Any) -> str | None:

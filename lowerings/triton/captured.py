@@ -155,7 +155,7 @@ def place(builder: Builder, joint: Inline, found: Sequence[Sum], leaves: Sequenc
             builder.hoisted.append(
                 f"{name}_per_unit = tl.load({builder.tensor(f'{name}_units', total.per_unit).name})"
             )
-        builder.tile_loads += where == "lane"
+        builder.tile_values += where == "lane"  # its place in the leaf
         pointed = " & ".join([*checks, *([inside_tile[where]] if where in inside_tile else [])])
         spread = builder.spread(value, "tl.float32")
         placed.append(

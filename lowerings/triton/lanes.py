@@ -73,11 +73,13 @@ class LaneCode:
     """The statements of lane graphs that may share values.
 
     `prefix` keeps their names apart from others. With `approximate`, functions may be as rough as 16-bit
-    inputs hide.
+    inputs hide. With `nvidia`, comparisons are written for that compiler.
     """
 
-    def __init__(self, arguments: Arguments, prefix: str, device: torch.device, *, approximate: bool):
-        self.kernel = _LaneKernel(arguments, prefix, device, approximate)
+    def __init__(
+        self, arguments: Arguments, prefix: str, device: torch.device, *, approximate: bool, nvidia: bool
+    ):
+        self.kernel = _LaneKernel(arguments, prefix, device, approximate, nvidia)
 
     def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Inlined]:
         """The lane graph's outputs on `lanes`. `inputs` are its captures and invariants."""
@@ -164,14 +166,17 @@ _LOWERINGS: dict[Any, Callable[..., Any]] = {
 class _LaneKernel(Kernel):
     """The state behind Inductor's printer: names, statements, and what the tensors are called."""
 
-    def __init__(self, arguments: Arguments, prefix: str, device: torch.device, approximate: bool):
+    def __init__(
+        self, arguments: Arguments, prefix: str, device: torch.device, approximate: bool, nvidia: bool
+    ):
         super().__init__(increase_kernel_count=False)
         self.cse: CSE = CSE(name_prefix=prefix)
         self.arguments, self.device = arguments, device
-        self.approximate = approximate
+        self.approximate, self.nvidia = approximate, nvidia
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
+        self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
 
     def variable(self, lane: Lane) -> CSEVariable:
@@ -196,6 +201,17 @@ class _LaneKernel(Kernel):
         for name in lanes if wide else ():
             text = re.sub(rf"\b{name}\b", f"{name}.to(tl.int64)", text)
         return text
+
+
+def _comparison(name: str) -> Callable[[Any, CSEVariable, CSEVariable], CSEVariable]:
+    def compare(self: _LaneOps, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        return self._default(name, (self.alone(x), self.alone(y)), {})
+
+    return compare
+
+
+def _exact_in_fp32(x: CSEVariable) -> bool:
+    return x.bounds.lower >= -(2**24) and x.bounds.upper <= 2**24
 
 
 _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
@@ -229,7 +245,8 @@ class _LaneOps(CSEProxy):
         limit = kernel.text(size)
         if not low:
             var = kernel.new(f"tl.where({var} < 0, {var} + {limit}, {var})", var.dtype)
-        comparisons = ([] if low else [f"({var} >= 0)"]) + ([] if high else [f"({var} < {limit})"])
+        compared = var if low and high else self.alone(var)
+        comparisons = ([] if low else [f"({compared} >= 0)"]) + ([] if high else [f"({compared} < {limit})"])
         known = str(kernel.new(" & ".join(comparisons), torch.bool)) if comparisons else None
         if var.dtype == torch.int64 and fits_int32(size):
             var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
@@ -257,6 +274,33 @@ class _LaneOps(CSEProxy):
         elif dtype in (torch.float16, torch.bfloat16):
             text, dtype = f"{text}.to(tl.float32)", torch.float32
         return kernel.new(text, dtype)
+
+    lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
+
+    def alone(self, x: CSEVariable) -> CSEVariable:
+        """`x`, to be compared: see `each_alone` in tiles.jinja."""
+        if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
+            return x
+        return self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
+
+    def add(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        return self._sum("add", x, y)
+
+    def sub(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        return self._sum("sub", x, y)
+
+    def _sum(self, name: str, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        found = self._default(name, (x, y), {})
+        if found.dtype == torch.int32:
+            self.kernel.sums[str(found)] = (name, x, y)
+        return found
+
+    def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
+        """Of a sum of integers that fp32 holds exactly: the sum of the converted, most of them outside the loop."""
+        name, *parts = self.kernel.sums.get(str(x), ("",))
+        if dtype == torch.float32 and name and all(map(_exact_in_fp32, [x, *parts])):
+            return self._default(name, tuple(self.to_dtype(part, dtype) for part in parts), {})
+        return self._default("to_dtype", (x, dtype, *args), kwargs)
 
     def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
         variable = self._default("constant", (value, dtype), {})

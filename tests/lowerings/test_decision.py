@@ -85,10 +85,12 @@ note:     BLOCK_M: too large, 32 used""",
         self.assertExpectedInline(
             str(raised.value),
             """\
-route 'fused' was asked for and cannot serve this call. Every route:
-  fused: float64 is not taken
-  split: not asked for; few queries
-  last: not asked for; all""",
+route 'fused' was asked for and cannot serve this call.
+call:     forward float32 on cpu
+chosen:   none
+rejected: fused: float64 is not taken
+rejected: split: not asked for; few queries
+rejected: last: not asked for; all""",
         )
 
     def test_record_of_a_compiled_call(self):

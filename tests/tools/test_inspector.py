@@ -95,7 +95,7 @@ def test_few_queries_split_the_keys(target):
 
 def test_only_the_forward_where_nothing_needs_a_gradient():
     q = torch.randn(1, 2, 128, 64)
-    report = flex_inductor.inspect(flex_attention, q, q, q)
+    report = flex_inductor.inspect(flex_attention, q, q, q, target="sm_90")
     (kernel,) = report.kernels
     assert (report.target, kernel.kind, kernel.name) == ("sm_90", "forward", "flex_inductor_forward_0")
     assert f"def {kernel.name}(" in kernel.source
@@ -108,7 +108,7 @@ def test_equal_calls_have_one_kernel_between_them():
         again = flex_attention(once, once, once)
         return flex_attention(again, again, again, softcap)
 
-    report = flex_inductor.inspect(two_layers, torch.randn(1, 2, 128, 64))
+    report = flex_inductor.inspect(two_layers, torch.randn(1, 2, 128, 64), target="sm_90")
     assert [kernel.kind for kernel in report.kernels] == ["forward", "forward"]
 
 
@@ -116,7 +116,9 @@ def test_a_capture_that_needs_a_gradient_brings_the_backward():
     slopes = torch.randn(2, requires_grad=True)
     q = torch.randn(1, 2, 128, 64)
     report = flex_inductor.inspect(
-        lambda q: flex_attention(q, q, q, lambda s, b, h, q_idx, kv_idx: s * slopes[h]), q
+        lambda q: flex_attention(q, q, q, lambda s, b, h, q_idx, kv_idx: s * slopes[h]),
+        q,
+        target="sm_90",
     )
     assert [kernel.kind for kernel in report.kernels] == ["forward", "backward_dq"]
 
@@ -132,6 +134,7 @@ def test_nothing_is_left_behind():
     compiled = torch.compile(lambda q: flex_attention(q, q, q), backend=backend)
     want = compiled(q)
     counted, decided = {name: dict(counts) for name, counts in counters.items()}, decisions()
+    flex_inductor.inspect(compiled, q, target="sm_90")
     flex_inductor.inspect(compiled, q)
     assert {name: dict(counts) for name, counts in counters.items()} == counted
     assert decisions() == decided
@@ -145,5 +148,5 @@ def test_unknown_target():
     with pytest.raises(FlexError) as error:
         flex_inductor.inspect(flex_attention, target="sm_70")
     assert str(error.value) == (
-        "flex_inductor.inspect['target'] is 'sm_70'; expected one of sm_80, sm_86, sm_90, sm_100, sm_120, gfx942."
+        "flex_inductor.inspect['target'] is 'sm_70'; expected one of cpu, sm_80, sm_86, sm_90, sm_100, sm_120, gfx942."
     )

@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 from flex_inductor import create_block_mask
-from flex_inductor.lowerings.cpu.backward import BackwardConfig
+from flex_inductor.lowerings.cpu import backward
 from tests.lowerings.cpu.helpers import fused
 from tests.support import Sizes, attention_of, causal, dense_of, judge
 
@@ -69,8 +69,7 @@ def test_captured(name, masked):
 @pytest.mark.parametrize("leaf_bytes", [1, 1 << 10])
 def test_leaves_too_large_for_slots(monkeypatch, leaf_bytes):
     """Heads share one slot where each has its own part of it; others have two slots at least."""
-    monkeypatch.setattr(BackwardConfig, "__new__", BackwardConfig.__new__)
-    monkeypatch.setattr(BackwardConfig.__new__, "__defaults__", (64, 128, 8, leaf_bytes))
+    monkeypatch.setattr(backward, "LEAF_BYTES", leaf_bytes)
     for name in ("dense", "negative"):
         captures, build = MODS[name]
         with torch._inductor.config.patch(force_disable_caches=True):

@@ -12,21 +12,20 @@ from torch._inductor import config as inductor_config
 import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
-    BACKWARD,
     DECODE,
+    DKDV,
+    DQ,
     FORWARD,
     ONE_PASS,
     TABLES,
     Config,
     Shape,
-    backward_cost,
     candidates,
     describe,
     forward_cost,
     known_device,
 )
 from flex_inductor.lowerings.triton.hints import hinted, without_effect
-from flex_inductor.tools.inspector import attention_kernels
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -37,7 +36,7 @@ class Reports(expecttest.TestCase):
     def test_the_table(self):
         """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
         lines = []
-        for table in (FORWARD, DECODE, BACKWARD, ONE_PASS):
+        for table in (FORWARD, DECODE, DQ, DKDV, ONE_PASS):
             lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
             for family, classes in table.items():
                 for head_dim, configs in classes.items():
@@ -50,9 +49,9 @@ forward
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   ampere 64: 128x64/4/3, 128x32/4/3, 64x64/4/3
   ampere 128: 128x64/8/2, 64x64/4/2, 128x32/8/2
-  ampere 256: 64x32/8/2, 64x32/4/1, 32x32/4/2
+  ampere 256: 64x32/4/2, 64x32/4/1, 32x32/4/2
   ampere 1024: 32x16/8/1
-  hopper 64: 128x128/8/3, 128x64/4/3, 64x64/4/3
+  hopper 64: 128x128/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
   hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
   hopper 256: 128x64/8/2, 64x64/8/2, 64x32/8/2
   hopper 1024: 32x16/8/1
@@ -84,14 +83,14 @@ decode
   consumer 128: 16x32/4/3, 16x32/4/2
   consumer 256: 16x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-backward_dq, backward_magnitudes, backward_dkdv
+backward_dq, backward_magnitudes
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 64x32/4/2
-  ampere 128: 64x64/8/1, 32x32/4/2
-  ampere 256: 32x32/8/1, 32x16/4/1
+  ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2
+  ampere 128: 128x32/8/2, 64x32/4/2, 32x32/4/2
+  ampere 256: 64x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
-  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
+  hopper 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
   hopper 256: 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
   consumer 64: 64x32/4/2, 32x32/4/2
@@ -102,21 +101,43 @@ backward_dq, backward_magnitudes, backward_dkdv
   amd 128: 32x32/4/1, 16x16/4/1
   amd 256: 16x16/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
-  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  blackwell 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
+  blackwell 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
+  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1
+backward_dkdv
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
   blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_onepass
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 64x32/4/2
+  ampere 64: 64x64/4/2, 32x64/4/2
   ampere 128: 64x64/8/1, 32x32/4/2
-  ampere 256: 32x32/8/1, 32x16/4/1
+  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
   hopper 64: 64x128/8/2, 64x64/8/2
   hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
   hopper 256: 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
-  consumer 64: 64x32/4/2, 32x32/4/2
+  consumer 64: 32x64/4/2, 32x32/4/2
   consumer 128: 32x32/4/2, 32x32/4/1
   consumer 256: 16x16/4/1
   consumer 1024: 16x16/4/1
@@ -124,7 +145,7 @@ backward_onepass
   amd 128: 32x32/4/1, 16x16/4/1
   amd 256: 16x16/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 64x64/4/2, 64x64/4/3, 64x32/4/2
+  blackwell 64: 64x128/8/2, 64x64/8/2
   blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
   blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1""",
@@ -142,55 +163,30 @@ backward_onepass
 32x16, 4 warps, 1 stages: about 262144 bytes of shared memory of 101376""",
         )
 
-
-def first(table, cost, arch, **shape):
-    kept, _ = candidates(table, cost, known_device(arch), Shape(**shape))
-    return describe(kept[0])
-
-
-def test_the_first_choice_of_every_architecture():
-    table = {
-        arch: [
-            first(table, cost, arch, D=D, V=D, bytes=2)
-            for table, cost in ((FORWARD, forward_cost), (BACKWARD, backward_cost))
-            for D in (64, 128, 256)
-        ]
-        for arch in ("sm_80", "sm_86", "sm_90", "gfx942")
-    }
-    assert table == {
-        "sm_80": [
-            "128x64, 4 warps, 3 stages",
-            "128x64, 8 warps, 2 stages",
-            "64x32, 8 warps, 2 stages",
-            "64x64, 4 warps, 2 stages",
-            "64x64, 8 warps, 1 stages",
-            "32x32, 8 warps, 1 stages",
-        ],
-        "sm_86": [
-            "64x64, 4 warps, 3 stages",
-            "64x32, 4 warps, 3 stages",
-            "64x32, 8 warps, 1 stages",
-            "64x32, 4 warps, 2 stages",
-            "32x32, 4 warps, 2 stages",
-            "16x16, 4 warps, 1 stages",
-        ],
-        "sm_90": [
-            "128x128, 8 warps, 3 stages",
-            "128x128, 8 warps, 2 stages",
-            "128x64, 8 warps, 2 stages",
-            "64x64, 4 warps, 2 stages",
-            "64x64, 8 warps, 2 stages",
-            "32x32, 8 warps, 1 stages",
-        ],
-        "gfx942": [
-            "128x64, 4 warps, 1 stages",
-            "128x64, 4 warps, 1 stages",
-            "64x32, 4 warps, 1 stages",
-            "64x64, 4 warps, 1 stages",
-            "32x32, 4 warps, 1 stages",
-            "16x16, 4 warps, 1 stages",
-        ],
-    }
+    def test_the_first_choice_of_every_architecture(self):
+        """At D64, D128 and D256 in half precision."""
+        lines = []
+        for arch in ("sm_80", "sm_86", "sm_90", "gfx942"):
+            for kind in ("forward", "backward_dq", "backward_dkdv"):
+                shapes = [Shape(D, D, 2) for D in (64, 128, 256)]
+                chosen = [candidates(*TABLES[kind], known_device(arch), shape)[0][0] for shape in shapes]
+                lines.append(f"{arch} {kind}: {'; '.join(map(describe, chosen))}")
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+sm_80 forward: 128x64, 4 warps, 3 stages; 128x64, 8 warps, 2 stages; 64x32, 4 warps, 2 stages
+sm_80 backward_dq: 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
+sm_80 backward_dkdv: 64x64, 4 warps, 2 stages; 32x64, 4 warps, 2 stages; 32x64, 8 warps, 1 stages
+sm_86 forward: 64x64, 4 warps, 3 stages; 64x32, 4 warps, 3 stages; 64x32, 8 warps, 1 stages
+sm_86 backward_dq: 64x32, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 16x16, 4 warps, 1 stages
+sm_86 backward_dkdv: 32x64, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 16x16, 4 warps, 1 stages
+sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 2 stages; 128x64, 8 warps, 2 stages
+sm_90 backward_dq: 128x64, 8 warps, 2 stages; 128x64, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
+sm_90 backward_dkdv: 64x128, 8 warps, 2 stages; 64x128, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
+gfx942 forward: 128x64, 4 warps, 1 stages; 128x64, 4 warps, 1 stages; 64x32, 4 warps, 1 stages
+gfx942 backward_dq: 64x64, 4 warps, 1 stages; 32x32, 4 warps, 1 stages; 16x16, 4 warps, 1 stages
+gfx942 backward_dkdv: 64x64, 4 warps, 1 stages; 32x32, 4 warps, 1 stages; 16x16, 4 warps, 1 stages""",
+        )
 
 
 def test_what_is_rejected_says_why():
@@ -228,37 +224,25 @@ def test_hints_change_the_kernels_they_are_for():
     assert without_effect(options) == ["PRESCALE_QK"]
 
 
-@pytest.fixture
-def decided(monkeypatch):
-    """The decisions made while kernels are only looked at."""
-    from flex_inductor.lowerings import decision, register
-
-    found = []
-    monkeypatch.setattr(
-        register, "record", lambda made, node: [found.append(made), decision.record(made, node)][1]
-    )
-    return found
-
-
 def inspected(**hints):
-    """The config that a forward for sm_80 gets."""
+    """The config that a forward for sm_80 gets, and what its decision notes."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
     attend = types.FunctionType(_attend.__code__, globals(), closure=None, argdefs=(hints,))
-    (kernel,) = flex_inductor.inspect(attend, q, target="sm_80").kernels
-    return kernel.config
+    (call,) = flex_inductor.inspect(attend, q, target="sm_80").calls
+    return call.kernels[0].config, call.decision.notes
 
 
 def _attend(q, kernel_options=None):
     return flex_attention(q, q, q, kernel_options=kernel_options)
 
 
-def test_a_hint_is_honoured_or_noted(decided):
-    config = inspected(BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
+def test_a_hint_is_honoured_or_noted():
+    config, notes = inspected(BLOCK_M=64, BLOCK_N=32, num_warps=2, num_stages=2)
     assert config == {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2}
-    assert not decided[0].notes
-    config = inspected(BLOCK_M=100, PRESCALE_QK=True)
+    assert not notes
+    config, notes = inspected(BLOCK_M=100, PRESCALE_QK=True)
     assert config["BLOCK_M"] == 128
-    assert decided[1].notes == (
+    assert notes == (
         "forward: 100x64, 4 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16",
         "PRESCALE_QK: for torch's kernels, without effect here",
     )
@@ -267,28 +251,28 @@ def test_a_hint_is_honoured_or_noted(decided):
 def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kept, _ = candidates(FORWARD, forward_cost, known_device("sm_80"), Shape(64, 64, 2))
-    assert tuned_kernel().configs == [config.launch for config in kept] and len(kept) > 3
+    assert tuned_kernel()[0].configs == [config.launch for config in kept] and len(kept) > 3
 
 
 def tuned_kernel():
     """A forward for sm_80 with max-autotune."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
     with inductor_config.patch({"max_autotune": True}):
-        (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80")
-    return kernel
+        (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_80").kernels
+    return kernel.made.triton, kernel.choice
 
 
-def test_what_the_autotuner_finds_is_kept_for_the_next_process(decided, tmp_path, monkeypatch):
+def test_what_the_autotuner_finds_is_kept_for_the_next_process(tmp_path, monkeypatch):
     """The autotuner's part is played: it calls `save_cache_hook` with the winner and how long it took to find."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    kernel, (choice,) = tuned_kernel(), decided[-1].kernels
+    kernel, choice = tuned_kernel()
     assert choice.why == f"first of {len(kernel.configs)} that fit; all are timed at the first call"
     fastest = Config(64, 64, 4, 3)
     assert fastest.launch in kernel.configs[1:]
     hook = pickle.loads(pickle.dumps(kernel.save_cache_hook))
     hook(triton.Config(fastest.constants, num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
 
-    kernel, (choice,) = tuned_kernel(), decided[-1].kernels
+    kernel, choice = tuned_kernel()
     assert kernel.configs == [fastest.launch]
     assert choice.why == "fastest when timed before" and choice.config == fastest._asdict()
     assert not hasattr(kernel, "save_cache_hook")

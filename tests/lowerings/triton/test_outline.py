@@ -55,19 +55,21 @@ class Outlines(expecttest.TestCase):
             outlines(mask_mod=causal)["forward"],
             """\
 q = load_tile(query)
+mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    mask_0 = q_idx >= kv_idx
+    mask_1 = each_alone(kv_idx)
+    mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
 count = tl.load(full_counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     v = load_tile(value_head)
@@ -83,14 +85,16 @@ store_tile(out, acc)""",
             """\
 q = load_tile(query)
 score_0 = tl.load(captured_0 + (h))
+score_3 = q_idx.to(tl.float32)
 # All keys.
 for start_n in range(0, 256, BLOCK_N):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
-    score_2 = score_1.to(tl.float32)
-    score_3 = score_0 * score_2
-    score_4 = score + score_3
+    score_2 = kv_idx.to(tl.float32)
+    score_4 = score_2 - score_3
+    score_5 = score_0 * score_4
+    score_6 = score + score_5
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
@@ -126,7 +130,7 @@ mask_0 = tl.load(captured_0 + (q_idx))
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     mask_1 = tl.load(captured_0 + (kv_idx))
@@ -136,7 +140,7 @@ for step in range(0, count * TILES):
 # Full blocks of keys.
 count = tl.load(full_counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     v = load_tile(value_head)
@@ -154,16 +158,17 @@ mask_0 = tl.full([], 200, tl.int32)
 # Blocks of keys where mask_mod decides.
 steps = tl.load(counts) * KV_TILES
 for step in range(steps * part // 4, steps * (part + 1) // 4):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    mask_1 = kv_idx < mask_0
+    mask_1 = each_alone(kv_idx)
+    mask_2 = mask_1 < mask_0
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
 steps = tl.load(full_counts) * KV_TILES
 for step in range(steps * part // 4, steps * (part + 1) // 4):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     v = load_tile(value_head)
@@ -188,20 +193,20 @@ store_tile(out, acc)""",
             """\
 q = load_tile(query)
 d_out = load_tile(grad_out)
-row_lse = tl.load(lse)
-row_delta = tl.load(delta)
 score_1 = tl.full([], 256, tl.int32)
+mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
     score_2 = score_0 + score_1
     score_3 = tl.load(captured_0 + (score_2))
     score_4 = score + score_3
-    mask_0 = q_idx >= kv_idx
+    mask_1 = each_alone(kv_idx)
+    mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
     d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
     tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
@@ -209,7 +214,7 @@ for step in range(0, count * TILES):
 # Full blocks of keys.
 count = tl.load(full_counts)
 for step in range(0, count * TILES):
-    block = tl.load(blocks)
+    block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
@@ -229,19 +234,19 @@ k = load_tile(key)
 v = load_tile(value)
 for head in range(0, 1):
     score_1 = tl.full([], 256, tl.int32)
+    mask_1 = each_alone(kv_idx)
     # Blocks of queries where mask_mod decides.
     count = tl.load(counts)
     for step in range(0, count * TILES):
-        block = tl.load(blocks)
+        block = tl.load(row_blocks)
         q = load_tile(query_head)
-        row_lse = tl.load(lse)
-        row_delta = tl.load(delta)
         score = tl.dot(k, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
         score_3 = tl.load(captured_0 + (score_2))
         score_4 = score + score_3
-        mask_0 = q_idx >= kv_idx
+        mask_0 = each_alone(q_idx)
+        mask_2 = mask_0 >= mask_1
         d_out = load_tile(d_out_head)
         dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)
         d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
@@ -249,10 +254,8 @@ for head in range(0, 1):
     # Full blocks of queries.
     count = tl.load(full_counts)
     for step in range(0, count * TILES):
-        block = tl.load(blocks)
+        block = tl.load(row_blocks)
         q = load_tile(query_head)
-        row_lse = tl.load(lse)
-        row_delta = tl.load(delta)
         score = tl.dot(k, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1

@@ -47,7 +47,7 @@ def refused(
     ):
         attend(*inputs, enable_gqa=True, **call)
     assert "route 'triton' was asked for and cannot serve this call" in str(error.value)
-    assert re.search(r"\n  triton: (.*)\n", str(error.value))[1] == message
+    assert re.search(r"\nrejected: triton: (.*)\n", str(error.value))[1] == message
 
 
 def test_a_cpu_without_the_interpreter():

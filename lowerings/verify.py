@@ -1,0 +1,61 @@
+"""The option `verify`: what a route computes is checked, as it runs, by the ops of flex_inductor.op.verify."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.virtualized import V
+
+from flex_inductor.op import verify  # noqa: F401 - defines the ops
+from flex_inductor.op.chunked_ops import wanted_gradients
+from flex_inductor.op.program import split
+from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
+
+from .chunked import mod_texts, op_arguments
+from .problem import AttentionProblem
+
+
+def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
+    """`outputs`, through an op that raises where they are wrong."""
+    from torch._inductor.lowering import fallback_handler
+
+    def checked(op: Any, *args: Any) -> Any:
+        return fallback_handler(op, add_to_fallback_set=False)(
+            *qkv, *common, *captures, _code(problem), *args
+        )
+
+    qkv, common, captures = op_arguments(problem, call)
+    if problem.direction == "forward":
+        out, lse, max_scores = outputs
+        read = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
+        # A kernel need not write what nobody reads.
+        out = checked(torch.ops.flex_inductor.verified_forward.default, out, lse if 1 in read else None)
+        return out, lse, max_scores
+    *d_qkv, d_captures = outputs
+    wanted = wanted_gradients(problem.joint, len(call.score_captures))
+    grads = [grad for grad in (*d_qkv, *d_captures) if grad is not None]
+    found = iter(
+        checked(
+            torch.ops.flex_inductor.verified_backward.default,
+            call.out, call.lse, call.grad_out, call.grad_lse, mod_texts(problem)["joint"],
+            call.options["wants"], wanted, grads,
+        )
+    )  # fmt: skip
+    d_qkv = [None if grad is None else next(found) for grad in d_qkv]
+    return (*d_qkv, tuple(None if grad is None else next(found) for grad in d_captures))
+
+
+def _code(problem: AttentionProblem) -> str:
+    """What kernels inline of the mods."""
+    graphs = (
+        ("score_mod", problem.score_mod, SCORE_LANES),
+        ("joint", problem.joint, JOINT_LANES),
+        ("mask_mod", problem.mask_mod, MASK_LANES),
+    )
+    texts = []
+    for name, graph, lanes in graphs:
+        if graph is not None:
+            lane: Any = split(graph, lanes, guarded=False).lane
+            texts.append(lane.code.strip().replace("def forward(self, ", f"def {name}("))
+    return "\n".join(texts)

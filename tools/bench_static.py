@@ -1,0 +1,362 @@
+"""`flex-inductor bench static`: what kernels ask of a GPU that is not there, ours next to torch's own.
+
+Both are rendered and compiled here, each with the config it would use untuned, and read back from the
+binary. An instruction counts once for each thread of the program that runs it: what a loop's body holds,
+times the threads, over the scores that one iteration visits, is its instructions per score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .generated import GeneratedKernel
+
+LENGTH = 1024
+BATCH, HEADS = 2, 8
+HEAD_DIMS = (64, 128, 256)
+VARIANTS = ("causal", "alibi", "softcap", "document", "bias")
+TARGETS = ("sm_90", "sm_80")
+SIDES = ("ours", "torch")
+STACK_BYTES = 16  # a thread's local memory that goes unnoticed outside of loops
+FEWER = 0.85  # of torch's instructions that are not for tensor cores, at most
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    head_dim: int
+    target: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.variant} D{self.head_dim} {self.target}"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One iteration of a main loop. What is counted is of one thread."""
+
+    work: str  # forward, dq, dkdv, backward (both at once)
+    blocks: str  # partial: mask_mod runs; full: it does not
+    instructions: int
+    tensor: int
+    local: int  # loads and stores of local memory
+    scores: float  # visited, for one thread
+    flops_per_byte: float  # of the tiles that it loads
+    repeated: float  # how often tensor cores do what has to be done once
+
+
+@dataclass(frozen=True)
+class Kernel:
+    case: Case
+    side: str
+    kind: str
+    config: dict[str, int]
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    fits: bool
+    loops: list[Loop]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What tensor cores do for one tile: `products` of its area and a head dim."""
+
+    name: str
+    products: int
+    tile: tuple[str, str]  # the side that stays and the one that is walked
+
+
+# Torch numbers the tiles of its backward: 1 for keys and values, 2 for queries.
+FORWARD = Work("forward", 2, ("BLOCK_M", "BLOCK_N"))
+DQ = Work("dq", 3, ("BLOCK_M2", "BLOCK_N2"))
+DKDV = Work("dkdv", 4, ("BLOCK_N1", "BLOCK_M1"))
+BACKWARD = Work("backward", 5, ("BLOCK_N1", "BLOCK_M1"))
+KINDS: dict[str, tuple[Work, ...]] = {  # of kernels, ours and torch's
+    "forward": (FORWARD,),
+    "backward_dq": (DQ,),
+    "backward_dkdv": (DKDV,),
+    "backward_onepass": (BACKWARD,),
+    "torch_backward": (DQ, DKDV),
+}
+PASSES = ("forward", "backward")
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "static", help="what kernels ask of a GPU that is not there, next to torch's", description=__doc__
+    )
+    parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS, help="default: all")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
+    parser.add_argument("--json", metavar="FILE", help="write all that was found")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+    import triton
+    from rich.console import Console
+    from rich.progress import Progress
+
+    cases = [Case(v, d, t) for t in arguments.target for v in VARIANTS for d in HEAD_DIMS]
+    chosen = [case for case in cases if not arguments.only or arguments.only in case.title]
+    if not chosen:
+        titles = "\n  ".join(case.title for case in cases)
+        print(f"no case contains {arguments.only!r}; there are\n  {titles}", file=sys.stderr)
+        return 2
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    kernels: list[Kernel] = []
+    missed: list[str] = []
+    print(f"torch {versions['torch']}, triton {versions['triton']}, bf16, S{LENGTH}; ours / torch's\n")
+    print(HEADER)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for case in chosen:
+            progress.update(task, description=case.title)
+            found = measure(case)
+            kernels += found
+            print("\n".join(lines_of(found)), flush=True)
+            missed += misses(found)
+            progress.advance(task)
+    print("\nGoals missed: " + ("none" if not missed else "\n" + "\n".join(f"- {line}" for line in missed)))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({**versions, "kernels": [asdict(k) for k in kernels], "missed": missed}, file, indent=2)
+    return 0
+
+
+def measure(case: Case) -> list[Kernel]:
+    """Our kernels, then torch's."""
+    from torch.nn.attention.flex_attention import flex_attention as torch_flex
+
+    from flex_inductor import flex_attention
+
+    from .inspector import attention_kernels
+    from .torch_kernels import torch_kernels
+
+    ours = attention_kernels(*_call(case, flex_attention), target=case.target)
+    torchs = torch_kernels(*_call(case, torch_flex), target=case.target)
+    return [
+        read(case, side, kernel)
+        for side, kernels in zip(SIDES, (ours, torchs), strict=True)
+        for kernel in kernels
+    ]
+
+
+def _call(case: Case, attention: Callable) -> list[Any]:
+    """A function that calls `attention`, and its arguments: all inputs need gradients, as does the bias."""
+    import torch
+
+    from flex_inductor import create_block_mask
+
+    length = LENGTH
+    document = torch.arange(length) // 300
+    slopes = torch.exp2(-torch.arange(1.0, HEADS + 1))
+    masks: dict[str, Callable] = {
+        "document": lambda b, h, q, k: (document[q] == document[k]) & (q >= k),
+    }
+    mask_mod = masks.get(case.variant, lambda b, h, q, k: q >= k)
+    mask = create_block_mask(mask_mod, None, None, length, length, "cpu")
+
+    def attend(bias: Any, query: Any, key: Any, value: Any) -> Any:
+        mods: dict[str, Callable] = {
+            "alibi": lambda s, b, h, q, k: s + slopes[h] * (k - q),
+            "softcap": lambda s, b, h, q, k: 20.0 * torch.tanh(s / 20.0),
+            "bias": lambda s, b, h, q, k: s + bias[q - k + length],
+        }
+        return attention(query, key, value, score_mod=mods.get(case.variant), block_mask=mask)
+
+    shape = (BATCH, HEADS, length, case.head_dim)
+    inputs = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    return [attend, torch.randn(2 * length, requires_grad=True), *inputs]
+
+
+def read(case: Case, side: str, kernel: GeneratedKernel) -> Kernel:
+    """Compile a kernel and read its binary."""
+    from flex_inductor.lowerings.triton.configs import known_device
+
+    from .resources import compile_for, machine_code, resources
+    from .sass import main_loops
+
+    config = kernel.configs[0]
+    compiled = compile_for(kernel, config, case.target)
+    found = resources(compiled, case.target)
+    blocks = {name: int(size) for name, size in _BLOCKS.findall(kernel.source)} | config
+    kind = _kind(kernel)
+    loops = [count(loop, KINDS[kind], blocks, case.head_dim) for loop in main_loops(machine_code(compiled))]
+    return Kernel(
+        case,
+        side,
+        kind,
+        blocks,
+        found.registers,
+        found.spill_bytes,
+        found.shared_bytes,
+        found.shared_bytes <= known_device(case.target).shared_bytes,
+        list(_named(loops)),
+    )
+
+
+_BLOCKS = re.compile(r"^\s*(BLOCK_[MN]\d?)\s*:\s*tl\.constexpr = (\d+)", re.MULTILINE)
+
+
+def _kind(kernel: GeneratedKernel) -> str:
+    from .inspector import kind
+
+    return kind(kernel) or ("torch_backward" if "backward" in kernel.name else "forward")
+
+
+def count(loop: Sequence[Any], possible: Sequence[Work], blocks: dict[str, int], head_dim: int) -> Loop:
+    """A loop that visits one tile in an iteration: neither Triton nor ptxas unrolls loops like these."""
+    from .sass import LOCAL_MEMORY, TENSOR_CORE, multiply_adds
+
+    tensor = [i for i in loop if i.matches(TENSOR_CORE)]
+    done = sum(map(multiply_adds, tensor)) * blocks["num_warps"]
+
+    def sides(work: Work) -> tuple[int, int]:
+        stays, walked = (blocks.get(side, blocks.get(side.rstrip("12"), 0)) for side in work.tile)
+        return stays, walked
+
+    def needed(work: Work) -> int:
+        return work.products * math.prod(sides(work)) * head_dim
+
+    fitting = [work for work in possible if needed(work) <= done]
+    if not fitting:
+        raise ValueError(f"{done} multiplications are too few for a tile of {blocks}")
+    work = max(fitting, key=needed)
+    stays, walked = sides(work)
+    return Loop(
+        work.name,
+        "",
+        len(loop),
+        len(tensor),
+        sum(i.matches(LOCAL_MEMORY) for i in loop),
+        stays * walked / (blocks["num_warps"] * 32),
+        work.products * stays / 2,  # two tiles of `walked` rows are loaded, of 2 bytes an element
+        done / needed(work),
+    )
+
+
+def _named(loops: Sequence[Loop]) -> Iterator[Loop]:
+    """Of the loops for the same work the first visits partial blocks, as in the source."""
+    seen: set[str] = set()
+    for loop in loops:
+        yield Loop(**{**asdict(loop), "blocks": "full" if loop.work in seen else "partial"})
+        seen.add(loop.work)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One side's instructions per score."""
+
+    all: float
+    tensor: float
+
+    @property
+    def other(self) -> float:
+        return self.all - self.tensor
+
+
+def per_score(kernels: Sequence[Kernel], blocks: str) -> Sum:
+    loops = [loop for kernel in kernels for loop in kernel.loops if loop.blocks == blocks]
+    return Sum(sum(i.instructions / i.scores for i in loops), sum(i.tensor / i.scores for i in loops))
+
+
+def of(found: Sequence[Kernel], side: str, kind: str) -> list[Kernel]:
+    """The kernels of one side for a pass."""
+    return [kernel for kernel in found if kernel.side == side and kind in kernel.kind]
+
+
+def misses(found: Sequence[Kernel]) -> list[str]:
+    """Where our kernels for one case are not what this project set itself."""
+    missed = []
+    for kind in PASSES:
+        ours, torchs = of(found, "ours", kind), of(found, "torch", kind)
+        title = f"{found[0].case.title} {kind}"
+        for kernel in ours:
+            if not kernel.fits:
+                missed.append(f"{title}: {kernel.shared_bytes} bytes of shared memory are too many")
+            if kernel.local_bytes > STACK_BYTES:
+                missed.append(f"{title}: {kernel.local_bytes} bytes of local memory")
+            missed += [
+                f"{title}: {loop.local} local loads and stores in a {loop.work} loop"
+                for loop in kernel.loops
+                if loop.local
+            ]
+        for blocks in ("partial", "full"):
+            mine, theirs = per_score(ours, blocks), per_score(torchs, blocks)
+            if mine.all > theirs.all:
+                missed.append(
+                    f"{title}, {blocks} blocks: {mine.all:.2f} instructions per score, torch's {theirs.all:.2f}"
+                )
+            fewer = FEWER if (kind, blocks) != ("forward", "full") else math.inf
+            if mine.other > fewer * theirs.other:
+                ratio = mine.other / theirs.other
+                missed.append(
+                    f"{title}, {blocks} blocks: {ratio:.2f} of torch's that are not for tensor cores"
+                )
+        for loop in [loop for kernel in ours for loop in kernel.loops]:
+            same = [i.flops_per_byte for k in torchs for i in k.loops if i.work == loop.work]
+            if same and loop.flops_per_byte < min(same) and loop.blocks == "partial":
+                missed.append(
+                    f"{title}: {loop.flops_per_byte:g} flops for a byte loaded in {loop.work}, torch's {min(same):g}"
+                )
+    return missed
+
+
+HEADER = """\
+| case | kernels | tiles, warps, stages | registers | local bytes | in loops | shared KiB | partial: per score \
+| not tensor | ratio | full: per score | not tensor | ratio | flops/byte | repeated |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def lines_of(found: Sequence[Kernel]) -> list[str]:
+    """Rows of the table: the forward, the backward."""
+    rows = []
+    for kind in PASSES:
+        sides = [of(found, side, kind) for side in SIDES]
+
+        def each(show: Callable[[Kernel], str], sides: Any = sides) -> str:
+            return " / ".join(", ".join(dict.fromkeys(map(show, kernels))) or "-" for kernels in sides)
+
+        cells = [
+            found[0].case.title,
+            kind,
+            each(tiles_of),
+            each(lambda kernel: str(kernel.registers)),
+            each(lambda kernel: str(kernel.local_bytes)),
+            each(lambda kernel: str(sum(loop.local for loop in kernel.loops))),
+            each(lambda kernel: f"{kernel.shared_bytes / 1024:.0f}{'' if kernel.fits else ' (too many)'}"),
+        ]
+        for blocks in ("partial", "full"):
+            mine, theirs = (per_score(kernels, blocks) for kernels in sides)
+            cells += [
+                f"{mine.all:.2f} / {theirs.all:.2f}",
+                f"{mine.other:.2f} / {theirs.other:.2f}",
+                f"{mine.other / theirs.other:.2f}" if theirs.other else "-",
+            ]
+        for show in ("flops_per_byte", "repeated"):
+            cells.append(each(lambda kernel, show=show: of_loops(kernel, show)))  # type: ignore[misc]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def of_loops(kernel: Kernel, field: str) -> str:
+    return ", ".join(dict.fromkeys(f"{getattr(loop, field):.3g}" for loop in kernel.loops))
+
+
+def tiles_of(kernel: Kernel) -> str:
+    tiles = [
+        f"{kernel.config[m]}x{kernel.config[m.replace('M', 'N')]}"
+        for m in ("BLOCK_M", "BLOCK_M1", "BLOCK_M2")
+        if m in kernel.config
+    ]
+    return f"{' '.join(tiles)} {kernel.config['num_warps']}w {kernel.config['num_stages']}s"

@@ -1,0 +1,227 @@
+"""`flex-inductor inspect`: a report of a function in somebody's script."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import inspect as signatures
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flex_inductor.errors import FlexError
+
+DTYPES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "i32": "int32",
+    "i64": "int64",
+    "bool": "bool",
+}
+
+
+class Refused(Exception):
+    """What the user gave cannot be inspected; the message is one line."""
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what attention calls become: decisions, graphs, schedules, kernels",
+        description=(
+            "Shows what the attention calls of a function become. Without --input the function takes nothing and "
+            "returns (fn, args); with --input it is itself called with those tensors."
+        ),
+        epilog="Example: flex-inductor inspect train.py:attend --input q=1x8x1024x64:bf16:grad --target sm_90",
+    )
+    parser.add_argument("function", nargs="?", help="path/to/script.py:function or module:function")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=SHAPE:DTYPE",
+        help="an argument, for example q=1x8x1024x64:bf16, with :grad behind where it needs a gradient",
+    )
+    parser.add_argument(
+        "--target", help="cpu, sm_80, sm_90, sm_100, gfx942... (default: where the tensors are)"
+    )
+    parser.add_argument("--no-backward", action="store_true", help="leave the backward out")
+    parser.add_argument(
+        "--kernel", metavar="NAME", help="only kernels of this kind (backward: all of its) or name"
+    )
+    parser.add_argument(
+        "--source-only", action="store_true", help="print kernels' whole sources and nothing else"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the report as a web page")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    parser.add_argument(
+        "--against", metavar="FILE", help="print what differs from a report saved with --json"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        _run(arguments)
+    except (FlexError, Refused, OSError) as error:
+        # Line breaks would hide which line is the message.
+        print(f"flex-inductor inspect: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.function is None:
+        raise Refused("needs a function: path/to/script.py:function or module:function")
+    before = None if arguments.against is None else _saved(arguments.against)
+    from .inspector import inspect
+    from .inspector.page import page
+
+    fn, args, kwargs = _called(arguments.function, arguments.input)
+    with _inspecting(arguments.function):
+        report = inspect(fn, *args, target=arguments.target, backward=not arguments.no_backward, **kwargs)
+    if arguments.html:
+        report.to_html(arguments.html)
+    if arguments.json:
+        report.to_json(arguments.json)
+    kernels = [k for k in report.kernels if _is_asked_for(k, arguments.kernel)]
+    if not kernels and arguments.kernel:
+        kinds = ", ".join(dict.fromkeys(kernel.kind for kernel in report.kernels)) or "none"
+        raise Refused(f"--kernel {arguments.kernel}: no such kernel; there is {kinds}")
+    if arguments.source_only:
+        print("\n".join(kernel.source for kernel in kernels))
+    elif before is not None:
+        from .inspector.compare import differences
+
+        print(differences(before, report.to_dict()))
+    elif arguments.html or arguments.json:
+        for path in filter(None, (arguments.html, arguments.json)):
+            print(f"written to {path}")
+    else:
+        print(page(report, kernels=kernels))
+
+
+def _is_asked_for(kernel: Any, name: str | None) -> bool:
+    return name is None or kernel.name == name or kernel.kind == name or kernel.kind.startswith(f"{name}_")
+
+
+def _saved(path: str) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text())
+        return {name: data[name] for name in ("target", "versions", "calls", "kernels")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"--against {path}: not a report saved with --json ({error})") from None
+
+
+def _called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, Any]]:
+    """The function to inspect and its arguments."""
+    given = dict(map(_input, inputs))
+    function = _found(where)
+    if given:
+        parameters = signatures.signature(function.forward if hasattr(function, "forward") else function)
+        try:
+            parameters.bind(**given)
+        except TypeError as error:
+            raise Refused(f"--input: {where}{parameters} does not take {', '.join(given)}: {error}") from None
+        return function, (), given
+    needed = [
+        p.name
+        for p in signatures.signature(function).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise Refused(
+            f"{where} takes {', '.join(needed)}: give them with --input, such as --input {needed[0]}=1x8x1024x64:bf16"
+        )
+    with _running(where):
+        made = function()
+    if (
+        not isinstance(made, tuple)
+        or len(made) != 2
+        or not callable(made[0])
+        or not isinstance(made[1], tuple)
+    ):
+        raise Refused(
+            f"{where} must return (fn, args) with a tuple of arguments, but returned a {type(made).__name__}; "
+            f"to inspect the function itself, give its arguments with --input"
+        )
+    return made[0], made[1], {}
+
+
+def _found(where: str) -> Callable:
+    place, colon, name = where.rpartition(":")
+    if not colon or not place or not name:
+        raise Refused(f"expected path/to/script.py:function or module:function, got {where!r}")
+    with _running(place):
+        module = _script(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    function = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise Refused(f"{place} has no function {name!r}; it has {', '.join(known[:20]) or 'none'}")
+    return function
+
+
+def _script(path: Path) -> Any:
+    if not path.is_file():
+        raise Refused(f"{path}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _running(what: str) -> Iterator[None]:
+    """The user's code: what it raises becomes one line, and what it prints goes to stderr."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (FlexError, Refused):
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        raise Refused(f"{what} fails: {type(error).__name__}: {error}{at}") from None
+
+
+@contextlib.contextmanager
+def _inspecting(what: str) -> Iterator[None]:
+    """Torch's own complaints on the way are not ours to show, but for the one that ends it."""
+    with _running(what), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _input(text: str) -> tuple[str, Any]:
+    """NAME=SHAPE:DTYPE[:grad] as a tensor of zeros."""
+    import torch
+
+    name, _, rest = text.partition("=")
+    shape, dtype, *flags = [*rest.split(":"), "f32"] if ":" not in rest else rest.split(":")
+    sizes = shape.split("x") if shape else []
+    if (
+        not name.isidentifier()
+        or not all(s.isdigit() for s in sizes)
+        or dtype not in DTYPES
+        or flags not in ([], ["grad"])
+    ):
+        raise Refused(
+            f"--input {text}: expected NAME=SHAPE:DTYPE such as q=1x8x1024x64:bf16, with a dtype of "
+            f"{', '.join(DTYPES)} and :grad behind where it needs a gradient"
+        )
+    tensor = torch.zeros([int(size) for size in sizes], dtype=getattr(torch, DTYPES[dtype]))
+    return name, tensor.requires_grad_(bool(flags)) if flags else tensor

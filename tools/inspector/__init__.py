@@ -1,0 +1,147 @@
+"""flex_inductor.inspect: what a function's attention calls become, for a device that need not be there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from flex_inductor import errors
+from flex_inductor.lowerings.decision import Choice
+
+from ..generated import GeneratedKernel
+from ..resources import TARGETS, Resources, compile_for, resources
+from .calls import facts_of
+from .compiling import Source, Watched, watch
+from .lines import last_line
+from .report import Call, Kernel, Report
+
+__all__ = ["Call", "Kernel", "Report", "attention_kernels", "inspect", "kind"]
+
+KNOWN_TARGETS = ("cpu", *TARGETS)
+
+
+def inspect(
+    fn: Callable, *args: Any, target: str | None = None, backward: bool = True, **kwargs: Any
+) -> Report:
+    """What the attention calls of `fn(*args, **kwargs)` become: decisions, graphs, schedules and kernels.
+
+    `fn` is a function or a module that compiles as one graph; it is traced afresh and not run. `target` is
+    "cpu" or a GPU's architecture, by default the device of the tensors; for a GPU that is not there give CPU
+    tensors of the shapes and dtypes in question. The backward is there when `backward` is and an argument,
+    a parameter or a captured tensor requires a gradient.
+    """
+    target = _target(fn, args, kwargs, target)
+    watched = _watched(fn, args, kwargs, target, backward)
+    if not watched.calls:
+        raise errors.no_attention_call(getattr(fn, "__qualname__", type(fn).__name__))
+    kernels = _kernels(watched, target)
+    calls = []
+    for number, node in enumerate(watched.calls):
+        lowered = watched.lowered.get(number)
+        if lowered:  # else its results are not used
+            own = dict.fromkeys(source for one in lowered.values() for source in one.kernels)
+            facts = facts_of(node, watched.module, watched.inputs)
+            calls.append(Call(number, facts, dict(lowered), [kernels[source] for source in own], target))
+    return Report(target, calls, _versions())
+
+
+def attention_kernels(
+    fn: Callable, *args: Any, target: str, backward: bool = True, **kwargs: Any
+) -> list[GeneratedKernel]:
+    """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
+    watched = _watched(fn, args, kwargs, target, backward)
+    return [source.triton for source in watched.choices]
+
+
+def kind(kernel: GeneratedKernel) -> str:
+    return kernel.inductor_meta.get("flex_inductor", {}).get("kind", "")
+
+
+def _watched(fn: Callable, args: Any, kwargs: Any, target: str, backward: bool) -> Watched:
+    from torch._dynamo.exc import Unsupported
+
+    try:
+        return watch(fn, args, kwargs, target, backward)
+    except Unsupported as error:
+        raise _not_traced(str(error)) from None
+
+
+def _not_traced(dynamo: str) -> errors.FlexError:
+    """From Dynamo's long text: what the user's code raised, or why tracing stopped."""
+    context = re.search(r"^ *Developer debug context: (.+)$", dynamo, flags=re.MULTILINE)
+    reason = context[1] if context else dynamo.splitlines()[0]
+    line = last_line(dynamo)
+    at = f" ({line})" if line else ""
+    if raised := re.match(r"raised exception \w+\((['\"])(.*)\1,?\)$", reason):
+        return errors.raised_while_tracing(raised[2], at)
+    return errors.not_one_graph(reason, at)
+
+
+def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
+    """The target, checked against where the tensors are."""
+    parameters = [*fn.parameters(), *fn.buffers()] if isinstance(fn, torch.nn.Module) else []
+    tensors: Iterable[Any] = (t for t in [*tree_iter((args, kwargs)), *parameters] if isinstance(t, Tensor))
+    devices = sorted({tensor.device.type for tensor in tensors})
+    if len(devices) > 1:
+        raise errors.mixed_devices(devices)
+    there = devices[0] if devices else "cpu"
+    if there not in ("cpu", "cuda"):
+        raise errors.bad_option("flex_inductor.inspect", "arguments", f"on {there}", "tensors on cpu or cuda")
+    if there == "cuda":
+        from flex_inductor.lowerings.triton.configs import current_device
+
+        own = current_device(torch.device("cuda")).arch
+        if target not in (None, own):
+            raise errors.not_this_device(target, own)
+        return own
+    if target is None:
+        return "cpu"
+    if target not in KNOWN_TARGETS:
+        raise errors.bad_option(
+            "flex_inductor.inspect", "target", target, f"one of {', '.join(KNOWN_TARGETS)}"
+        )
+    return target
+
+
+def _kernels(watched: Watched, target: str) -> dict[Source, Kernel]:
+    build = _cpu_kernel if target == "cpu" else _gpu_kernel
+    choices = watched.choices
+    with ThreadPoolExecutor() as pool:  # compilers are other processes, or leave Python's lock alone
+        built = pool.map(lambda pair: build(pair[0], pair[1], target), choices.items())
+        return dict(zip(choices, built, strict=True))
+
+
+def _gpu_kernel(source: Source, choice: Choice | None, target: str) -> Kernel:
+    import triton
+
+    assert source.triton is not None
+    config = source.triton.configs[0]
+    found = resources(compile_for(source.triton, config, target), target)
+    return Kernel(source, target, config, choice, found, f"triton {triton.__version__} for {target}")
+
+
+def _cpu_kernel(source: Source, choice: Choice | None, target: str) -> Kernel:
+    from .cpp import built_with
+
+    names = ("registers", "spill_bytes", "shared_bytes", "instructions")
+    found = Resources(None, None, None, None, dict.fromkeys(names, "a CPU's compiler is not asked"))
+    return Kernel(source, target, choice.config if choice else {}, choice, found, built_with())
+
+
+def _versions() -> dict[str, str]:
+    from flex_inductor import __version__
+
+    found = {"flex_inductor": __version__, "torch": torch.__version__}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        pass
+    return found

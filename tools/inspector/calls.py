@@ -1,0 +1,162 @@
+"""An attention call in its author's words: where it is written, its tensors, its mods and what they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from flex_inductor.masks import RunSchedule
+from flex_inductor.op import AttentionCall, attention
+from flex_inductor.op.hop import capture_names
+
+from .lines import Line, call_line, mod_lines
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        grad = ", needs a gradient" if self.needs_grad else ""
+        return f"{self.name} [{', '.join(map(str, self.shape))}] {self.dtype}{grad}"
+
+
+@dataclass(frozen=True)
+class ModFacts:
+    name: str
+    lines: tuple[Line, ...]  # those that compute something
+    captures: tuple[TensorFacts, ...]
+
+    @property
+    def where(self) -> str:
+        """The files and the span of lines in each."""
+        spans: dict[str, list[int]] = {}
+        for line in self.lines:
+            spans.setdefault(line.file, []).append(line.number)
+        return ", ".join(
+            f"{file}:{numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
+            for file, numbers in spans.items()
+        )
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """What the author wrote. `values` is the call with what the graph knows of it before it runs."""
+
+    where: Line | None
+    tensors: tuple[TensorFacts, ...]  # query, key, value
+    score_mod: ModFacts | None
+    mask_mod: ModFacts | None
+    mask: RunSchedule | None
+    no_mask: str  # why there is none
+    values: AttentionCall
+
+
+def facts_of(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> CallFacts:
+    """What Dynamo's graph says of the call at `node`."""
+    call = AttentionCall(*node.args)
+    examples = {name: _example(getattr(call, name)) for name in ("query", "key", "value")}
+    schedule, reason = _values(call.schedule, module, inputs)
+    values = call._replace(**examples, schedule=() if schedule is None else schedule)
+    captures, _ = _values(call.mask_captures, module, inputs)
+    return CallFacts(
+        call_line(node),
+        tuple(_tensor(name, value) for name, value in examples.items()),
+        _mod(call.score_mod, call.score_captures, module),
+        _mod(call.mask_mod, call.mask_captures, module),
+        _mask(call, values, captures, module),
+        "every query sees every key" if not call.schedule else reason,
+        values,
+    )
+
+
+def _example(value: Any) -> Any:
+    return value.meta["example_value"] if isinstance(value, fx.Node) else value
+
+
+def _number(size: Any) -> int:
+    """A size, or the one at hand where it is dynamic."""
+    return int(size) if isinstance(size, int) else int(size.node.hint)
+
+
+def _tensor(name: str, value: Any) -> TensorFacts:
+    if not isinstance(value, Tensor):  # a number that changes from call to call
+        return TensorFacts(name, (), type(value).__name__, False)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorFacts(name, tuple(map(_number, value.shape)), dtype, value.requires_grad)
+
+
+def _mod(mod: fx.Node | None, captures: Sequence[Any], module: fx.GraphModule) -> ModFacts | None:
+    if mod is None:
+        return None
+    graph: Any = module.get_submodule(str(mod.target))
+    name, lines = mod_lines(graph)
+    names = capture_names(graph, len(captures))
+    found = tuple(_tensor(n, _example(capture)) for n, capture in zip(names, captures, strict=True))
+    return ModFacts(name, tuple(lines), found)
+
+
+def _mask(
+    call: AttentionCall, values: AttentionCall, captures: Any, module: fx.GraphModule
+) -> RunSchedule | None:
+    if not values.schedule:
+        return None
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    from flex_inductor.op.tracing import LaneIndexing
+
+    mask_mod: Any = noop_mask
+    if call.mask_mod is not None and captures is not None:
+        graph: Any = module.get_submodule(str(call.mask_mod.target))  # type: ignore[attr-defined]
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            with LaneIndexing():
+                return graph(b, h, q_idx, kv_idx, *captures)
+
+    lengths = (_number(values.query.size(2)), _number(values.key.size(2)))
+    blocks = (int(values.schedule[0]), int(values.schedule[1]))
+    tensors: Any = values.schedule[2:10]
+    if values.schedule[-1] == "runs":
+        batch, heads = tensors[0].shape[:2]
+        return RunSchedule(*tensors, batch, heads, lengths, blocks, mask_mod)  # type: ignore[call-arg]
+    lists = BlockMask.from_kv_blocks(  # type: ignore[misc]
+        *tensors[:4],
+        BLOCK_SIZE=blocks,
+        mask_mod=mask_mod,
+        seq_lengths=lengths,
+        compute_q_blocks=False,
+    )
+    return RunSchedule.from_block_mask(lists)
+
+
+def _values(nodes: Any, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, str]:
+    """What `nodes` will be when the graph runs on `inputs`, or None and why that is not known before."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    known = dict(zip(placeholders, inputs, strict=True))
+    interpreter = fx.Interpreter(module)
+
+    def value(node: fx.Node) -> Any:
+        if node not in known:
+            if node.target is attention:
+                raise _DependsOnAttention
+            args = fx.node.map_arg(node.args, value)
+            kwargs = fx.node.map_arg(node.kwargs, value)
+            known[node] = getattr(interpreter, node.op)(node.target, args, kwargs)
+        return known[node]
+
+    try:
+        with torch.no_grad():
+            return fx.node.map_arg(nodes, value), ""
+    except _DependsOnAttention:
+        return None, "it depends on what an earlier attention call gives"
+
+
+class _DependsOnAttention(Exception):
+    pass

@@ -1,0 +1,291 @@
+"""One compilation of a function, watched: its attention calls, what was decided on each, and the kernels.
+
+Nothing runs and nothing is cached, and what others see of Dynamo and Inductor is afterwards what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from ..environment import cpp_unbuilt, triton_on_cpu, triton_unbuilt
+from ..generated import GeneratedKernel, load
+from ..resources import gpu_target
+from .lines import Notes, noted, without_notes
+
+
+@dataclass(eq=False)
+class Source:
+    """A kernel as Inductor would build it, and what it was made for."""
+
+    name: str
+    kind: str
+    text: str  # as it is built
+    noted: str  # with comments that name lines of the mods
+    triton: GeneratedKernel | None = None
+
+
+@dataclass(eq=False)
+class Lowered:
+    """One direction of one call."""
+
+    problem: Any  # AttentionProblem
+    decision: Any  # Decision
+    kernels: list[Source] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Watched:
+    """What a compilation showed. `lowered[i]` has what became of call i, by direction."""
+
+    module: fx.GraphModule | None = None  # as Dynamo traced it
+    inputs: Sequence[Any] = ()
+    calls: list[fx.Node] = field(default_factory=list)
+    lowered: dict[int, dict[str, Lowered]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def choices(self) -> dict[Source, Any]:
+        """Every distinct kernel, and the Choice of its config (None for one that has only one)."""
+        found: dict[Source, Any] = {}
+        for one in (one for call in self.lowered.values() for one in call.values()):
+            by_kind = {choice.kernel: choice for choice in one.decision.kernels}
+            for source in one.kernels:
+                found.setdefault(source, by_kind.get(source.kind))
+        return found
+
+
+def watch(fn: Callable, args: Sequence[Any], kwargs: dict[str, Any], target: str, backward: bool) -> Watched:
+    """Compile `fn(*args, **kwargs)` for `target`, up to where a compiler would be asked to build kernels."""
+    watched = Watched()
+    with _traced_afresh(), noted() as notes:
+        watching = _Watching(watched, notes, target)
+        with watching.kernels(), torch.set_grad_enabled(backward and torch.is_grad_enabled()):
+            _compile_only(watched, fn, args, kwargs)
+    return watched
+
+
+class _Compiled(Exception):
+    """Raised where the compiled function would run."""
+
+
+def _compile_only(watched: Watched, fn: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    import torch._functorch.config as functorch_config
+
+    from flex_inductor.backend import flex_inductor
+    from flex_inductor.op import attention
+    from flex_inductor.op.hop import AttentionCall
+    from flex_inductor.options import BackendOptions
+    from flex_inductor.takeover import replace_torch_nodes
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        replace_torch_nodes(module, BackendOptions())
+        watched.module, watched.inputs = module, inputs
+        watched.calls = list(module.graph.find_nodes(op="call_function", target=attention))
+        for number, node in enumerate(watched.calls):
+            call = AttentionCall(*node.args)
+            node.args = tuple(call._replace(options={**call.options, _NUMBER: number}))
+        if watched.calls:
+            with functorch_config.patch({"force_non_lazy_backward_lowering": True}):
+                flex_inductor(module, list(inputs))
+
+        def stop(*_: Any) -> None:
+            raise _Compiled
+
+        return stop
+
+    inner = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    # Dynamo keeps what it compiled with a function's code: this copy's goes when the function does.
+    fresh = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
+    with contextlib.suppress(_Compiled):
+        torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
+
+
+_NUMBER = "call"  # the op's option that says which call of the function a node is
+
+
+class _Watching:
+    """Takes notes where decisions are made, kernels are defined, and their sources are handed over."""
+
+    def __init__(self, watched: Watched, notes: Notes, target: str):
+        self.watched, self.notes, self.target = watched, notes, target
+        self.current: Lowered | None = None
+        self.defined: dict[str, list[Lowered]] = defaultdict(list)  # kernels of the graph under construction
+        self.sources: dict[tuple[str, str], Source] = {}  # by kind and text without names
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        import torch._inductor.lowering  # noqa: F401 - brings our lowerings
+
+        from flex_inductor.lowerings import register
+
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(register, "decide", self._decide(register.decide)))
+            patches.enter_context(mock.patch.object(register, "_lower", self._lower(register._lower)))
+            patches.enter_context(mock.patch.object(register, "record", self._record))
+            patches.enter_context(self._cpu() if self.target == "cpu" else self._triton())
+            yield
+
+    def _decide(self, decide: Callable) -> Callable:
+        def watching(problem: Any, routes: Sequence[Any]) -> Any:
+            number = problem.options.pop(_NUMBER)
+            route, decision = decide(problem, routes)
+            if self.target != "cpu" and problem.device.type == "cpu":
+                problem, decision = _as_on_the_target(problem, decision, routes)
+            # A checkpointed call is lowered twice.
+            self.current = self.watched.lowered[number].setdefault(
+                problem.direction, Lowered(problem, decision)
+            )
+            return route, decision
+
+        return watching
+
+    def _record(self, decision: Any, node: str) -> str:
+        assert self.current is not None
+        self.current.decision = self.current.decision._replace(kernels=decision.kernels)
+        return ""
+
+    def _lower(self, lower: Callable) -> Callable:
+        def watching(*args: Any) -> Any:
+            from torch._inductor.ir import CppTemplateBuffer
+            from torch._inductor.virtualized import V
+
+            before = len(V.graph.operations)
+            result = lower(*args)
+            for operation in V.graph.operations[before:]:
+                operation.flex_inductor_lowered = self.current  # type: ignore[attr-defined]
+                if isinstance(operation, CppTemplateBuffer):
+                    self._watch_rendering(operation)
+            return result
+
+        return watching
+
+    def _add(self, lowered: Lowered, name: str, kind: str, source: str) -> Source:
+        text = without_notes(source)
+        known = self.sources.get((kind, text.replace(name, "")))
+        if known is None:
+            known = Source(name, kind, text, self.notes.written(source))
+            self.sources[kind, text.replace(name, "")] = known
+        if known not in lowered.kernels:
+            lowered.kernels.append(known)
+        return known
+
+    # ---- Triton: a kernel is named when its call is generated; its source comes when the module is loaded
+
+    @contextlib.contextmanager
+    def _triton(self) -> Iterator[None]:
+        from flex_inductor.lowerings.triton import configs
+        from flex_inductor.lowerings.triton.kernel import KernelCall
+
+        define = KernelCall._define
+
+        def defining(operation: Any, *args: Any) -> str:
+            name = define(operation, *args)
+            self.defined[name].append(operation.flex_inductor_lowered)
+            return name
+
+        def keep(name: str, source: str) -> None:
+            for lowered in self.defined.pop(name, ()):
+                kernel = load(name, without_notes(source))
+                kind = kernel.inductor_meta["flex_inductor"]["kind"]
+                self._add(lowered, name, kind, source).triton = kernel
+
+        there = torch.cuda.is_available()
+        generating = triton_unbuilt(keep) if there else triton_on_cpu(keep, gpu_target(self.target))
+        with (
+            mock.patch.object(KernelCall, "_define", defining),
+            mock.patch.object(configs, "target", self.target),
+            generating,
+        ):
+            yield
+
+    # ---- C++: a kernel is rendered, then named
+
+    @contextlib.contextmanager
+    def _cpu(self) -> Iterator[None]:
+        from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.codegen.cpp import CppScheduling
+        from torch._inductor.utils import Placeholder
+
+        from flex_inductor.lowerings.cpu import template, tuner
+
+        class Building(AsyncCompile):  # what is timed is built
+            cpp_pybinding = AsyncCompile.cpp_pybinding
+
+        define, find = CppScheduling.define_kernel, template.source
+        self.rendered: dict[str, tuple[Lowered, str]] = {}
+        self.template = ""
+
+        def finding(name: str) -> Any:
+            self.template = name.removesuffix(".jinja")
+            return find(name)
+
+        def defining(scheduling: Any, source: str, *args: Any) -> str:
+            name = define(scheduling, source, *args)
+            if source in self.rendered:
+                lowered, kind = self.rendered.pop(source)
+                self._add(lowered, name, kind, source.replace(str(Placeholder.KERNEL_NAME), "kernel"))
+            return name
+
+        with (
+            mock.patch.object(CppScheduling, "define_kernel", defining),
+            mock.patch.object(template, "source", finding),
+            mock.patch.object(tuner, "AsyncCompile", Building),
+            cpp_unbuilt(),
+        ):
+            yield
+
+    def _watch_rendering(self, operation: Any) -> None:
+        make = operation.make_kernel_render
+
+        def making(*args: Any, **kwargs: Any) -> Any:
+            kernel, render = make(*args, **kwargs)
+
+            def rendering() -> str:
+                source = render()
+                direction = operation.flex_inductor_lowered.problem.direction
+                kind = self.template if direction == "forward" else direction
+                self.rendered[source] = (operation.flex_inductor_lowered, kind)
+                return source
+
+            return kernel, rendering
+
+        operation.make_kernel_render = making
+
+
+def _as_on_the_target(problem: Any, decision: Any, routes: Sequence[Any]) -> Any:
+    """The same call on a GPU: example tensors on the CPU stand for tensors there."""
+    there = replace(problem, device=torch.device("cuda"))
+    asked = {route.name: route for route in routes}
+    rejected = tuple(
+        (name, reason if name == "triton" else asked[name].can_use(there)[1])
+        for name, reason in decision.rejected
+    )
+    return there, decision._replace(call=there.describe(), rejected=rejected)
+
+
+@contextlib.contextmanager
+def _traced_afresh() -> Iterator[None]:
+    """What others see of Dynamo and Inductor is afterwards what it was."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+
+    before = {name: Counter(counts) for name, counts in counters.items()}
+    generated = metrics.generated_kernel_count
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(before)
+        metrics.generated_kernel_count = generated

@@ -1,0 +1,162 @@
+"""What a call takes at least: its matrix products and its memory traffic against what a device can do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flex_inductor import errors
+from flex_inductor.op.flops import _backward_flops, _forward_flops
+
+if TYPE_CHECKING:
+    from .report import Call
+
+
+class Device(NamedTuple):
+    """Peaks as their makers give them, dense: operations a second by dtype, bytes a second of memory."""
+
+    name: str
+    flops: dict[str, float]
+    bandwidth: float
+
+
+def _card(name: str, half: float, single: float, gigabytes: float) -> Device:
+    """`half` and `single`, with tensor cores where fp32 uses them as tf32, in 1e12 operations a second."""
+    peaks = {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12}
+    return Device(name, peaks, gigabytes * 1e9)
+
+
+DEVICES = {
+    card.name: card
+    for card in (
+        _card("A100", 312, 156, 2039),
+        _card("A10", 125, 62.5, 600),
+        _card("RTX 3090", 71, 35.6, 936),
+        _card("RTX 4090", 165, 82.6, 1008),
+        _card("RTX 5090", 210, 104.8, 1792),
+        _card("L40S", 362, 183, 864),
+        _card("H100", 989, 494, 3350),
+        _card("H200", 989, 494, 4800),
+        _card("B200", 2250, 1125, 8000),
+        _card("MI300X", 1307, 163, 5300),
+    )
+}
+_OF_TARGET = {
+    "sm_80": "A100",
+    "sm_86": "RTX 3090",
+    "sm_90": "H100",
+    "sm_100": "B200",
+    "sm_120": "RTX 5090",
+    "gfx942": "MI300X",
+}
+
+
+class Cost(NamedTuple):
+    """Of one direction of a call, over the tiles that its schedule visits."""
+
+    flops: int  # of the matrix products
+    bytes: int  # every tensor read or written once
+    device: str
+    seconds: float | None  # no kernel on the device can be faster; None for a dtype it has no peak for
+    bound: str  # "compute" or "memory"
+
+
+def cost_of(call: Call, direction: str, device: str | None) -> Cost:
+    forward = direction == "forward"
+    values = call.facts.values
+    flops = int((_forward_flops if forward else _backward_flops)(*_arguments(values, forward)))
+    moved = _bytes(call, forward)
+    found = _device(device, call.target)
+    dtype = call.facts.tensors[0].dtype
+    if dtype not in found.flops:
+        return Cost(flops, moved, found.name, None, "")
+    computing, moving = flops / found.flops[dtype], moved / found.bandwidth
+    return Cost(
+        flops, moved, found.name, max(computing, moving), "compute" if computing >= moving else "memory"
+    )
+
+
+def _arguments(values: Any, forward: bool) -> tuple:
+    from flex_inductor.op.hop import BackwardCall
+
+    if forward:
+        return tuple(values)
+    given = dict.fromkeys(BackwardCall._fields)
+    known = {name: getattr(values, name) for name in values._fields if name in given}
+    return tuple(BackwardCall(**{**given, **known}))
+
+
+def _bytes(call: Call, forward: bool) -> int:
+    query, key, value = call.facts.tensors
+    size = torch.empty((), dtype=getattr(torch, query.dtype)).element_size()
+    rows = query.shape[0] * query.shape[1] * query.shape[2]
+    shapes = (query.shape, key.shape, value.shape, (*query.shape[:3], value.shape[-1]))
+    q, k, v, out = map(math.prod, shapes)
+    captured = sum(
+        math.prod(capture.shape) * torch.empty((), dtype=getattr(torch, capture.dtype)).element_size()
+        for mod in (call.facts.score_mod, call.facts.mask_mod)
+        if mod
+        for capture in mod.captures
+        if hasattr(torch, capture.dtype)
+    )
+    if forward:
+        return (q + k + v + out) * size + captured
+    # The output and its gradient are read for the rows' sums; gradients are written.
+    return (2 * (q + k + v) + 2 * out) * size + 4 * rows + 2 * captured
+
+
+def _device(name: str | None, target: str) -> Device:
+    if name is None:
+        return this_cpu() if target == "cpu" else DEVICES[_OF_TARGET[target]]
+    if name not in DEVICES:
+        raise errors.bad_option("cost", "device", name, f"one of {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+@functools.cache
+def this_cpu() -> Device:
+    """This machine, measured once and kept in the cache folder."""
+    from ..env import cpu_name
+    from .record import cache_folder
+
+    threads = torch.get_num_threads()
+    path = cache_folder() / "cpu_peaks.json"
+    key = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, torch {torch.__version__}"
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        known = {}
+    if key not in known:
+        known[key] = _measured()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known))
+    peaks = known[key]
+    return Device(f"this CPU ({threads} threads)", peaks["flops"], peaks["bandwidth"])
+
+
+def _measured() -> dict[str, Any]:
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a = torch.randn(1024, 1024).to(dtype)
+        flops[str(dtype).removeprefix("torch.")] = 2 * 1024**3 / _best(lambda a=a: a @ a)
+    source = torch.empty(1 << 25)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * source.element_size()
+    return {"flops": flops, "bandwidth": moved / _best(lambda: target.copy_(source))}
+
+
+def _best(run: Any) -> float:
+    """The shortest of some runs within a quarter of a second, after one to warm up."""
+    run()
+    times: list[float] = []
+    until = time.perf_counter() + 0.25
+    while not times or time.perf_counter() < until:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,205 @@
+"""The printed report. With `stable` what another compiler, version or machine changes is shown as a dot."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flex_inductor.lowerings.decision import config_text
+
+from .calls import ModFacts
+from .cost import Cost
+from .report import Call, Kernel, Report
+
+WIDTH = 110
+
+
+def page(
+    report: Report, *, stable: bool = False, sources: bool = True, kernels: Sequence[Kernel] | None = None
+) -> str:
+    """The report as text: these kernels or all, with what is particular in their sources if `sources`."""
+    lines = [*_head(report, stable)]
+    for call in report.calls:
+        lines += ["", *_call(report, call, stable)]
+    for kernel in report.kernels if kernels is None else kernels:
+        lines += ["", *_kernel(report, kernel, stable, sources)]
+    return "\n".join(lines)
+
+
+def _head(report: Report, stable: bool) -> Iterator[str]:
+    versions = ", ".join(f"{name} {'·' if stable else v}" for name, v in report.versions.items())
+    calls, kernels = len(report.calls), len(report.kernels)
+    yield f"{_counted(calls, 'attention call')}, {_counted(kernels, 'kernel')} for {report.target} ({versions})"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _call(report: Report, call: Call, stable: bool) -> Iterator[str]:
+    facts = call.facts
+    where = f"{facts.where}: {facts.where.text}" if facts.where else "made by the caller of inspect"
+    yield f"== call {call.number}, {where}"
+    names = ", ".join(kernel.name for kernel in call.kernels)
+    kernels = f"   kernels   {names or 'none: torch operations, a chunk at a time'}"
+    if (earlier := same_as(report, call)) is not None:
+        yield f"   as call {earlier.number}"
+        if earlier.kernels != call.kernels:
+            yield kernels
+        return
+    for tensor in facts.tensors:
+        yield f"   {tensor}"
+    for name, mod in (("score_mod", facts.score_mod), ("mask_mod", facts.mask_mod)):
+        if mod is not None:
+            yield from _mod(name, mod)
+    for direction, lowered in call.lowered.items():
+        yield ""
+        yield f"   {direction}"
+        yield from _indented(decision_lines(lowered.decision), 6)
+    for text in call.graphs.values():
+        yield ""
+        yield from _indented(text.splitlines(), 3)
+    yield from ("", f"   schedule  {call.schedule or facts.no_mask}")
+    if call.schedule is not None:
+        yield from _indented([line.rstrip() for line in call.schedule.picture.splitlines()], 13)
+    for direction, cost in call.cost().items():
+        yield f"   {direction:9} {cost_text(cost, stable)}"
+    yield kernels
+
+
+def same_as(report: Report, call: Call) -> Call | None:
+    """An earlier call like this one in all but its kernels and where it is written."""
+    first = next(other for other in report.calls if _facts(other) == _facts(call))
+    return None if first is call else first
+
+
+def _facts(call: Call) -> tuple:
+    facts = call.facts
+    decisions = [(direction, lowered.decision) for direction, lowered in call.lowered.items()]
+    return (facts.tensors, facts.score_mod, facts.mask_mod, decisions, call.graphs, str(call.schedule))
+
+
+def _mod(name: str, mod: ModFacts) -> Iterator[str]:
+    where = f", {mod.where}" if mod.where else ""
+    yield f"   {name} {mod.name or 'without operations'}{where}"
+    width = max((len(str(line)) for line in mod.lines), default=0)
+    for line in mod.lines:
+        yield f"      {line!s:{width}} | {line.text}"
+    for capture in mod.captures:
+        yield f"      captures {capture}"
+
+
+def decision_lines(decision: Any) -> list[str]:
+    """The decision without what is said elsewhere: the call, and the kernels' configs."""
+    return str(decision._replace(kernels=())).splitlines()[1:]
+
+
+def cost_text(cost: Cost, stable: bool = False) -> str:
+    text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')}"
+    if cost.seconds is None:
+        return f"{text}; no peak known for this dtype on {cost.device}"
+    if stable and "CPU" in cost.device:
+        return f"{text}; at least · on ·, bound by ·"
+    return f"{text}; at least {_scaled(cost.seconds, 's')} on {cost.device}, bound by {cost.bound}"
+
+
+def _scaled(value: float, unit: str) -> str:
+    """Three digits and a prefix."""
+    prefixes = (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+        (1, ""),
+        (1e-3, "m"),
+        (1e-6, "u"),
+    )
+    for factor, prefix in prefixes:
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value * 1e9:.3g} n{unit}"
+
+
+def _kernel(report: Report, kernel: Kernel, stable: bool, sources: bool) -> Iterator[str]:
+    users = [str(call.number) for call in report.calls if kernel in call.kernels]
+    yield f"== {kernel.name}: {kernel.kind} of call{'s' if len(users) > 1 else ''} {', '.join(users)}"
+    config = dict.fromkeys(kernel.config, "·") if stable else kernel.config
+    yield f"   config    {config_text(config)}"
+    if kernel.choice is not None and not stable:
+        yield f"             {kernel.choice.why}"
+        for other, remark in kernel.choice.others:
+            yield f"             not {other}: {remark}"
+    yield f"   built by  {'·' if stable else kernel.built_with}"
+    for name, text in {**uses(kernel, stable), **_instructions(kernel, stable)}.items():
+        yield from textwrap.wrap(text, WIDTH, initial_indent=f"   {name:9} ", subsequent_indent=" " * 13)
+    if sources:
+        yield ""
+        yield from _indented(excerpt(kernel), 3)
+
+
+def uses(kernel: Kernel, stable: bool = False) -> dict[str, str]:
+    """Registers, memory and what they allow for; nothing for kernels whose compiler was not asked."""
+    found = kernel.resources
+
+    def shown(value: int | None, name: str) -> str:
+        return "·" if stable else f"unknown ({found.reasons[name]})" if value is None else str(value)
+
+    if found.registers is None and found.instructions is None:
+        return {}
+    lines = {
+        "uses": f"{shown(found.registers, 'registers')} registers, {shown(found.spill_bytes, 'spill_bytes')} bytes "
+        f"spilled, {shown(found.shared_bytes, 'shared_bytes')} bytes of shared memory"
+    }
+    if (occupancy := kernel.occupancy) is not None:
+        busy = "·" if stable else f"{occupancy.programs}, limited by {occupancy.limit}"
+        lines["occupancy"] = f"programs on a multiprocessor at once: {busy}"
+    return lines
+
+
+def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
+    found = kernel.resources.instructions
+    if found is None:
+        return {}
+    classes = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+    counted = ", ".join(f"{name} {count}" for name, count in classes)
+    return {"has": "instructions by class: " + ("·" if stable else counted)}
+
+
+def excerpt(kernel: Kernel) -> list[str]:
+    """What is particular to the call: the kernel's function, or what its mods became in a longer one."""
+    lines = kernel.source.splitlines()
+    if kernel.target != "cpu":
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"def {kernel.name}("))
+        return [line for line in lines[start:] if line.strip()]
+    bodies = re.findall(
+        r"^  const auto ((?:full|partial)_\w+) = (.*?)^  };", kernel.source, re.MULTILINE | re.DOTALL
+    )
+    found = []
+    for name, body in bodies:
+        if "TILE_ROWS" in body:
+            found += [f"{name}:", *("    " + line for line in _statements(body))]
+    return [*found, f"({len(lines)} lines in all, in Kernel.source and with --source-only)"]
+
+
+def _statements(body: str) -> list[str]:
+    """One pass of the loop over a whole vector of lanes: shorter vectors at the end of a row get the same."""
+    whole = body.partition("if(C10_UNLIKELY")[0]
+    for long, short in _SHORTER:
+        whole = re.sub(long, short, whole)
+    return [line.strip() for line in whole.splitlines() if re.search(r"^ +(auto tmp|for|\w+\.store)", line)]
+
+
+_SHORTER = (
+    (r"static_cast<int64_t>\(([^()]*)\)", r"\1"),
+    (r"at::vec::Vectorized<float>", "Vec"),
+    (r"at::vec::Vectorized<int32_t>", "Ints"),
+    (r"(?<=\d)L\b", ""),
+)
+
+
+def _indented(lines: Any, by: int) -> Iterator[str]:
+    for line in lines:
+        yield " " * by + line if line else ""

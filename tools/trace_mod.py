@@ -1,0 +1,221 @@
+"""flex_inductor.trace_mod: a mod run in plain Python on a window of real scores, every value shown by line."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flex_inductor import errors
+from flex_inductor.op.tracing import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
+
+MOST_LANES = 1 << 12
+
+
+def trace_mod(
+    mod: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    b: int = 0,
+    h: int = 0,
+    q_range: tuple[int, int] = (0, 8),
+    kv_range: tuple[int, int] = (0, 8),
+    *,
+    scale: float | None = None,
+) -> ModTrace:
+    """What `mod`, a score_mod or a mask_mod, computes for queries and keys in two ranges [start, stop).
+
+    It is called as it is, once for each pair, on 0-d tensors with the values that a kernel would give it:
+    prints and breakpoints work. `print` the result for every intermediate value by line.
+    """
+    lanes = _lanes_of(mod)
+    rows, columns = _window(q, k, b, h, q_range, kv_range)
+    raw = _scores(q[b, h, rows], k[min(b, len(k) - 1), h * k.size(1) // q.size(1), columns], scale)
+    trace = ModTrace(getattr(mod, "__name__", type(mod).__name__), rows, columns)
+    for i, m in enumerate(range(rows.start, rows.stop)):
+        for j, n in enumerate(range(columns.start, columns.stop)):
+            index = {"b": b, "h": h, "q_idx": m, "kv_idx": n}
+            given = {name: torch.tensor(at, dtype=INDEX_DTYPE, device=q.device) for name, at in index.items()}
+            recorder = _Recorder(trace, (i, j))
+            with torch.no_grad():
+                if "score" in lanes:
+                    given["score"] = raw[i, j].clone()
+                    trace.note("score", None, (i, j), given["score"])
+                with recorder:
+                    result = mod(*(given[name] for name in lanes))
+            errors.check_mod_result("score_mod" if "score" in lanes else "mask_mod", result)
+            trace.result[i, j] = result.item()
+    return trace
+
+
+@dataclass
+class Step:
+    """One operation of the mod: what it gave in each lane of the window, by (row, column)."""
+
+    text: str
+    line: Place | None
+    values: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+
+class Place(NamedTuple):
+    file: str  # its name, without folders
+    line: int
+    source: str
+
+
+class ModTrace:
+    """The steps of a mod in the order they ran, and `result`, [queries, keys]."""
+
+    def __init__(self, name: str, rows: slice, columns: slice):
+        self.name, self.rows, self.columns = name, rows, columns
+        self.steps: list[Step] = []
+        self.result = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.float64)
+        self._known: dict[Any, Step] = {}
+
+    def note(self, key: Any, place: Place | None, lane: tuple[int, int], value: Any, text: str = "") -> None:
+        if key not in self._known:
+            self._known[key] = Step(text or str(key), place)
+            self.steps.append(self._known[key])
+        self._known[key].values[lane] = value
+
+    def __str__(self) -> str:
+        rows, columns = self.rows, self.columns
+        lines = [
+            f"{self.name} on queries {rows.start} to {rows.stop - 1} (down) and keys {columns.start} to "
+            f"{columns.stop - 1} (across)"
+        ]
+        last = None
+        for step in self.steps:
+            if step.line is not None and step.line != last:
+                lines += ["", f"{step.line.file}:{step.line.line}  {step.line.source}"]
+                last = step.line
+            lines += self._grid(step)
+        return "\n".join(lines)
+
+    def _grid(self, step: Step) -> Iterator[str]:
+        shape = self.result.shape
+        cells = [[_shown(step.values.get((i, j))) for j in range(shape[1])] for i in range(shape[0])]
+        if all(row == cells[0] for row in cells):
+            cells = cells[:1]  # the same for every query
+        if all(cell == row[0] for row in cells for cell in row):
+            cells = [row[:1] for row in cells]  # the same for every key
+        if len(cells) == len(cells[0]) == 1:
+            yield f"    {step.text} = {cells[0][0]}"
+            return
+        along = {(True, False): ", for each query", (False, True): ", for each key"}
+        yield f"    {step.text} ={along.get((len(cells) > 1, len(cells[0]) > 1), '')}"
+        if len(cells[0]) == 1:
+            cells = [[row[0] for row in cells]]
+        width = max(len(cell) for row in cells for cell in row)
+        for row in cells:
+            yield "      " + " ".join(f"{cell:>{width}}" for cell in row)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return "-" if value is None else str(value)
+    if value.dim():
+        return f"[{', '.join(map(str, value.shape))}]"
+    number = value.item()
+    if isinstance(number, float):
+        return f"{number:.4g}"
+    return str(number)
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes what torch functions give, by the place in the user's code that calls them."""
+
+    def __init__(self, trace: ModTrace, lane: tuple[int, int]):
+        super().__init__()
+        self.trace, self.lane = trace, lane
+        self.met: Counter[Any] = Counter()  # a place in a loop is met again
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        frame = _users_frame(sys._getframe(1))
+        if isinstance(result, Tensor) and frame is not None and getattr(func, "__name__", "") != "__get__":
+            key = (frame.f_code, frame.f_lasti)
+            self.met[key] += 1
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            place = Place(Path(path).name, number, linecache.getline(path, number).strip())
+            text = _expression(frame) or getattr(func, "__name__", str(func))
+            self.trace.note((*key, self.met[key]), place, self.lane, result, text)
+        return result
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame that called into torch; None where that is a debugger's or this file's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename == __file__:
+        return None
+    return None if Path(frame.f_code.co_filename).name in ("pdb.py", "bdb.py", "<stdin>") else frame
+
+
+def _expression(frame: FrameType) -> str:
+    """The part of a line that is being evaluated, where Python knows it (from 3.11 on)."""
+    code: CodeType = frame.f_code
+    if not hasattr(code, "co_positions"):
+        return ""
+    positions = list(code.co_positions())
+    start, end, first, last = positions[frame.f_lasti // 2]
+    if start is None or start != end or first is None:
+        return ""
+    line = linecache.getline(code.co_filename, start)
+    return line.encode()[first:last].decode().strip()
+
+
+def _lanes_of(mod: Any) -> tuple[str, ...]:
+    """Those of a mask_mod if it can be called so, else those of a score_mod."""
+    try:
+        errors.check_arity("mask_mod", mod, MASK_LANES)
+        return MASK_LANES
+    except errors.FlexError:
+        errors.check_arity("score_mod", mod, SCORE_LANES)
+        return SCORE_LANES
+
+
+def _window(
+    q: Tensor, k: Tensor, b: int, h: int, q_range: tuple[int, int], kv_range: tuple[int, int]
+) -> tuple[slice, slice]:
+    for name, tensor in (("q", q), ("k", k)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
+            came = f"shape {[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise errors.bad_option("trace_mod", name, came, "a tensor of 4 dimensions")
+    if q.size(-1) != k.size(-1):
+        raise errors.head_dims_differ(q, k)
+    for name, index, size in (("b", b, q.size(0)), ("h", h, q.size(1))):
+        if not 0 <= index < size:
+            raise errors.bad_option("trace_mod", name, index, f"0 to {size - 1}")
+    found = []
+    for name, (start, stop), size in (("q_range", q_range, q.size(2)), ("kv_range", kv_range, k.size(2))):
+        stop = min(stop, size)
+        if not 0 <= start < stop:
+            raise errors.bad_option("trace_mod", name, (start, stop), f"(start, stop) within 0 to {size}")
+        found.append(slice(start, stop))
+    if (found[0].stop - found[0].start) * (found[1].stop - found[1].start) > MOST_LANES:
+        raise errors.bad_option(
+            "trace_mod", "q_range", q_range, f"at most {MOST_LANES} pairs of query and key"
+        )
+    return found[0], found[1]
+
+
+def _scores(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """As kernels give them to score_mod: scaled, and wider than 16 bits."""
+    dtype = score_dtype(q.dtype)
+    return (q.detach().to(dtype) @ k.detach().to(dtype).T) * (
+        1 / math.sqrt(q.size(-1)) if scale is None else scale
+    )

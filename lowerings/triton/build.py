@@ -19,7 +19,7 @@ from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE
 
 from ..choice import choose, problem_class
 from ..problem import AttentionProblem
-from ..subgraphs import invariants, realized
+from ..subgraphs import invariants, realized, with_reciprocals
 from . import timed
 from .configs import (
     TABLES,
@@ -32,9 +32,9 @@ from .configs import (
 )
 from .hints import hinted
 from .kernel import Arguments, Tensor
-from .lanes import Inlined, Lane, LaneCode, Statement
+from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
 
-ALL = frozenset(("b", "h", "q_idx", "kv_idx"))
+ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -46,7 +46,11 @@ def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
         ("mask", problem.mask_mod, MASK_LANES),
         ("joint", problem.joint, JOINT_LANES),
     )
-    return {name: split(graph, lanes, guarded=False) for name, graph, lanes in graphs if graph is not None}
+    return {
+        name: with_reciprocals(split(graph, lanes, guarded=False))
+        for name, graph, lanes in graphs
+        if graph is not None
+    }
 
 
 class Mod(NamedTuple):

@@ -1,6 +1,7 @@
 """The fused backward: one kernel for d(query) and captured tensors and one for d(key) and d(value), or one for all.
 
-One pass has five products for a tile where two have seven, but adds to d(query) in memory, by atomics.
+Wide heads have a kernel for d(key) and one for d(value): the sums for both would leave no registers. One pass has
+five products for a tile where two have seven, but adds to d(query) in memory, by atomics.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ aten = torch.ops.aten
 # Below this many programs the query heads of one KV head get programs of their own.
 ENOUGH_PROGRAMS = 512
 
+WIDEST_TOGETHER = 128  # head dim at which one kernel has registers for d(key) and d(value)
+
 ONE_PASS = "backward_onepass"
 
 
@@ -37,12 +40,11 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
     grads: dict[str, Any] = dict.fromkeys(fakes)
     joint = found.get("joint")
-    one_pass = _in_one_pass(problem)
+    of_keys = kinds(problem)
+    one_pass = ONE_PASS in of_keys
     rows = "kv_idx" if one_pass else "q_idx"
     sums = captured.sums(joint, len(call.score_captures), problem, rows) if joint else []
-    if one_pass:
-        grads.update(_dkdv(problem, call, found, tensors, fakes, ONE_PASS, sums))
-    else:
+    if not one_pass:
         if any(total.how == "units" for total in sums):
             measured = captured.magnitudes(sums, problem)
             _dq(problem, call, found, tensors, None, measured)
@@ -51,18 +53,25 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
             if "query" in problem.outputs:
                 grads["d_query"] = empty(*layout_of(fakes["d_query"]), problem.dtype, problem.device)
             _dq(problem, call, found, tensors, grads["d_query"], sums)
-        if "key" in problem.outputs or "value" in problem.outputs:
-            grads.update(_dkdv(problem, call, found, tensors, fakes))
+    for kind, wanted in of_keys.items():
+        grads.update(_dkdv(problem, call, found, tensors, fakes, kind, wanted, sums if one_pass else ()))
     d_captures: Sequence[Any] = (None,) * len(call.score_captures)
     if joint is not None:
         d_captures = captured.gradients(joint, call.score_captures, sums)
     return (*grads.values(), tuple(d_captures))
 
 
-def _in_one_pass(problem: AttentionProblem) -> bool:
-    """Where it is asked for, by a config of that name, and there is something to gain."""
-    asked = any(kernel == ONE_PASS for kernel, _ in problem.options.get("configs", ()))
-    return asked and {"query", "key"} <= set(problem.outputs)
+def kinds(problem: AttentionProblem) -> dict[str, list[str]]:
+    """The kernels in which keys stay, and whose gradients each finds; a config by its name asks for a kernel."""
+    asked = {kernel for kernel, _ in problem.options.get("configs", ())}
+    wanted = [name for name in ("key", "value") if name in problem.outputs]
+    if ONE_PASS in asked and {"query", "key"} <= set(problem.outputs):
+        return {ONE_PASS: wanted}
+    apart = {"backward_dk": ["key"], "backward_dv": ["value"]}
+    wide = max(problem.D, problem.V) > WIDEST_TOGETHER and "backward_dkdv" not in asked
+    if wide or asked & apart.keys():
+        return {kind: names for kind, names in apart.items() if names[0] in wanted}
+    return {"backward_dkdv": wanted} if wanted else {}
 
 
 def _grad_out(problem: AttentionProblem, call: Any) -> Any:
@@ -133,9 +142,12 @@ def _dkdv(
     found: dict[str, Mod],
     tensors: dict[str, Any],
     fakes: dict[str, Any],
-    kind: str = "backward_dkdv",
-    sums: Sequence[captured.Sum] = (),
+    kind: str,
+    wanted: Sequence[str],
+    sums: Sequence[captured.Sum],
 ) -> dict[str, Any]:
+    if "key" not in wanted:  # values have the same gradient whatever made the score
+        found = {name: mod for name, mod in found.items() if name != "joint"}
     builder = Builder(problem, found, ("b", "h", "kv_idx"))
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
     joint, placed = _joint(builder, found, sums)
@@ -145,7 +157,7 @@ def _dkdv(
     summed = parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
     outputs, written = {}, {}
     for name, source in (("d_key", "key"), ("d_value", "value")):
-        if source not in problem.outputs:
+        if source not in wanted:
             continue
         if summed:
             size = [problem.B, parts, problem.N, problem.D if source == "key" else problem.V]

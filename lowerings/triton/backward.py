@@ -64,7 +64,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
 def kinds(problem: AttentionProblem) -> dict[str, list[str]]:
     """The kernels in which keys stay, and whose gradients each finds; a config by its name asks for a kernel."""
     asked = {kernel for kernel, _ in problem.options.get("configs", ())}
-    wanted = [name for name in ("key", "value") if name in problem.outputs]
+    wanted: list[str] = [name for name in ("key", "value") if name in problem.outputs]
     if ONE_PASS in asked and {"query", "key"} <= set(problem.outputs):
         return {ONE_PASS: wanted}
     apart = {"backward_dk": ["key"], "backward_dv": ["value"]}
@@ -133,6 +133,7 @@ def _dq(
         configs,
         lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
         accumulated=_accumulated(placed),
+        spare=builder.spare,
     )
 
 
@@ -187,6 +188,7 @@ def _dkdv(
         configs,
         lambda config: (tiles(problem.N, config.block_n), parts, problem.B),
         accumulated=_accumulated(placed) + (["d_query_sum"] if kind == ONE_PASS else []),
+        spare=builder.spare,
     )
     if summed:
         outputs |= {name: _sum_parts(outputs[name], problem) for name in written}

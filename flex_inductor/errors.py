@@ -297,6 +297,14 @@ def route_refused(demanded: str, decision: Any) -> FlexRuntimeError:
     return FlexRuntimeError(f"{asked}\n{decision}")
 
 
+def out_of_resources(kind: str, tried: Sequence[tuple[str, str]]) -> FlexRuntimeError:
+    lines = "".join(f"\n  {config}: {reason}" for config, reason in tried)
+    return FlexRuntimeError(
+        f"no config of the kernel {kind!r} can run on this GPU. Tried:{lines}\nTry smaller tiles or fewer stages in "
+        f"options={{'configs': {{{kind!r}: ...}}}}, or options={{'route': 'chunked'}}."
+    )
+
+
 def not_tuning_results(path: Any, why: Exception) -> FlexValueError:
     return FlexValueError(
         f"{path} does not hold tuning results ({why}); expected a file that `flex-inductor tune export` wrote."

@@ -43,7 +43,7 @@ class Case:
 class Loop:
     """One iteration of a main loop. What is counted is of one thread."""
 
-    work: str  # forward, dq, dkdv, backward (both at once)
+    work: str  # forward, dq, dkdv, dk, dv, backward (all at once)
     blocks: str  # partial: mask_mod runs; full: it does not
     instructions: int
     tensor: int
@@ -79,12 +79,16 @@ class Work:
 FORWARD = Work("forward", 2, ("BLOCK_M", "BLOCK_N"))
 DQ = Work("dq", 3, ("BLOCK_M2", "BLOCK_N2"))
 DKDV = Work("dkdv", 4, ("BLOCK_N1", "BLOCK_M1"))
+DK = Work("dk", 3, ("BLOCK_N1", "BLOCK_M1"))
+DV = Work("dv", 2, ("BLOCK_N1", "BLOCK_M1"))
 BACKWARD = Work("backward", 5, ("BLOCK_N1", "BLOCK_M1"))
 KINDS: dict[str, tuple[Work, ...]] = {  # of kernels, ours and torch's
     "forward": (FORWARD,),
     "backward_dq": (DQ,),
     "backward_dkdv": (DKDV,),
-    "backward": (BACKWARD,),
+    "backward_dk": (DK,),
+    "backward_dv": (DV,),
+    "backward_onepass": (BACKWARD,),
     "torch_backward": (DQ, DKDV),
 }
 PASSES = ("forward", "backward")

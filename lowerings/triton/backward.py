@@ -1,4 +1,8 @@
-"""The fused backward: one kernel for d(query) and captured tensors, one for d(key) and d(value)."""
+"""The fused backward: one kernel for d(query) and captured tensors and one for d(key) and d(value), or one for all.
+
+Wide heads have a kernel for d(key) and one for d(value): the sums for both would leave no registers. One pass has
+five products for a tile where two have seven, but adds to d(query) in memory, by atomics.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,10 @@ aten = torch.ops.aten
 # Below this many programs the query heads of one KV head get programs of their own.
 ENOUGH_PROGRAMS = 512
 
+WIDEST_TOGETHER = 128  # head dim at which one kernel has registers for d(key) and d(value)
+
+ONE_PASS = "backward_onepass"
+
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     found = mods(problem, call)
@@ -32,21 +40,38 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
     grads: dict[str, Any] = dict.fromkeys(fakes)
     joint = found.get("joint")
-    sums = captured.sums(joint, len(call.score_captures), problem) if joint else []
-    if any(total.how == "units" for total in sums):
-        measured = captured.magnitudes(sums, problem)
-        _dq(problem, call, found, tensors, None, measured)
-        sums = captured.with_units(sums, measured)
-    if "query" in problem.outputs or sums:
-        if "query" in problem.outputs:
-            grads["d_query"] = empty(*layout_of(fakes["d_query"]), problem.dtype, problem.device)
-        _dq(problem, call, found, tensors, grads["d_query"], sums)
+    of_keys = kinds(problem)
+    one_pass = ONE_PASS in of_keys
+    rows = "kv_idx" if one_pass else "q_idx"
+    sums = captured.sums(joint, len(call.score_captures), problem, rows) if joint else []
+    if not one_pass:
+        if any(total.how == "units" for total in sums):
+            measured = captured.magnitudes(sums, problem)
+            _dq(problem, call, found, tensors, None, measured)
+            sums = captured.with_units(sums, measured)
+        if "query" in problem.outputs or sums:
+            if "query" in problem.outputs:
+                grads["d_query"] = empty(*layout_of(fakes["d_query"]), problem.dtype, problem.device)
+            _dq(problem, call, found, tensors, grads["d_query"], sums)
+    for kind, wanted in of_keys.items():
+        grads.update(_dkdv(problem, call, found, tensors, fakes, kind, wanted, sums if one_pass else ()))
     d_captures: Sequence[Any] = (None,) * len(call.score_captures)
     if joint is not None:
         d_captures = captured.gradients(joint, call.score_captures, sums)
-    if "key" in problem.outputs or "value" in problem.outputs:
-        grads.update(_dkdv(problem, call, found, tensors, fakes))
     return (*grads.values(), tuple(d_captures))
+
+
+def kinds(problem: AttentionProblem) -> dict[str, list[str]]:
+    """The kernels in which keys stay, and whose gradients each finds; a config by its name asks for a kernel."""
+    asked = {kernel for kernel, _ in problem.options.get("configs", ())}
+    wanted: list[str] = [name for name in ("key", "value") if name in problem.outputs]
+    if ONE_PASS in asked and {"query", "key"} <= set(problem.outputs):
+        return {ONE_PASS: wanted}
+    apart = {"backward_dk": ["key"], "backward_dv": ["value"]}
+    wide = max(problem.D, problem.V) > WIDEST_TOGETHER and "backward_dkdv" not in asked
+    if wide or asked & apart.keys():
+        return {kind: names for kind, names in apart.items() if names[0] in wanted}
+    return {"backward_dkdv": wanted} if wanted else {}
 
 
 def _grad_out(problem: AttentionProblem, call: Any) -> Any:
@@ -89,12 +114,7 @@ def _dq(
 ) -> None:
     builder = Builder(problem, found, ("b", "h", "q_idx"))
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
-    placed: list[captured.Placed] = []
-
-    def place(joint: Inline) -> None:
-        placed.extend(captured.place(builder, joint, sums, found["joint"].program.leaves))
-
-    joint = builder.inline("joint", place)
+    joint, placed = _joint(builder, found, sums)
     values = {
         **_values(builder, call, tensors, score_mod, mask_mod, joint),
         "walks": builder.walks(call.schedule[2:6], "keys"),
@@ -112,7 +132,8 @@ def _dq(
         builder.arguments,
         configs,
         lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
-        accumulated=[total.name for total in placed if total.how in ("atomics", "units")],
+        accumulated=_accumulated(placed),
+        spare=builder.spare,
     )
 
 
@@ -122,16 +143,22 @@ def _dkdv(
     found: dict[str, Mod],
     tensors: dict[str, Any],
     fakes: dict[str, Any],
+    kind: str,
+    wanted: Sequence[str],
+    sums: Sequence[captured.Sum],
 ) -> dict[str, Any]:
+    if "key" not in wanted:  # values have the same gradient whatever made the score
+        found = {name: mod for name, mod in found.items() if name != "joint"}
     builder = Builder(problem, found, ("b", "h", "kv_idx"))
-    score_mod, mask_mod, joint = builder.inline("score"), builder.inline("mask"), builder.inline("joint")
-    configs = builder.configs("backward_dkdv")
+    score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
+    joint, placed = _joint(builder, found, sums)
+    configs = builder.configs(kind)
     heads = _heads_in_a_program(problem, configs[0])
     parts = int(problem.H) // heads
     summed = parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
     outputs, written = {}, {}
     for name, source in (("d_key", "key"), ("d_value", "value")):
-        if source not in problem.outputs:
+        if source not in wanted:
             continue
         if summed:
             size = [problem.B, parts, problem.N, problem.D if source == "key" else problem.V]
@@ -139,24 +166,52 @@ def _dkdv(
         else:
             outputs[name] = empty(*layout_of(fakes[name]), problem.dtype, problem.device)
         written[name] = builder.tensor(name, outputs[name], written=True)
+    if kind == ONE_PASS:
+        size = [problem.B, problem.H, problem.M, problem.D]
+        outputs["d_query"] = captured.zeros(size, torch.float32, problem)
     values = {
         **_values(builder, call, tensors, score_mod, mask_mod, joint),
         **{"d_key": None, "d_value": None},
+        "d_query_sum": builder.tensor("d_query_sum", outputs["d_query"], written=True)
+        if kind == ONE_PASS
+        else None,
+        "sums": placed,
         **written,
         "walks": builder.walks(call.schedule[6:10], "queries"),
         "wants": list(written),
         "heads": heads,
     }
     KernelCall(
-        "backward_dkdv",
+        kind,
         lambda name: builder.render("backward_dkdv.jinja", name, configs, values),
         builder.arguments,
         configs,
         lambda config: (tiles(problem.N, config.block_n), parts, problem.B),
+        accumulated=_accumulated(placed) + (["d_query_sum"] if kind == ONE_PASS else []),
+        spare=builder.spare,
     )
     if summed:
-        outputs = {name: _sum_parts(grad, problem) for name, grad in outputs.items()}
+        outputs |= {name: _sum_parts(outputs[name], problem) for name in written}
+    if kind == ONE_PASS:
+        d_query = lowerings[aten.mul](outputs["d_query"], float(call.scale))
+        outputs["d_query"] = to_dtype(d_query, problem.dtype)
     return outputs
+
+
+def _joint(
+    builder: Builder, found: dict[str, Mod], sums: Sequence[captured.Sum]
+) -> tuple[Inline | None, list[captured.Placed]]:
+    """The joint program, and what it adds to captured tensors if that is to be done in this kernel."""
+    placed: list[captured.Placed] = []
+
+    def place(joint: Inline) -> None:
+        placed.extend(captured.place(builder, joint, sums, found["joint"].program.leaves))
+
+    return builder.inline("joint", place if sums else None), placed
+
+
+def _accumulated(placed: Sequence[captured.Placed]) -> list[str]:
+    return [total.name for total in placed if total.how in ("atomics", "units")]
 
 
 def _heads_in_a_program(problem: AttentionProblem, config: Config) -> int:

@@ -17,10 +17,10 @@ from torch.utils._sympy.functions import FloorDiv
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 
-from ..choice import choose, problem_class
+from ..choice import choose, demanded, problem_class
 from ..problem import AttentionProblem
-from ..subgraphs import invariants, realized
-from . import timed
+from ..subgraphs import invariants, realized, with_reciprocals
+from . import spare, timed
 from .configs import (
     TABLES,
     Config,
@@ -32,9 +32,9 @@ from .configs import (
 )
 from .hints import hinted
 from .kernel import Arguments, Tensor
-from .lanes import Inlined, Lane, LaneCode, Statement
+from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
 
-ALL = frozenset(("b", "h", "q_idx", "kv_idx"))
+ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
@@ -46,7 +46,11 @@ def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
         ("mask", problem.mask_mod, MASK_LANES),
         ("joint", problem.joint, JOINT_LANES),
     )
-    return {name: split(graph, lanes, guarded=False) for name, graph, lanes in graphs if graph is not None}
+    return {
+        name: with_reciprocals(split(graph, lanes, guarded=False))
+        for name, graph, lanes in graphs
+        if graph is not None
+    }
 
 
 class Mod(NamedTuple):
@@ -101,6 +105,8 @@ class Builder:
             for prefix in ("score_", "mask_")
         )
         self.hoisted: list[str] = []
+        self.kind = ""
+        self.spare: list[Config] = []  # for a card that has not the resources for what is chosen
         self.tile_loads = 0  # captured values that every lane loads
         self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
 
@@ -143,13 +149,17 @@ class Builder:
         table, cost = TABLES[kind]
         device = current_device(self.problem.device)
         fitting, rejected = candidates(table, cost, device, shape)
+        others = [config._replace(**fixed) for config in fitting]
         wanted = hinted(fitting[0], kind, self.problem.options)
         if wanted != fitting[0]:
             fitting = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]]
         program = "\n".join(mod.program.to_text() for mod in self.mods.values())
         fitting = [config._replace(**fixed) for config in fitting]
-        self.timed_as = problem_class(self.problem, kind, program)
-        return choose(self.problem, kind, fitting, rejected, device.key, program, time=None)
+        self.kind, self.timed_as = kind, problem_class(self.problem, kind, program)
+        chosen = choose(self.problem, kind, fitting, rejected, device.key, program, time=None)
+        if not demanded(self.problem, kind):
+            self.spare = [config for config in others if config not in chosen]
+        return chosen
 
     def spread(self, value: Inlined, dtype: str) -> str:
         """`value` with the shape of a tile."""
@@ -220,11 +230,15 @@ class Builder:
         constants = [f"{constant}: tl.constexpr" for constant in configs[0].constants]
         parameters = [*self.arguments.names, *constants]
         text = source(template).render(name=name, parameters=", ".join(parameters), **values)
-        if len(configs) == 1:
-            return text
-        keep = f"@keep_winner({self.timed_as!r}, {current_device(self.problem.device).key!r})"
+        decorators: list[tuple[Callable, tuple[Any, ...]]] = []
+        if len(configs) > 1:
+            decorators.append((timed.keep_winner, (self.timed_as, current_device(self.problem.device).key)))
+        if self.kind:
+            decorators.append((spare.or_next, (self.kind, [config.launch for config in self.spare])))
+        imports = "\n".join(f"from {f.__module__} import {f.__name__}" for f, _ in decorators)
+        lines = "\n".join(f"@{f.__name__}{arguments!r}" for f, arguments in decorators)
         return text.replace(
-            "<HEURISTICS>", f"from {timed.__name__} import keep_winner\n\n{keep}\n<HEURISTICS>"
+            "<HEURISTICS>", f"{imports}\n\n{lines}\n<HEURISTICS>" if decorators else "<HEURISTICS>"
         )
 
 

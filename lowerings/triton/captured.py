@@ -36,7 +36,7 @@ _UNITS_LOG2 = 61
 class Sum(NamedTuple):
     """What lanes add into one leaf.
 
-    `where`: by "lane"; by "column" of a tile; or at the end of the kernel, by "row" or "once".
+    `where`: by "lane"; by "column" of a tile, what the kernel walks; or at the kernel's end, by "row" or "once".
     """
 
     how: str  # "stores", "atomics", "slots", "units", or "magnitude" where only that is wanted
@@ -59,29 +59,33 @@ class Placed(NamedTuple):
     pointed: str  # `inside`, and that the lanes that were summed are inside of their tensors, or None
 
 
-def sums(joint: Mod, captures: int, problem: AttentionProblem) -> list[Sum]:
-    """An accumulator for every leaf. Those that count in units need `with_units` still."""
+def sums(joint: Mod, captures: int, problem: AttentionProblem, rows: str = "q_idx") -> list[Sum]:
+    """An accumulator for every leaf, for a kernel whose tiles have queries or keys for `rows`.
+
+    Those that count in units need `with_units` still.
+    """
     invariants = joint.inputs[captures:]
     found = []
     for leaf, alone in zip(joint.program.leaves, _alone(joint, problem), strict=True):
         shape = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
         size = [invariants[at] if invariant else at for at, invariant in shape]
-        where = _where(leaf)
+        where = _where(leaf, rows)
         if alone or not torch.are_deterministic_algorithms_enabled():
-            zeros = _zeros(size, torch.float32, problem)
-            found.append(Sum("stores" if alone else "atomics", where, size, zeros))
+            buffer = zeros(size, torch.float32, problem)
+            found.append(Sum("stores" if alone else "atomics", where, size, buffer))
         elif where in ("row", "once"):
             slots = [_slots(dtype, problem) for dtype in (torch.float32, torch.int64)]
             found.append(Sum("slots", where, size, *slots))
         else:
-            found.append(Sum("units", where, size, _zeros(size, torch.int64, problem)))
+            found.append(Sum("units", where, size, zeros(size, torch.int64, problem)))
     return found
 
 
-def _where(leaf: Leaf) -> str:
-    if "kv_idx" in leaf.axes:
-        return "lane" if "q_idx" in leaf.axes else "column"
-    return "row" if "q_idx" in leaf.axes else "once"
+def _where(leaf: Leaf, rows: str) -> str:
+    columns = "kv_idx" if rows == "q_idx" else "q_idx"
+    if columns in leaf.axes:
+        return "lane" if rows in leaf.axes else "column"
+    return "row" if rows in leaf.axes else "once"
 
 
 def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
@@ -97,7 +101,7 @@ def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
     return found
 
 
-def _zeros(size: Sequence[Any], dtype: torch.dtype, problem: AttentionProblem) -> Any:
+def zeros(size: Sequence[Any], dtype: torch.dtype, problem: AttentionProblem) -> Any:
     return realized(lowerings[aten.full](size, 0, dtype=dtype, device=problem.device))
 
 
@@ -131,10 +135,11 @@ def _per_unit(magnitudes: Any) -> Any:
 
 
 def place(builder: Builder, joint: Inline, found: Sequence[Sum], leaves: Sequence[Leaf]) -> list[Placed]:
-    """The leaves in a kernel that walks keys."""
+    """The leaves as the template adds to them."""
     outputs, placed = iter(joint.outputs[1:]), []
-    M, N = builder.size(builder.problem.M), builder.size(builder.problem.N)
-    inside_tile = {"lane": "live", "column": f"(columns < {N})[None, :]", "row": f"(rows < {M})[:, None]"}
+    inside = [f"(rows < {builder.size(builder.problem.M)})", f"(columns < {builder.size(builder.problem.N)})"]
+    row, column = inside if "q_idx" in builder.outer else inside[::-1]
+    inside_tile = {"lane": "live", "column": f"{column}[None, :]", "row": f"{row}[:, None]"}
     for i, (total, leaf) in enumerate(zip(found, leaves, strict=True)):
         value, indices = next(outputs), [next(outputs) for _ in range(leaf.indices)]
         if total.how == "nothing":
@@ -183,8 +188,10 @@ def _total(total: Sum) -> Any:
     if total.where == "once":
         values, places = lowerings[aten.sum](values, [2]), lowerings[aten.select](places, 2, 0)
     elements = sympy.prod(map(sympy.sympify, total.size))
-    zeros = lowerings[aten.full]([elements], 0, dtype=torch.float32, device=values.get_device())
-    added = _index_put(zeros, [lowerings[aten.view](places, [-1])], lowerings[aten.view](values, [-1]), True)
+    empty_leaf = lowerings[aten.full]([elements], 0, dtype=torch.float32, device=values.get_device())
+    added = _index_put(
+        empty_leaf, [lowerings[aten.view](places, [-1])], lowerings[aten.view](values, [-1]), True
+    )
     return lowerings[aten.view](added, total.size)
 
 

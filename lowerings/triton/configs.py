@@ -114,13 +114,13 @@ FORWARD: Table = {
     "ampere": {
         64: [Config(128, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 64, 4, 3)],
         128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
-        256: [Config(64, 32, 4, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 2)],
+        256: [Config(64, 64, 8, 1), Config(64, 32, 4, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 2)],
         1024: [Config(32, 16, 8, 1)],
     },
     "hopper": {
         64: [Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 3)],
         128: [Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
-        256: [Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
+        256: [Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
         1024: [Config(32, 16, 8, 1)],
     },
     "consumer": {
@@ -155,13 +155,13 @@ DQ: Table = {
     "hopper": {
         64: [Config(128, 64, 8, 2), Config(128, 128, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 4, 2)],
         128: [Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 4, 2), Config(32, 32, 4, 2)],
-        256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
+        256: [Config(128, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
         1024: [Config(16, 16, 8, 1)],
     },
     "consumer": {
         64: [Config(64, 32, 4, 2), Config(32, 32, 4, 2)],
         128: [Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
-        256: [Config(16, 16, 4, 1)],
+        256: [Config(32, 32, 4, 1), Config(16, 16, 4, 1)],
         1024: [Config(16, 16, 4, 1)],
     },
     "amd": {
@@ -186,42 +186,88 @@ DKDV: Table = {
         **DQ["hopper"],
         64: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(64, 64, 4, 2)],
         128: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 32, 4, 2)],
+        256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
     },
     "consumer": {**DQ["consumer"], 64: [Config(32, 64, 4, 2), Config(32, 32, 4, 2)]},
 }
 DKDV["blackwell"] = DKDV["hopper"]
 
+# Apart, for wide heads.
+DK: Table = {
+    **DKDV,
+    "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
+    "hopper": {**DKDV["hopper"], 256: [Config(32, 128, 8, 2), Config(64, 64, 8, 1), *DKDV["hopper"][256]]},
+}
+DK["blackwell"] = DK["hopper"]
+DV: Table = {
+    **DKDV,
+    "ampere": {**DKDV["ampere"], 256: [Config(64, 128, 8, 1), Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
+    "hopper": {**DKDV["hopper"], 256: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), *DKDV["hopper"][256]]},
+}
+DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}
+DV["blackwell"] = DV["hopper"]
 
-def forward_cost(config: Config, shape: Shape, _: Device) -> tuple[int, int]:
+# A tile of queries needs a gradient too: smaller tiles where keys' gradients alone leave no registers.
+ONE_PASS: Table = {
+    **DKDV,
+    "ampere": {**DKDV["ampere"], 128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)]},
+    "hopper": {
+        **DKDV["hopper"],
+        64: [Config(64, 128, 8, 2), Config(64, 64, 8, 2)],
+        128: [Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
+    },
+}
+ONE_PASS["blackwell"] = ONE_PASS["hopper"]
+
+
+def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n, stages = config.block_m, config.block_n, config.stages
     shared = (m * shape.D + max(stages, 1) * n * (shape.D + shape.V)) * shape.bytes
-    return shared + _captured(config, shape), m * shape.V + (2 + shape.tile_loads) * m * n
+    return shared + _captured(config, shape, device), m * shape.V + (2 + shape.tile_loads) * m * n
 
 
 def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
     tiles = m * shape.D + (3 + shape.tile_loads + shape.tile_values) * m * n
-    return _backward_shared(config, shape, m, n), tiles + _operands(m + n, shape, device)
+    return _backward_shared(config, shape, device, m, n), tiles + _operands(m + n, shape, device)
 
 
 def dkdv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
+    shared, registers = dk_cost(config, shape, device)
+    return shared, registers + config.block_n * shape.V
+
+
+def dk_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
-    tiles = n * (shape.D + shape.V) + (3 + shape.tile_values) * m * n
-    return _backward_shared(config, shape, n, m), tiles + _operands(m, shape, device)
+    tiles = n * shape.D + (3 + shape.tile_values) * m * n
+    return _backward_shared(config, shape, device, n, m), tiles + _operands(m, shape, device)
 
 
-def _backward_shared(config: Config, shape: Shape, held: int, walked: int) -> int:
+def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
+    m, n, stages = config.block_m, config.block_n, max(config.stages, 1)
+    shared = (n * shape.D + stages * m * (shape.D + shape.V) + m * n) * shape.bytes
+    return shared + _captured(config, shape, device), n * shape.V + 2 * m * n
+
+
+def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int) -> int:
     rows = held + max(config.stages, 1) * walked
-    return (rows * (shape.D + shape.V) + held * walked) * shape.bytes + _captured(config, shape)
+    return (rows * (shape.D + shape.V) + held * walked) * shape.bytes + _captured(config, shape, device)
 
 
 def _operands(rows: int, shape: Shape, device: Device) -> int:
-    """Registers for rows of two tensors, where tensor cores do not read them from shared memory."""
-    return 0 if device.family in ("hopper", "blackwell") else rows * (shape.D + shape.V) * shape.bytes // 4
+    """Registers for rows of two tensors, in parts if wide, where tensor cores do not read from shared memory."""
+    width = min(shape.D + shape.V, 256)
+    return 0 if device.family in ("hopper", "blackwell") else rows * width * shape.bytes // 4
 
 
-def _captured(config: Config, shape: Shape) -> int:
-    return shape.tile_loads * config.stages * config.block_m * config.block_n * 4
+def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
+    shared, registers = dkdv_cost(config, shape, device)
+    return shared, registers + config.block_m * shape.D
+
+
+def _captured(config: Config, shape: Shape, device: Device) -> int:
+    ahead = max(config.stages - (device.family != "blackwell"), 0)
+    return shape.tile_loads * ahead * config.block_m * config.block_n * 4
 
 
 # A tile holds all queries of a call: block_m is set by their number.
@@ -252,6 +298,9 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "backward_dq": (DQ, dq_cost),
     "backward_magnitudes": (DQ, dq_cost),
     "backward_dkdv": (DKDV, dkdv_cost),
+    "backward_dk": (DK, dk_cost),
+    "backward_dv": (DV, dv_cost),
+    "backward_onepass": (ONE_PASS, one_pass_cost),
 }
 
 

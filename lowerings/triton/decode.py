@@ -72,6 +72,7 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
         builder.arguments,
         configs,
         lambda config: (count, int(problem.H) // heads, problem.B),
+        spare=builder.spare,
     )
     _combine(problem, buffers, outputs, count)
 

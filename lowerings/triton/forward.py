@@ -39,6 +39,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         builder.arguments,
         configs,
         lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
+        spare=builder.spare,
     )
 
 

@@ -17,6 +17,9 @@ _TILES = {
     "backward_dq": {"block_m": "BLOCK_M2", "block_n": "BLOCK_N2"},
     "backward_magnitudes": {"block_m": "BLOCK_M2", "block_n": "BLOCK_N2"},
     "backward_dkdv": {"block_m": "BLOCK_M1", "block_n": "BLOCK_N1"},
+    "backward_dk": {"block_m": "BLOCK_M1", "block_n": "BLOCK_N1"},
+    "backward_dv": {"block_m": "BLOCK_M1", "block_n": "BLOCK_N1"},
+    "backward_onepass": {"block_m": "BLOCK_M1", "block_n": "BLOCK_N1"},
 }
 _LAUNCH = {"warps": "num_warps", "stages": "num_stages"}
 

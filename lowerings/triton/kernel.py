@@ -101,12 +101,14 @@ class KernelCall(ir.ExternKernel):
         configs: Sequence[Config],
         grid: Callable[[Config], Sequence[Any]],
         accumulated: Sequence[str] = (),
+        spare: Sequence[Config] = (),
     ):
         tensors = list(arguments.tensors.values())
         self.device = tensors[0].get_device()
         super().__init__(None, ir.NoneLayout(device=self.device), tensors, tuple(arguments.sizes))
         self.kind, self.render, self.arguments = kind, render, arguments
-        self.configs, self.grids = configs, [[*map(sympy.sympify, grid(config))] for config in configs]
+        self.configs = configs
+        self.grids = {config: [*map(sympy.sympify, grid(config))] for config in [*configs, *spare]}
         self.accumulated = list(accumulated)  # arguments that the kernel adds to
         self.mutation_outputs = [
             ir.MutationOutput(ir.NoneLayout(device=self.device), arguments.tensors[name], self)
@@ -141,7 +143,7 @@ class KernelCall(ir.ExternKernel):
         )
 
     def _launch_symbols(self) -> dict[sympy.Symbol, sympy.Symbol]:
-        symbols = {s for grid in self.grids for axis in grid for s in axis.free_symbols}
+        symbols = {s for grid in self.grids.values() for axis in grid for s in axis.free_symbols}
         ordered = sorted(symbols, key=str)
         return {symbol: sympy.Symbol(f"_launch_{i}") for i, symbol in enumerate(ordered)}
 
@@ -164,7 +166,7 @@ class KernelCall(ir.ExternKernel):
 
     def _inductor_meta(self, launch_symbols: dict[sympy.Symbol, sympy.Symbol]) -> dict[str, Any]:
         grids = []
-        for config, grid in zip(self.configs, self.grids, strict=True):
+        for config, grid in self.grids.items():
             axes = [sympy_subs(axis, launch_symbols) for axis in grid]
             python, cpp = [*map(pexpr, axes)], [*map(cexpr, axes)]
             grids.append({"config": config.launch, "python": python, "cpp": cpp, "python_slow": python})
@@ -175,6 +177,7 @@ class KernelCall(ir.ExternKernel):
             "extra_launcher_args": [*map(str, launch_symbols.values())],
             "declared_constexpr_names": [*self.configs[0].constants],
             "mutated_arg_names": self.accumulated,
+            "dynamic_disable_pipelining": False,  # a config that cannot run has others to follow it
             "flex_inductor": {"kind": self.kind},
         }
 

@@ -20,7 +20,7 @@ from torch._inductor import ir
 from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
 from torch._inductor.codegen.triton import TritonOverrides, texpr
 from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
-from torch._inductor.lowering import to_dtype
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import OpsValue, V
@@ -38,6 +38,9 @@ aten = torch.ops.aten
 def refusal(program: LaneProgram, field: str) -> str | None:
     """Why the program cannot be inlined, or None if it can."""
     return subgraphs.refusal(program, field, _LOWERINGS)
+
+
+SCORED = "score"  # among the axes of what a score or its gradient decides
 
 
 class Lane(NamedTuple):
@@ -116,14 +119,7 @@ class LaneCode:
 
     def statements(self) -> list[Statement]:
         """All statements, in order."""
-        found = []
-        axes = self.kernel.axes
-        for line in self.kernel.compute.getvalue().splitlines():
-            name, _, expression = line.partition(" = ")
-            words = re.findall(r"[A-Za-z_]\w*", expression)
-            axes[name] = frozenset().union(*(axes.get(word, frozenset()) for word in words))
-            found.append(Statement(line, axes[name]))
-        return found
+        return self.kernel.statements()
 
 
 class _Lowering(PointwiseSubgraphLowering):
@@ -143,7 +139,7 @@ def _computed(value: ir.TensorBox) -> CSEVariable:
 
 
 def _value(variable: Any, dtype: torch.dtype, device: torch.device) -> ir.TensorBox:
-    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda _: variable, ranges=[])
+    return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda _: OpsValue(variable), ranges=[])
 
 
 def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
@@ -156,7 +152,16 @@ def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, 
     return _value(V.ops.constant(value, dtype), dtype, V.graph.get_current_device_or_throw())
 
 
+def _div(x: Any, y: Any, rounding_mode: str | None = None) -> ir.TensorBox:
+    """Inductor's, without the reciprocals that it takes of numbers on GPUs: the quotient may be an index."""
+    whole = rounding_mode is not None and isinstance(y, int) and not x.get_dtype().is_floating_point
+    if isinstance(y, int | float) and not whole:
+        y = _full([], float(y), dtype=x.get_dtype() if x.get_dtype().is_floating_point else torch.float32)
+    return lowerings[aten.div.Tensor_mode](x, y, rounding_mode=rounding_mode)
+
+
 _LOWERINGS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode), _div),
     aten._to_copy.default: _to_copy,
     aten.full.default: _full,
     aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
@@ -178,6 +183,15 @@ class _LaneKernel(Kernel):
         self.constants: dict[str, Any] = {}
         self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
+
+    def statements(self) -> list[Statement]:
+        found = []
+        for line in self.compute.getvalue().splitlines():
+            name, _, expression = line.partition(" = ")
+            words = re.findall(r"[A-Za-z_]\w*", expression)
+            self.axes[name] = frozenset().union(*(self.axes.get(word, frozenset()) for word in words))
+            found.append(Statement(line, self.axes[name]))
+        return found
 
     def variable(self, lane: Lane) -> CSEVariable:
         bounds = ValueRanges.unknown()
@@ -308,11 +322,12 @@ class _LaneOps(CSEProxy):
         return variable
 
     def truediv(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        """By a constant: times its reciprocal, which rounds once more than a division."""
-        divisor = self.kernel.constants.get(str(y), 0)
-        if not self.kernel.approximate or x.dtype != torch.float32 or divisor == 0:
+        """Rounded as eagerly where no score is divided: the quotient may be an index."""
+        self.kernel.statements()
+        scored = SCORED in self.kernel.axes[str(x)] | self.kernel.axes[str(y)]
+        if scored or not x.dtype == y.dtype == torch.float32:
             return self._default("truediv", (x, y), {})
-        return self.kernel.new(f"{x} * {1.0 / divisor!r}", torch.float32)
+        return self.kernel.new(f"tl.div_rn({x}, {y})", torch.float32)
 
     def tanh(self, x: CSEVariable) -> CSEVariable:
         """Off by 1e-7 at most, where the library's is exact to the last place with 20 times the instructions."""

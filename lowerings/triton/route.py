@@ -24,10 +24,11 @@ class TritonRoute:
         return (True, "fused Triton kernel") if reason is None else (False, reason)
 
     def notes(self, problem: AttentionProblem) -> list[str]:
+        from .backward import kinds as of_keys
         from .build import refused_hint
         from .hints import without_effect
 
-        kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", "backward_dkdv")
+        kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", *of_keys(problem))
         refused = [refused_hint(kind, problem) for kind in kinds]
         ignored = without_effect(problem.options)
         notes = [f"{', '.join(ignored)}: for torch's kernels, without effect here"] if ignored else []

@@ -62,6 +62,16 @@ def test_negative_indices_count_from_the_end():
     judge_interpreted(from_the_end, sizes, (torch.randn(4, dtype=torch.float64),), None)
 
 
+def test_indices_are_divided_as_eagerly():
+    sizes = Sizes(batch=1)
+
+    def bucketed(table):
+        # 82 / 41 is 2, where 82 times the nearest number to 1 / 41 is less.
+        return lambda s, b, h, q, kv: s + table[((q - kv + 100).float() / 41).to(torch.int64)] / (1 + s.abs())
+
+    judge_interpreted(bucketed, sizes, (torch.randn(5, dtype=torch.float64),), None, torch.float16)
+
+
 def test_gradients_flow_through_what_runs_once_and_through_functions():
     sizes = Sizes(batch=1, queries=33, keys=20)
 

@@ -45,6 +45,12 @@ def test_few_queries_split_the_keys(shape, kinds):
     assert kinds == ["decode", "combine", "backward_dq", "backward_dkdv"]
 
 
+def test_wide_heads_have_a_kernel_for_each_gradient(kinds):
+    sizes = Sizes(batch=1, queries=40, keys=48, head_dim=130, value_dim=24)
+    judge_interpreted("position_bias", sizes, "causal")
+    assert sorted(kinds) == ["backward_dk", "backward_dq", "backward_dv", "forward"]
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
 def test_layouts(layout):
     judge_interpreted("relative_bias", Sizes(batch=2, queries=40, keys=48), "causal", layout)

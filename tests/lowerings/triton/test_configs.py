@@ -13,9 +13,12 @@ import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
     DECODE,
+    DK,
     DKDV,
     DQ,
+    DV,
     FORWARD,
+    ONE_PASS,
     TABLES,
     Config,
     Shape,
@@ -35,7 +38,7 @@ class Reports(expecttest.TestCase):
     def test_the_table(self):
         """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
         lines = []
-        for table in (FORWARD, DECODE, DQ, DKDV):
+        for table in (FORWARD, DECODE, DQ, DKDV, DK, DV, ONE_PASS):
             lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
             for family, classes in table.items():
                 for head_dim, configs in classes.items():
@@ -48,11 +51,11 @@ forward
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   ampere 64: 128x64/4/3, 128x32/4/3, 64x64/4/3
   ampere 128: 128x64/8/2, 64x64/4/2, 128x32/8/2
-  ampere 256: 64x32/4/2, 64x32/4/1, 32x32/4/2
+  ampere 256: 64x64/8/1, 64x32/4/2, 64x32/4/1, 32x32/4/2
   ampere 1024: 32x16/8/1
   hopper 64: 128x128/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
   hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
-  hopper 256: 128x64/8/2, 64x64/8/2, 64x32/8/2
+  hopper 256: 128x64/8/2, 128x32/8/2, 64x64/8/2, 64x32/8/2
   hopper 1024: 32x16/8/1
   consumer 64: 64x64/4/3, 128x32/4/3, 64x32/4/3
   consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/2
@@ -90,11 +93,11 @@ backward_dq, backward_magnitudes
   ampere 1024: 16x16/8/1
   hopper 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
   hopper 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
-  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 256: 128x32/8/2, 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
   consumer 64: 64x32/4/2, 32x32/4/2
   consumer 128: 32x32/4/2, 32x32/4/1
-  consumer 256: 16x16/4/1
+  consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 64: 64x64/4/1, 32x32/4/1
   amd 128: 32x32/4/1, 16x16/4/1
@@ -102,7 +105,7 @@ backward_dq, backward_magnitudes
   amd 1024: 16x16/4/1
   blackwell 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
   blackwell 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
-  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 256: 128x32/8/2, 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_dkdv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
@@ -116,7 +119,7 @@ backward_dkdv
   hopper 1024: 16x16/8/1
   consumer 64: 32x64/4/2, 32x32/4/2
   consumer 128: 32x32/4/2, 32x32/4/1
-  consumer 256: 16x16/4/1
+  consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 64: 64x64/4/1, 32x32/4/1
   amd 128: 32x32/4/1, 16x16/4/1
@@ -124,6 +127,72 @@ backward_dkdv
   amd 1024: 16x16/4/1
   blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
   blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  blackwell 256: 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1
+backward_dk
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 256: 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  hopper 256: 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 32x32/4/1, 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  blackwell 256: 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1
+backward_dv
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 256: 64x128/8/1, 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  hopper 256: 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 32x64/4/1, 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
+  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  blackwell 256: 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
+  blackwell 1024: 16x16/8/1
+backward_onepass
+  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 128: 64x64/8/1, 32x32/4/2
+  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 1024: 16x16/8/1
+  hopper 64: 64x128/8/2, 64x64/8/2
+  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 256: 32x32/8/1, 32x16/4/1
+  hopper 1024: 16x16/8/1
+  consumer 64: 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 256: 32x32/4/1, 16x16/4/1
+  consumer 1024: 16x16/4/1
+  amd 64: 64x64/4/1, 32x32/4/1
+  amd 128: 32x32/4/1, 16x16/4/1
+  amd 256: 16x16/4/1
+  amd 1024: 16x16/4/1
+  blackwell 64: 64x128/8/2, 64x64/8/2
+  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
   blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1""",
         )
@@ -151,14 +220,14 @@ backward_dkdv
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-sm_80 forward: 128x64, 4 warps, 3 stages; 128x64, 8 warps, 2 stages; 64x32, 4 warps, 2 stages
-sm_80 backward_dq: 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
+sm_80 forward: 128x64, 4 warps, 3 stages; 128x64, 8 warps, 2 stages; 64x64, 8 warps, 1 stages
+sm_80 backward_dq: 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages; 64x64, 8 warps, 1 stages
 sm_80 backward_dkdv: 64x64, 4 warps, 2 stages; 32x64, 4 warps, 2 stages; 32x64, 8 warps, 1 stages
 sm_86 forward: 64x64, 4 warps, 3 stages; 64x32, 4 warps, 3 stages; 64x32, 8 warps, 1 stages
-sm_86 backward_dq: 64x32, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 16x16, 4 warps, 1 stages
-sm_86 backward_dkdv: 32x64, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 16x16, 4 warps, 1 stages
+sm_86 backward_dq: 64x32, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 32x32, 4 warps, 1 stages
+sm_86 backward_dkdv: 32x64, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 32x32, 4 warps, 1 stages
 sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 2 stages; 128x64, 8 warps, 2 stages
-sm_90 backward_dq: 128x64, 8 warps, 2 stages; 128x64, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
+sm_90 backward_dq: 128x64, 8 warps, 2 stages; 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages
 sm_90 backward_dkdv: 64x128, 8 warps, 2 stages; 64x128, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
 gfx942 forward: 128x64, 4 warps, 1 stages; 128x64, 4 warps, 1 stages; 64x32, 4 warps, 1 stages
 gfx942 backward_dq: 64x64, 4 warps, 1 stages; 32x32, 4 warps, 1 stages; 16x16, 4 warps, 1 stages

@@ -106,14 +106,15 @@ store_tile(out, acc)""",
             found["forward"],
             """\
 q = load_tile(query)
-score_0 = tl.full([], 30.0, tl.float32)
+score_0 = tl.full([], 0.03333333333333333, tl.float32)
+score_3 = tl.full([], 30.0, tl.float32)
 # All keys.
 for start_n in range(0, 256, BLOCK_N):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    score_1 = score * 0.03333333333333333
+    score_1 = score * score_0
     score_2 = 1.0 - 2.0 / (tl.exp2(score_1 * 2.8853900817779268) + 1.0)
-    score_3 = score_2 * score_0
+    score_4 = score_2 * score_3
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",

@@ -83,7 +83,7 @@ def test_mods_that_compute_tensors():
         (
             {"backward": {"block_m": 64}},
             "has no kernel 'backward' to configure, only forward, decode, backward_dq, backward_magnitudes, "
-            "backward_dkdv",
+            "backward_dkdv, backward_dk, backward_dv, backward_onepass",
         ),
         ({"forward": {"rows": 64}}, "configs['forward'] has no 'rows', only block_m, block_n, warps, stages"),
         ({"forward": {"block_m": 48}}, "configs['forward']: a tile of 48 is not a power of two from 16"),
@@ -92,3 +92,12 @@ def test_mods_that_compute_tensors():
 )
 def test_configs_asked_for(configs, message):
     refused(message, configs=configs)
+
+
+def test_one_pass_is_not_deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        reason = "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
+        refused(f"configs['backward_onepass']: {reason}", configs={"backward_onepass": {}})
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,72 @@
+"""Where a card has not the shared memory or registers that a config takes: the next that fits by estimate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict
+
+from flex_inductor import errors
+
+log = logging.getLogger("flex_inductor")
+
+
+def or_next(kind: str, spare: Sequence[dict[str, int]]) -> Callable[[Any], Any]:
+    """Decorates a kernel of generated code: its autotuner may go on to `spare` configs, in order."""
+
+    def decorate(kernel: Any) -> Any:
+        if type(kernel) is CachingAutotuner:
+            kernel.__class__ = Persistent
+            kernel.kind, kernel.spare, kernel.tried = kind, [*spare], []
+        return kernel
+
+    return decorate
+
+
+class Persistent(CachingAutotuner):
+    """Inductor's autotuner, which gives up when none of its configs can be compiled or loaded."""
+
+    kind: str
+    spare: list[dict[str, int]]
+    tried: list[tuple[str, str]]
+
+    def _precompile_worker(self) -> None:
+        while True:
+            trying = [*(self.configs or ())]
+            try:
+                return super()._precompile_worker()
+            except RuntimeError as error:
+                self._next(trying, error)
+
+    def _make_launchers(self) -> None:
+        while True:
+            trying = [result.config for result in self.compile_results]
+            try:
+                return super()._make_launchers()
+            except RuntimeError as error:
+                self._next(trying, error)
+                self._load_source()
+                self._precompile_worker()
+
+    def _next(self, trying: Sequence[Any], error: RuntimeError) -> None:
+        """Leave the configs that failed for the next one."""
+        if not str(error).startswith("No valid triton configs"):
+            raise error
+        reason = str(error).removeprefix("No valid triton configs. ").partition("\n")[0]
+        self.tried += [(_text(config), reason) for config in trying]
+        if not self.spare:
+            raise errors.out_of_resources(self.kind, self.tried) from error
+        self.compile_results, self.configs = [], [config_from_dict(self.spare.pop(0))]
+        log.warning("%s: %s: %s; next: %s", self.kind, *self.tried[-1], _text(self.configs[0]))
+
+    def _load_source(self) -> None:
+        """A kernel that another process compiled has left its function there."""
+        if self.fn.fn is None:
+            self.fn = self._reload_kernel().fn
+
+
+def _text(config: Any) -> str:
+    sizes = config.kwargs
+    return f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']}, {config.num_warps} warps, {config.num_stages} stages"

@@ -1,0 +1,52 @@
+"""The backward in one pass, in Triton's interpreter. See test_interpreted.py."""
+
+import pytest
+import torch
+from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
+
+from flex_inductor import RunSchedule, decisions, flex_attention
+from flex_inductor.lowerings.triton import backward
+from flex_inductor.tools import interpret
+
+OPTIONS = {"configs": {"backward_onepass": {}}}
+CASES = {
+    "plain": ("plain", "none", Sizes(batch=1)),
+    "lane": ("relative_bias", "sliding_window", Sizes(batch=1)),
+    "lane, by head": ("bucketed_bias", "per_head", Sizes(batch=1)),
+    "row and column": ("position_bias", "per_batch", Sizes()),
+    "once and column": ("learned_temperature", "document", Sizes()),
+    "one KV batch": ("alibi", "causal", Sizes(kv_batch=1)),
+}
+
+
+@pytest.fixture(params=["a program for each head", "a program for a group"])
+def programs(request, monkeypatch):
+    monkeypatch.setattr(backward, "ENOUGH_PROGRAMS", 1 if "group" in request.param else 1 << 30)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_right_as_dense_attention(case, programs, kinds):
+    mod, mask, sizes = CASES[case]
+    build, captures, mask = MODS[mod].build, MODS[mod].captures(sizes), MASKS[mask](sizes)
+    attend = interpret.compiled(attention_of(build), options=OPTIONS)
+    judge(attend, dense_of(build), sizes.inputs(torch.float32), captures, mask)
+    assert kinds == ["forward", "backward_onepass"]
+
+
+def test_over_runs(kinds):
+    sizes = Sizes(batch=1)
+    runs = RunSchedule.from_block_mask(MASKS["prefix"](sizes))
+    attend = interpret.compiled(attention_of(None), options=OPTIONS)
+    judge(attend, dense_of(None), sizes.inputs(torch.float16), (), runs)
+    assert kinds == ["forward", "backward_onepass"]
+
+
+def test_two_passes_where_keys_need_no_gradient(kinds):
+    q, k, v = Sizes(batch=1, queries=20, keys=20).inputs(torch.float32)
+    q.requires_grad_()
+    out = interpret.compiled(flex_attention, options=OPTIONS)(q, k, v, enable_gqa=True)
+    (got,) = torch.autograd.grad(out.sum(), q)
+    (want,) = torch.autograd.grad(flex_attention(q, k, v, enable_gqa=True).sum(), q)
+    torch.testing.assert_close(got, want)
+    assert kinds == ["forward", "backward_dq"]
+    assert decisions()[-1].kernels[0].kernel == "backward_dq"

@@ -1,0 +1,85 @@
+"""What a kernel does on a card with fewer resources than its config takes. Compiling and loading are played."""
+
+import pickle
+import types
+
+import pytest
+import torch
+import torch._inductor.runtime.triton_heuristics as heuristics
+from torch._inductor.codecache import PyCodeCache
+
+import flex_inductor
+from flex_inductor import FlexError, flex_attention
+
+
+def autotuner():
+    """Inductor's own for a forward, as its generated module makes it and another process hands it on."""
+    q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
+    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_80").kernels
+    made = getattr(PyCodeCache.load(kernel.source), kernel.name)
+    left_out = made.prepare_for_pickle()
+    received = pickle.loads(pickle.dumps(made))
+    made.restore_after_unpickle(left_out)
+    received._reload_kernel = lambda: made
+    return received
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A GPU that can run what is in the set that this gives."""
+    runs = set()
+
+    def load(self):
+        found = [result for result in self.compile_results if result.config.kwargs["BLOCK_M"] in runs]
+        if not found:
+            raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory")
+        self.launchers = found
+
+    def compile_(self, config):
+        return types.SimpleNamespace(config=config)
+
+    monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", compile_)
+    monkeypatch.setattr(heuristics.CachingAutotuner, "_make_launchers", load)
+    return runs
+
+
+def launched(kernel):
+    kernel._precompile_worker()
+    kernel._make_launchers()
+    (launcher,) = kernel.launchers
+    return launcher.config
+
+
+def test_the_next_config_that_runs_is_taken(card, caplog):
+    card |= {64, 16}
+    kernel = autotuner()
+    config = launched(kernel)
+    assert {**config.kwargs, "num_stages": config.num_stages} == {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "num_stages": 3,
+    }
+    grids = [grid["config"] for grid in kernel.inductor_meta["precomputed_grids"]]
+    assert {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages} in grids
+    assert (
+        "128x64, 4 warps, 3 stages: OutOfResources: out of resource: shared memory; next: 128x32"
+        in caplog.text
+    )
+
+
+def test_the_error_names_all_that_was_tried(card):
+    with pytest.raises(FlexError) as error:
+        launched(autotuner())
+    lines = str(error.value).splitlines()
+    assert lines[0] == "no config of the kernel 'forward' can run on this GPU. Tried:"
+    assert lines[1] == "  128x64, 4 warps, 3 stages: OutOfResources: out of resource: shared memory"
+    assert lines[-2].startswith("  16x16, 4 warps, 1 stages: ") and len(lines) == 9
+
+
+def test_other_errors_are_left_alone(card, monkeypatch):
+    def broken(self, config):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", broken)
+    with pytest.raises(RuntimeError, match="PassManager"):
+        launched(autotuner())

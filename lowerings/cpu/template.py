@@ -76,7 +76,7 @@ def add_node(
 
     distinct = list({tensor.get_name(): tensor for tensor in inputs}.values())
     node = ir.CppTemplateBuffer(layouts[0], distinct, make_kernel_render, template=None, choice=None)
-    node.allow_epilogue_fusion = False
+    V.graph.no_fuse_buffer_names.add(node.get_name())
     node.outputs = [ir.MultiOutput(layout, node, [(list, i)]) for i, layout in enumerate(layouts)]
     node.layout = ir.MultiOutputLayout(device=layouts[0].device)
     return [ir.TensorBox.create(output) for output in node.outputs]

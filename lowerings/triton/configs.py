@@ -201,7 +201,7 @@ DK: Table = {
 DK["blackwell"] = DK["hopper"]
 DV: Table = {
     **DKDV,
-    "ampere": {**DKDV["ampere"], 256: [Config(64, 128, 8, 1), Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
+    "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), Config(64, 128, 8, 1), *DKDV["ampere"][256]]},
     "hopper": {**DKDV["hopper"], 256: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), *DKDV["hopper"][256]]},
 }
 DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}

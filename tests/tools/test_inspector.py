@@ -65,7 +65,8 @@ STACK_BYTES = 16
 def test_default_configs_fit(target, variant, head_dim):
     attend, tensors = call(variant, head_dim)
     report = flex_inductor.inspect(attend, *tensors, target=target)
-    assert [kernel.kind for kernel in report.kernels] == ["forward", "backward_dq", "backward_dkdv"]
+    of_keys = ["backward_dkdv"] if head_dim <= 128 else ["backward_dk", "backward_dv"]
+    assert sorted(kernel.kind for kernel in report.kernels) == sorted(["forward", "backward_dq", *of_keys])
     for kernel in report.kernels:
         found = kernel.resources
         assert found.spill_bytes <= STACK_BYTES, f"{kernel.kind}: {kernel.config}"

@@ -92,8 +92,10 @@ def op_arguments(rows=1024):
 def test_large_calls_are_sampled_at_both_ends(row, monkeypatch):
     monkeypatch.setattr(verify, "WHOLE_LANES", 0)
     arguments, out, lse = op_arguments()
+    state = torch.get_rng_state()
     checked = torch.ops.flex_inductor.verified_forward(*arguments, out, lse)
     assert torch.equal(checked, out) and checked is not out
+    assert torch.equal(torch.get_rng_state(), state)
     lse[0, 1, row] += 1e-3
     first = row // 128 * 128
     with pytest.raises(

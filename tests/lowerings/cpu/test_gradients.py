@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_fw_bw_and_get_code
 
-from flex_inductor import create_block_mask
+from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import backward
 from tests.lowerings.cpu.helpers import fused
 from tests.support import Sizes, attention_of, causal, dense_of, judge
@@ -64,6 +64,19 @@ def test_captured(name, masked):
     mask = create_block_mask(causal, None, None, 70, 90, device="cpu", BLOCK_SIZE=32) if masked else None
     attend = fused(attention_of(build), dynamic=False)
     judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, mask)
+
+
+def test_pointwise_neighbours():
+    """Sums and products around two kernels, gradients that are added up among them, stay outside of both."""
+
+    def attend(query, key, value):
+        return flex_attention(flex_attention(query * 2, key, value).tanh(), key, value * 3)
+
+    inputs = [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)]
+    grads = torch.autograd.grad(fused(attend, dynamic=False)(*inputs).square().sum(), inputs)
+    wanted = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    for got, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("leaf_bytes", [1, 1 << 10])

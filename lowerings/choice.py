@@ -53,11 +53,12 @@ def choose(
     device: str,
     program: str,
     time: Callable[[Sequence[Config]], list[float]] | None,
+    estimate: Callable[[Any], str],
 ) -> list[Config]:
     """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
 
     `program` is the text of the mods: what they do decides what is fast. `time` gives seconds, and is asked where
-    tuning; without it all of `fitting` are left for whoever can time them.
+    tuning; without it all of `fitting` are left for whoever can time them. `estimate` says what a config takes.
     """
     left_out = tuple(_line(config, reason) for config, reason in rejected)
     others: tuple[tuple[str, str], ...] = ()
@@ -67,12 +68,14 @@ def choose(
         chosen, why = [fitting[0]._replace(**wanted)], "asked for"
     elif not inductor_config.max_autotune or len(fitting) == 1:
         chosen, why = [fitting[0]], f"first of {len(fitting)} that fit; not timed"
-        others = (*(_line(config, "not timed") for config in fitting[1:]), *left_out)
+        others = (*(_line(c, f"not timed; {estimate(c)}") for c in fitting[1:]), *left_out)
     else:
         key = problem_class(problem, kernel, program)
         chosen, why, times = _tuned(key, device, fitting, time)
         others = tuple(
-            _line(c, _text(times[c]) if c in times else "not timed") for c in fitting if c != chosen[0]
+            _line(c, _text(times[c]) if c in times else f"not timed; {estimate(c)}")
+            for c in fitting
+            if c != chosen[0]
         )
         others += left_out
     problem.kernels.append(Choice(kernel, chosen[0]._asdict(), why, others, times.get(chosen[0])))

@@ -44,7 +44,7 @@ class Decision(NamedTuple):
     call: str  # the problem in a line
     chosen: str
     why: str
-    rejected: tuple[tuple[str, str], ...]  # (route, reason), in the order they were asked
+    rejected: tuple[tuple[str, str], ...]  # (route, reason) of every other, in their order
     notes: tuple[str, ...] = ()  # hints that did not apply, and the like
     kernels: tuple[Choice, ...] = ()
 
@@ -106,9 +106,11 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
     """Ask the routes in order; an explicitly demanded one serves or raises."""
     demanded: str = problem.options.get("route", "")
     rejected: list[tuple[str, str]] = []
-    for route in routes:
+    for i, route in enumerate(routes):
         usable, why = route.can_use(problem)
         if usable and demanded in ("", route.name):
+            later = "not asked for" if demanded else f"{route.name} comes first"
+            rejected += [(other.name, later) for other in routes[i + 1 :]]
             why = f"asked for; {why}" if demanded else why
             notes = tuple(route.notes(problem))
             return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)

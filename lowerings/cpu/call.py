@@ -17,7 +17,7 @@ from ..choice import choose
 from ..problem import AttentionProblem
 from ..subgraphs import realized, with_reciprocals
 from . import lanes, template, tuner
-from .configs import Caches, candidates
+from .configs import Caches, candidates, estimate
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
@@ -120,6 +120,7 @@ def add_node(
         tuner.device(),
         "\n".join(program.to_text() for program in programs(problem).values() if program is not None),
         functools.partial(tuner.times, problem, rendering, tensors, mod_tensors, layouts),
+        lambda config: estimate(kernel, config, problem),
     )
     return template.add_node(rendering(config), [*tensors.values(), *mod_tensors], layouts)
 

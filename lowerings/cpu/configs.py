@@ -95,6 +95,11 @@ def too_large(kernel: str, config: Any, problem: AttentionProblem, caches: Cache
     return None
 
 
+def estimate(kernel: str, config: Any, problem: AttentionProblem) -> str:
+    first, second = _working_set(kernel, config, problem)
+    return f"{first >> 10} KB in its innermost loop, {second >> 10} KB in a tile"
+
+
 def _working_set(kernel: str, config: Any, problem: AttentionProblem) -> tuple[int, int]:
     """Bytes of the innermost loops, and of the tile around them."""
     width = _hint(problem.D) + _hint(problem.V)

@@ -28,6 +28,7 @@ from .configs import (
     candidates,
     current_device,
     describe,
+    estimate,
     misfit,
 )
 from .hints import hinted
@@ -156,7 +157,16 @@ class Builder:
         program = "\n".join(mod.program.to_text() for mod in self.mods.values())
         fitting = [config._replace(**fixed) for config in fitting]
         self.kind, self.timed_as = kind, problem_class(self.problem, kind, program)
-        chosen = choose(self.problem, kind, fitting, rejected, device.key, program, time=None)
+        chosen = choose(
+            self.problem,
+            kind,
+            fitting,
+            rejected,
+            device.key,
+            program,
+            time=None,
+            estimate=lambda config: estimate(config, cost, device, shape),
+        )
         if not demanded(self.problem, kind):
             self.spare = [config for config in others if config not in chosen]
         return chosen

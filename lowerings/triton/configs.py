@@ -332,13 +332,22 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
             return f"a tile of {tile} is not a power of two from 16"
         if block is not None and block % tile:
             return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
-    shared, registers = cost(config, shape, device)
+    shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"
-    a_thread = registers // (config.warps * device.warp)
     if a_thread > (400 if device.warp == 64 else 230):
         return f"about {a_thread} registers a thread"
     return None
+
+
+def estimate(config: Config, cost: Cost, device: Device, shape: Shape) -> str:
+    shared, a_thread = _taken(config, cost, device, shape)
+    return f"about {shared} bytes of shared memory, {a_thread} registers a thread"
+
+
+def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[int, int]:
+    shared, registers = cost(config, shape, device)
+    return shared, registers // (config.warps * device.warp)
 
 
 def describe(config: Config) -> str:

@@ -39,7 +39,9 @@ def choose(seconds=None, **options):
         dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64),
         outputs=("lse",), options=options, kernels=[],
     )  # fmt: skip
-    (config,) = choice.choose(problem, "forward", FITTING, REJECTED, "cpu AVX2", "the mods", time)
+    (config,) = choice.choose(
+        problem, "forward", FITTING, REJECTED, "cpu AVX2", "the mods", time, lambda c: f"takes {c.block_m}"
+    )
     (made,) = problem.kernels
     assert made.config == config._asdict()
     return made
@@ -59,8 +61,8 @@ class Choices(expecttest.TestCase):
             self.shown(choose()),
             """\
 forward block_m=128 block_n=64 (first of 3 that fit; not timed)
-  block_m=64 block_n=64: not timed
-  block_m=32 block_n=32: not timed
+  block_m=64 block_n=64: not timed; takes 64
+  block_m=32 block_n=32: not timed; takes 32
   block_m=256 block_n=64: 70 KB in a cache with room for 48""",
         )
 

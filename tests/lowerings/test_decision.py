@@ -65,6 +65,7 @@ class Records(expecttest.TestCase):
 call:     forward float32 on cpu
 chosen:   split (few queries)
 rejected: fused: float64 is not taken
+rejected: last: split comes first
 note:     BLOCK_M: too large, 32 used""",
         )
 

@@ -39,6 +39,7 @@ class Pages(expecttest.TestCase):
    forward
       chosen:   cpu (fused C++ forward)
       rejected: triton: for GPUs; on CPU only with Triton's interpreter
+      rejected: chunked: cpu comes first
 
    def mask_mod(b, h, q_idx, kv_idx):
        ge = aten.ge(q_idx, kv_idx)  # inspected.py:11
@@ -78,6 +79,7 @@ class Pages(expecttest.TestCase):
    forward
       chosen:   cpu (fused C++ forward)
       rejected: triton: for GPUs; on CPU only with Triton's interpreter
+      rejected: chunked: cpu comes first
 
    def score_mod(score, b, h, q_idx, kv_idx, slopes):
        index = aten.index(slopes, [h])  # inspected.py:41
@@ -125,9 +127,13 @@ class Pages(expecttest.TestCase):
 
    forward
       chosen:   triton (fused Triton kernel)
+      rejected: cpu: for CPUs, not cuda
+      rejected: chunked: triton comes first
 
    backward
       chosen:   triton (fused Triton kernel)
+      rejected: cpu: for CPUs, not cuda
+      rejected: chunked: triton comes first
 
    def score_mod(score, b, h, q_idx, kv_idx, self.bias):
        sub = aten.sub(q_idx, kv_idx)            # inspected.py:58

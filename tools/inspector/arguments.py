@@ -36,7 +36,9 @@ def of_triton(operation: Any, parts: dict[str, int]) -> Launch:
     """Of a KernelCall with its first config, in the order of its parameters."""
     given = operation.arguments
     tensors = [_tensor(name, value, parts, name in given.written) for name, value in given.tensors.items()]
-    return Launch([*tensors, *_sizes(given.sizes)], tuple(map(_number, operation.grids[operation.configs[0]])))
+    return Launch(
+        [*tensors, *_sizes(given.sizes)], tuple(map(_number, operation.grids[operation.configs[0]]))
+    )
 
 
 def of_cpp(kernel: Any, parts: dict[str, int]) -> Launch:

@@ -277,11 +277,11 @@ def _as_on_the_target(problem: Any, decision: Any, routes: Sequence[Any]) -> Any
     """The same call on a GPU: example tensors on the CPU stand for tensors there."""
     there = replace(problem, device=torch.device("cuda"))
     asked = {route.name: route for route in routes}
-    rejected = tuple(
-        (name, reason if name == "triton" else asked[name].can_use(there)[1])
-        for name, reason in decision.rejected
-    )
-    return there, decision._replace(call=there.describe(), rejected=rejected)
+    rejected = []
+    for name, reason in decision.rejected:
+        usable, why = asked[name].can_use(there)
+        rejected.append((name, reason if usable or name == "triton" else why))
+    return there, decision._replace(call=there.describe(), rejected=tuple(rejected))
 
 
 @contextlib.contextmanager

@@ -141,6 +141,7 @@ def _cuda(target: str, rendered: Callable[[str], Any]) -> Iterator[None]:
         mock.patch.object(DeviceProperties, "create", classmethod(DeviceProperties.create.__wrapped__)),
         mock.patch.object(torch.version, "cuda", "12.8"),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
+        mock.patch.object(torch._subclasses.fake_tensor, "init_gpu_context", lambda *_: None),
         mock.patch.object(hop, "_permute_strides", functools.partial(_permuted, hop)),
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
         config.patch({"fx_graph_cache": False}),

@@ -113,7 +113,7 @@ for start_n in range(0, 256, BLOCK_N):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = score * score_0
-    score_2 = 1.0 - 2.0 / (tl.exp2(score_1 * 2.8853900817779268) + 1.0)
+    score_2 = 1.0 - 2.0 * reciprocal(tl.exp2(score * 0.09617966939259756) + 1.0)
     score_4 = score_2 * score_3
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])

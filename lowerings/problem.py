@@ -34,6 +34,7 @@ class AttentionProblem:
     V: Size
     schedule: str | None  # its form, "lists" or "runs"; None where everything is visited
     blocks: tuple[int, int] | None  # its block sizes
+    heads_alike: bool  # whether all heads visit what the first one visits
     lists_queries: bool  # whether the schedule also says which query blocks visit a KV block
     score_mod: fx.GraphModule | None
     mask_mod: fx.GraphModule | None

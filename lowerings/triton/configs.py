@@ -97,6 +97,7 @@ class Shape(NamedTuple):
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
+    rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
 
     @property
     def widest(self) -> int:
@@ -270,31 +271,42 @@ def _captured(config: Config, shape: Shape, device: Device) -> int:
     return shape.tile_loads * ahead * config.block_m * config.block_n * 4
 
 
-# A tile holds all queries of a call: block_m is set by their number.
+# A tile holds all queries of a call: block_m is set by their number, more warps are for more of them.
 DECODE: Table = {
     "interpreter": {1024: [Config(16, 32, 4, 1)]},
     "ampere": {
-        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2)],
-        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
+        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2), Config(16, 64, 8, 3), Config(16, 64, 8, 2)],
+        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1), Config(16, 32, 8, 2), Config(16, 32, 8, 1)],
+        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
     },
     "hopper": {
-        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3)],
-        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2)],
+        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3), Config(16, 64, 8, 3)],
+        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 64, 8, 2), Config(16, 32, 8, 2)],
+        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
+    },
+    "amd": {
+        128: [Config(16, 64, 4, 1)],
+        256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
         1024: [Config(16, 16, 4, 1)],
     },
-    "amd": {128: [Config(16, 64, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
 }
 DECODE["blackwell"] = DECODE["hopper"]
 DECODE["consumer"] = {
-    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2)],
+    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2), Config(16, 32, 8, 2)],
     256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
-    1024: [Config(16, 16, 4, 1)],
+    1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
 }
+
+
+def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
+    shared, registers = forward_cost(config, shape, device)
+    queries = 0 if device.family == "hopper" else config.block_m * shape.D * shape.bytes // 4
+    return shared, registers + queries  # which are read from shared memory there
+
 
 TABLES: dict[str, tuple[Table, Cost]] = {
     "forward": (FORWARD, forward_cost),
-    "decode": (DECODE, forward_cost),
+    "decode": (DECODE, decode_cost),
     "backward_dq": (DQ, dq_cost),
     "backward_magnitudes": (DQ, dq_cost),
     "backward_dkdv": (DKDV, dkdv_cost),
@@ -313,24 +325,30 @@ def candidates(
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
     rejected: list[tuple[Config, str]] = []
-    for config in dict.fromkeys([*classes[width], *_LAST]):
+    for config in dict.fromkeys(_with_rows(c, shape) for c in (*classes[width], *_LAST)):
         reason = misfit(config, cost, device, shape)
         if reason is None:
             kept.append(config)
         else:
             rejected.append((config, reason))
-    return kept or [_LAST[-1]], rejected
+    return kept or [_with_rows(_LAST[-1], shape)], rejected
+
+
+def _with_rows(config: Config, shape: Shape) -> Config:
+    return config if shape.rows is None else config._replace(block_m=shape.rows)
 
 
 def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
     """Why a config cannot serve, or None."""
+    if shape.rows is not None and config.block_m != shape.rows:
+        return "block_m is set by the number of queries"
     for tile, block, name in (
         (config.block_m, shape.q_block, "query"),
         (config.block_n, shape.kv_block, "KV"),
     ):
         if tile < 16 or tile & (tile - 1):
             return f"a tile of {tile} is not a power of two from 16"
-        if block is not None and block % tile:
+        if block is not None and block % tile and not (shape.rows and name == "query"):
             return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
     shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:

@@ -71,20 +71,21 @@ forward
   blackwell 1024: 32x16/8/1
 decode
   interpreter 1024: 16x32/4/1
-  ampere 128: 16x64/4/3, 16x64/4/2
-  ampere 256: 16x32/4/2, 16x32/4/1
-  ampere 1024: 16x16/4/1
-  hopper 128: 16x64/4/4, 16x64/4/3
-  hopper 256: 16x64/4/2, 16x32/4/2
-  hopper 1024: 16x16/4/1
+  ampere 128: 16x64/4/3, 16x64/4/2, 16x64/8/3, 16x64/8/2
+  ampere 256: 16x32/4/2, 16x32/4/1, 16x32/8/2, 16x32/8/1
+  ampere 1024: 16x16/4/1, 16x16/8/1
+  hopper 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
+  hopper 256: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  hopper 1024: 16x16/4/1, 16x16/8/1
   amd 128: 16x64/4/1
+  amd 256: 16x32/4/1, 16x16/4/1
   amd 1024: 16x16/4/1
-  blackwell 128: 16x64/4/4, 16x64/4/3
-  blackwell 256: 16x64/4/2, 16x32/4/2
-  blackwell 1024: 16x16/4/1
-  consumer 128: 16x32/4/3, 16x32/4/2
+  blackwell 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
+  blackwell 256: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  blackwell 1024: 16x16/4/1, 16x16/8/1
+  consumer 128: 16x32/4/3, 16x32/4/2, 16x32/8/2
   consumer 256: 16x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
+  consumer 1024: 16x16/4/1, 16x16/8/1
 backward_dq, backward_magnitudes
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2

@@ -166,13 +166,16 @@ DQ: Table = {
         1024: [Config(16, 16, 4, 1)],
     },
     "amd": {
-        64: [Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
-        128: [Config(32, 32, 4, 1), Config(16, 16, 4, 1)],
-        256: [Config(16, 16, 4, 1)],
+        64: [Config(128, 64, 4, 1), Config(128, 32, 4, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
+        128: [Config(128, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
+        256: [Config(128, 16, 4, 1), Config(64, 16, 4, 1)],
         1024: [Config(16, 16, 4, 1)],
     },
 }
-DQ["blackwell"] = DQ["hopper"]
+DQ["blackwell"] = {
+    **DQ["hopper"],
+    256: [Config(128, 32, 8, 2), Config(64, 32, 8, 2), *DQ["hopper"][256][1:]],
+}
 
 # For d(key) and d(value): a tile of keys walks tiles of queries.
 DKDV: Table = {
@@ -190,6 +193,10 @@ DKDV: Table = {
         256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
     },
     "consumer": {**DQ["consumer"], 64: [Config(32, 64, 4, 2), Config(32, 32, 4, 2)]},
+    "amd": {
+        128: [Config(32, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1), Config(32, 32, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
 }
 DKDV["blackwell"] = DKDV["hopper"]
 
@@ -199,6 +206,7 @@ DK: Table = {
     "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
     "hopper": {**DKDV["hopper"], 256: [Config(32, 128, 8, 2), Config(64, 64, 8, 1), *DKDV["hopper"][256]]},
 }
+DK["amd"] = {**DKDV["amd"], 256: [Config(16, 128, 4, 1), Config(16, 64, 4, 1)]}
 DK["blackwell"] = DK["hopper"]
 DV: Table = {
     **DKDV,
@@ -206,6 +214,7 @@ DV: Table = {
     "hopper": {**DKDV["hopper"], 256: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), *DKDV["hopper"][256]]},
 }
 DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}
+DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}
 DV["blackwell"] = DV["hopper"]
 
 # A tile of queries needs a gradient too: smaller tiles where keys' gradients alone leave no registers.
@@ -217,6 +226,7 @@ ONE_PASS: Table = {
         64: [Config(64, 128, 8, 2), Config(64, 64, 8, 2)],
         128: [Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
     },
+    "amd": {64: [Config(64, 64, 4, 1)], 128: [Config(32, 32, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
 }
 ONE_PASS["blackwell"] = ONE_PASS["hopper"]
 
@@ -229,7 +239,8 @@ def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int
 
 def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
-    tiles = m * shape.D + (3 + shape.tile_loads + shape.tile_values) * m * n
+    loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # there with 64-bit addresses
+    tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
     return _backward_shared(config, shape, device, m, n), tiles + _operands(m + n, shape, device)
 
 
@@ -241,16 +252,19 @@ def dkdv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
 def dk_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
     tiles = n * shape.D + (3 + shape.tile_values) * m * n
-    return _backward_shared(config, shape, device, n, m), tiles + _operands(m, shape, device)
+    rows = m + n if device.family == "amd" else m  # where what is held is held in registers
+    return _backward_shared(config, shape, device, n, m), tiles + _operands(rows, shape, device)
 
 
 def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
-    m, n, stages = config.block_m, config.block_n, max(config.stages, 1)
-    shared = (n * shape.D + stages * m * (shape.D + shape.V) + m * n) * shape.bytes
-    return shared + _captured(config, shape, device), n * shape.V + 2 * m * n
+    m, n = config.block_m, config.block_n
+    values = 0 if device.family == "amd" else n * shape.V * shape.bytes  # which are not held
+    return _backward_shared(config, shape, device, n, m) - values, n * shape.V + 2 * m * n
 
 
 def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int) -> int:
+    if device.family == "amd":  # the tiles of one product at a time
+        return max(held, walked) * shape.widest * shape.bytes
     rows = held + max(config.stages, 1) * walked
     return (rows * (shape.D + shape.V) + held * walked) * shape.bytes + _captured(config, shape, device)
 
@@ -353,7 +367,7 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
     shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"
-    if a_thread > (400 if device.warp == 64 else 230):
+    if a_thread > (300 if device.warp == 64 else 230):
         return f"about {a_thread} registers a thread"
     return None
 

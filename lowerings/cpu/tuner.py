@@ -29,7 +29,8 @@ LIKELY_SHARE = 0.5  # of the blocks, where nobody knows how many are visited
 def device() -> str:
     """What the timings hold for."""
     caches = Caches.of_this_machine()
-    return f"cpu {build.instruction_set()} L1 {caches.first >> 10}K L2 {caches.second >> 10}K {torch.get_num_threads()} threads"
+    sizes = f"L1 {caches.first >> 10}K L2 {caches.second >> 10}K"
+    return f"cpu {build.instruction_set()} {sizes} {torch.get_num_threads()} threads"
 
 
 def times(

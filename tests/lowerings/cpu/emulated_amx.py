@@ -23,9 +23,9 @@ if not NATIVE:
     # What torch asks about the machine, and whether the system permits tiles. The rest follows from the answers.
     torch.cpu._is_amx_tile_supported = torch.cpu._init_amx = lambda: True
 
-from flex_inductor import build, flex_attention
-from tests.lowerings.cpu.helpers import fused
-from tests.support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run
+from flex_inductor import build, flex_attention  # noqa: E402
+from tests.lowerings.cpu.helpers import fused  # noqa: E402
+from tests.support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,9 @@ def poisoned_scratch(monkeypatch):
     def poisoned(self, types, source):
         check = "if (!data) throw std::bad_alloc();"
         assert (check in source) == ("struct Scratch" in source)
-        return compiled(self, types, source.replace(check, f"{check} std::memset(data, 0xff, size * sizeof(T));"))
+        return compiled(
+            self, types, source.replace(check, f"{check} std::memset(data, 0xff, size * sizeof(T));")
+        )
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", poisoned)
 
@@ -85,7 +87,9 @@ def test_blocks_that_are_no_whole_tiles_use_none():
 def test_tiles_are_released_when_a_mod_raises():
     bias = torch.randn(50)
     q, k, v = Sizes(queries=64, keys=64).inputs(torch.bfloat16)
-    attend = fused(lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, q, kv: s + bias[kv], enable_gqa=True))
+    attend = fused(
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, q, kv: s + bias[kv], enable_gqa=True)
+    )
     with torch.no_grad(), tiles(), pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         attend(q, k, v)
 

@@ -43,6 +43,12 @@ def test_descriptors_copy_tiles_by_tma(kind):
     assert taken.spill_bytes == 0 and taken.shared_bytes <= known_device("sm_90").shared_bytes
 
 
+def test_one_pass_adds_to_the_queries_gradient_by_tma():
+    result, taken = compiled("backward_onepass", "sm_90", 64, descriptors=1)
+    assert "UTMAREDG" in operations(result)
+    assert taken.spill_bytes == 0
+
+
 def test_persistent_programs_take_tiles_from_a_counter():
     result, taken = compiled("forward", "sm_80", 64, persistent=1)
     assert operations(result) & {"ATOMG", "ATOM"}

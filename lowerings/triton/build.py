@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -241,6 +242,18 @@ class Builder:
         unit = tile if block is None or block >= int(size) else str(block)
         return f"{size} % {unit} == 0"
 
+    def scaling(self, scaled: bool, scale: float) -> dict[str, Any]:
+        """Scores are multiplied by the scale, or else what the program holds is, before its products: by a power of
+        two, which is exact but for what float16 cannot hold, and that is below 2**-25 for these."""
+        exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
+        # Found by compiling: elsewhere the compiler runs out of registers, or keeps both of two operands.
+        if current_device(self.problem.device).shared_operands:
+            cheap = padded(self.problem.D) <= 64 and self.kind != "backward_onepass"
+        else:
+            cheap = "q_idx" in self.outer
+        before = scaled and exact and cheap
+        return {"scaled": scaled and not before, "scaled_before": before, "scale": repr(scale)}
+
     def render(self, template: str, name: str, configs: Sequence[Config], values: dict[str, Any]) -> str:
         axes = axes_of(configs)
         constants = configs[0].constants(axes)
@@ -269,7 +282,7 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
     """What the templates that use softmax.jinja are given."""
     scale = float(call.scale)
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
-    # A negative factor would turn the row's maximum into its minimum.
+    # Else the factor is part of the exponent; a negative one would turn the row's maximum into its minimum.
     scaled = score_mod is not None or scale <= 0
     return {
         **builder.common(),
@@ -277,8 +290,7 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
         "score_mod": score_mod,
         "mask_mod": mask_mod,
         "hoisted": builder.hoisted,
-        "scaled": scaled,
-        "scale": repr(scale),
+        **builder.scaling(scaled, scale),
         "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
         "to_natural": repr(1.0 if scaled else scale),
     }

@@ -67,6 +67,11 @@ class Device(NamedTuple):
         return self.arch == "interpreter" or (self.nvidia and int(self.arch[3:]) >= 90)
 
     @property
+    def shared_operands(self) -> bool:
+        """Whether tensor cores read their operands from shared memory, not from registers."""
+        return self.family in ("hopper", "blackwell")
+
+    @property
     def family(self) -> str:
         """The table's row: cards with the same tensor cores and about as much shared memory."""
         if self.arch.startswith("gfx"):
@@ -281,7 +286,7 @@ def _backward_shared(config: Config, shape: Shape, device: Device, held: int, wa
 def _operands(rows: int, shape: Shape, device: Device) -> int:
     """Registers for rows of two tensors, in parts if wide, where tensor cores do not read from shared memory."""
     width = min(shape.D + shape.V, 256)
-    return 0 if device.family in ("hopper", "blackwell") else rows * width * shape.bytes // 4
+    return 0 if device.shared_operands else rows * width * shape.bytes // 4
 
 
 def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:

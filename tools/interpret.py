@@ -102,6 +102,7 @@ def prepare(namespace: dict[str, Any]) -> None:
 
     check_environment()
     _let_numbers_be_indices()
+    _let_descriptors_add()
     namespace["libdevice"] = _Libdevice()
     # Its assembly is there to keep a compiler from vectors.
     namespace["each_alone"] = triton.jit(types.FunctionType(_itself.__code__, namespace))
@@ -123,6 +124,20 @@ def _let_numbers_be_indices() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_index
+
+
+@functools.cache
+def _let_descriptors_add() -> None:
+    """Triton's interpreter loads and stores by descriptor, but does not add."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_descriptor_reduce(builder: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> Any:
+        assert kind.name == "ADD"
+        there = builder.create_descriptor_load(descriptor, offsets, None, None)
+        total = TensorHandle(there.data + value.data, value.dtype)
+        return builder.create_descriptor_store(descriptor, total, offsets)
+
+    InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
 class _Libdevice:

@@ -20,7 +20,7 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize("cases", ["mods", "shapes", "runs", "deterministic", "onepass"])
+@pytest.mark.parametrize("cases", ["mods", "shapes", "runs", "deterministic", "onepass", "axes"])
 def test_numerics(cases):
     result = python(
         "-m",

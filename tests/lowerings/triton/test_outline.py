@@ -241,7 +241,7 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
-        score = tl.dot(k, tl.trans(q))
+        score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
         score_3 = tl.load(captured_0 + (score_2))
@@ -257,7 +257,7 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
-        score = tl.dot(k, tl.trans(q))
+        score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
         score_3 = tl.load(captured_0 + (score_2))

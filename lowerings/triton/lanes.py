@@ -228,6 +228,10 @@ def _exact_in_fp32(x: CSEVariable) -> bool:
     return x.bounds.lower >= -(2**24) and x.bounds.upper <= 2**24
 
 
+def _in_a_mantissa(x: CSEVariable) -> bool:
+    return x.dtype == torch.int32 and x.bounds.lower >= 0 and x.bounds.upper < 2**23
+
+
 _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
 
 
@@ -312,9 +316,15 @@ class _LaneOps(CSEProxy):
     def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
         """Of a sum of integers that fp32 holds exactly: the sum of the converted, most of them outside the loop."""
         name, *parts = self.kernel.sums.get(str(x), ("",))
+        if dtype == torch.float32 and name == "sub" and all(map(_in_a_mantissa, parts)):
+            return self._default("sub", tuple(map(self._as_mantissa, parts)), {})
         if dtype == torch.float32 and name and all(map(_exact_in_fp32, [x, *parts])):
             return self._default(name, tuple(self.to_dtype(part, dtype) for part in parts), {})
         return self._default("to_dtype", (x, dtype, *args), kwargs)
+
+    def _as_mantissa(self, x: CSEVariable) -> CSEVariable:
+        """For a difference: see `as_mantissa` in tiles.jinja."""
+        return self.kernel.new(f"as_mantissa({x})", torch.float32)
 
     def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
         variable = self._default("constant", (value, dtype), {})

@@ -130,6 +130,7 @@ class Builder:
         if mod is None:
             return None
         code = self.mask_code if name == "mask" else self.score_code
+        code.kernel.mantissas |= self.score_code.kernel.mantissas
         earlier = code.statements()
         outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
         result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")

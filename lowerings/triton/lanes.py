@@ -178,6 +178,7 @@ class _LaneKernel(Kernel):
         self.cse: CSE = CSE(name_prefix=prefix)
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
+        self.mantissas = False  # whether indices are needed as floats made of their bits
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
@@ -219,7 +220,7 @@ class _LaneKernel(Kernel):
 
 def _comparison(name: str) -> Callable[[Any, CSEVariable, CSEVariable], CSEVariable]:
     def compare(self: _LaneOps, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        return self._default(name, (self.alone(x), self.alone(y)), {})
+        return self._default(name, (self.alone(x, y), self.alone(y, x)), {})
 
     return compare
 
@@ -295,10 +296,14 @@ class _LaneOps(CSEProxy):
 
     lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
 
-    def alone(self, x: CSEVariable) -> CSEVariable:
-        """`x`, to be compared: see `each_alone` in tiles.jinja."""
+    def alone(self, x: CSEVariable, other: CSEVariable | None = None) -> CSEVariable:
+        """`x`, to be compared, with `other` or a number: see `each_alone` in tiles.jinja."""
         if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
             return x
+        bits = other is not None and self.kernel.mantissas and _in_a_mantissa(x) and _in_a_mantissa(other)
+        # Both as the score has them already, in the order that they had.
+        if bits and str(other) not in self.kernel.constants:
+            return self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
         return self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
 
     def add(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
@@ -324,6 +329,7 @@ class _LaneOps(CSEProxy):
 
     def _as_mantissa(self, x: CSEVariable) -> CSEVariable:
         """For a difference: see `as_mantissa` in tiles.jinja."""
+        self.kernel.mantissas = True
         return self.kernel.new(f"as_mantissa({x})", torch.float32)
 
     def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:

@@ -69,3 +69,11 @@ def test_differences_of_indices_are_not_converted_where_a_mantissa_holds_them():
 def test_what_a_mantissa_holds():
     indices = torch.tensor([0, 1, 4097, 2**23 - 1], dtype=torch.int32)
     assert torch.equal((indices + 0x4B000000).view(torch.float32).double(), indices.double() + 2**23)
+
+
+def test_comparisons_share_what_differences_have():
+    """Where a score_mod has indices as floats by their bits, comparisons are of the same bits."""
+    both = difference(lambda score, q, kv: (score + (q - kv)) * (q >= kv), 2**23)
+    assert "each_alone(kv_idx + 0x4B000000)" in both and "each_alone(q_idx + 0x4B000000)" in both
+    assert "each_alone(kv_idx)" in difference(lambda score, q, kv: score * (q >= kv), 2**23)
+    assert "each_alone(kv_idx)" in difference(lambda score, q, kv: (score + (q - kv)) * (kv > 9), 2**23)

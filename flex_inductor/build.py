@@ -32,5 +32,11 @@ def _generating_folders() -> list[Path]:
     return folders
 
 
+def instruction_set() -> str:
+    """What kernels for this CPU may use. The system is asked for permission to use AMX, as it must be."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{vectors}+AMX" if vectors == "AVX512" and torch.cpu._init_amx() else vectors
+
+
 # Inductor keeps graphs for CPUs with vector code in them, under keys that do not name the instruction set.
-FINGERPRINT = f"{fingerprint(_generating_folders())}+{torch.backends.cpu.get_cpu_capability()}"
+FINGERPRINT = f"{fingerprint(_generating_folders())}+{instruction_set()}"

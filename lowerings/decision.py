@@ -35,7 +35,8 @@ class Choice(NamedTuple):
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in config.items())
+    """What a config does without (0) is not named."""
+    return " ".join(f"{name}={value}" for name, value in config.items() if value)
 
 
 class Decision(NamedTuple):

@@ -32,6 +32,7 @@ class AttentionProblem:
     N: Size
     D: Size
     V: Size
+    aligned: bool  # whether rows of query, key, value and the output's gradient are whole units of 16 bytes
     schedule: str | None  # its form, "lists" or "runs"; None where everything is visited
     blocks: tuple[int, int] | None  # its block sizes
     heads_alike: bool  # whether all heads visit what the first one visits

@@ -40,6 +40,11 @@ def _backward(*args: Any) -> Any:
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
+    from .subgraphs import realized  # whose imports bring this module
+
+    given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
+    tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
+    call = call._replace(**tensors)
     schedule = schedule_of(call.schedule)
     options = dict(call.options)
     number = options.pop("call", 0)
@@ -48,6 +53,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         device=call.query.get_device(),
         dtype=call.query.get_dtype(),
         **_sizes(call),
+        aligned=all(map(_aligned, tensors.values())),
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
         heads_alike=not call.schedule or call.schedule[2].get_size()[1] == 1,
@@ -83,6 +89,15 @@ def _sizes(call: Any) -> dict[str, Any]:
     B, H, M, D = call.query.get_size()
     B_kv, K, N, V = call.value.get_size()
     return {"B": B, "B_kv": B_kv, "H": H, "K": K, "M": M, "N": N, "D": D, "V": V}
+
+
+def _aligned(tensor: Any) -> bool:
+    """Whether the last dimension is contiguous and begins at a multiple of 16 bytes wherever it begins."""
+    *outer, inner = tensor.get_stride()
+    begins = [*outer, tensor.get_size()[-1], tensor.get_layout().offset]
+    known = V.graph.sizevars.statically_known_multiple_of
+    aligned = all(known(elements * tensor.get_dtype().itemsize, 16) for elements in begins)
+    return inner == 1 and aligned and tensor.get_name() not in V.graph.unaligned_buffers
 
 
 def _graph(subgraph: ir.Subgraph | None) -> Any:

@@ -267,8 +267,9 @@ def _per_batch(sizes: Sizes):
 
 def _block_mask(mask_mod: Callable, sizes: Sizes, by_batch=False, by_head=False, block=32) -> BlockMask:
     batch, heads = sizes.batch if by_batch else None, sizes.heads if by_head else None
+    device = torch.get_default_device()
     return create_block_mask(
-        mask_mod, batch, heads, sizes.queries, sizes.keys, device="cpu", BLOCK_SIZE=block
+        mask_mod, batch, heads, sizes.queries, sizes.keys, device=device, BLOCK_SIZE=block
     )
 
 

@@ -102,6 +102,7 @@ def prepare(namespace: dict[str, Any]) -> None:
 
     check_environment()
     _let_numbers_be_indices()
+    _let_descriptors_add()
     namespace["libdevice"] = _Libdevice()
     for name, same in (("each_alone", _itself), ("reciprocal", _reciprocal)):  # in place of assembly
         namespace[name] = triton.jit(types.FunctionType(same.__code__, namespace))
@@ -127,6 +128,20 @@ def _let_numbers_be_indices() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_index
+
+
+@functools.cache
+def _let_descriptors_add() -> None:
+    """Triton's interpreter loads and stores by descriptor, but does not add."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_descriptor_reduce(builder: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> Any:
+        assert kind.name == "ADD"
+        there = builder.create_descriptor_load(descriptor, offsets, None, None)
+        total = TensorHandle(there.data + value.data, value.dtype)
+        return builder.create_descriptor_store(descriptor, total, offsets)
+
+    InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
 class _Libdevice:

@@ -19,6 +19,8 @@ from ..subgraphs import realized, with_reciprocals
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
+AMX_KEYS = 32  # that a product of tiles takes: in smaller blocks some would belong to a neighbour
+
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
 
@@ -68,6 +70,13 @@ def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk
     return walked, {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
 
 
+def has_amx() -> bool:
+    """Whether torch compiles for AMX here: the CPU and the compiler know it, the system permits it."""
+    from torch._inductor.cpu_vec_isa import VecAMX, pick_vec_isa
+
+    return isinstance(pick_vec_isa(), VecAMX)
+
+
 def rendered(
     name: str,
     kernel: template.TemplateKernel,
@@ -84,6 +93,7 @@ def rendered(
     return INCLUDES + template.source(name).render(
         element=template.element_type(kernel.tensors[0]),
         is_bf16=int(problem.dtype == torch.bfloat16),
+        has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),
         signature=kernel.declaration,
         profile=kernel.maybe_codegen_profile(),
         scale=f"{float(call.scale)!r}f",

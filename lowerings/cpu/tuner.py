@@ -14,6 +14,8 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
+from flex_inductor import build
+
 from ..choice import size_hint
 from ..problem import AttentionProblem
 from . import template
@@ -27,8 +29,8 @@ LIKELY_SHARE = 0.5  # of the blocks, where nobody knows how many are visited
 def device() -> str:
     """What the timings hold for."""
     caches = Caches.of_this_machine()
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"cpu {capability} L1 {caches.first >> 10}K L2 {caches.second >> 10}K {torch.get_num_threads()} threads"
+    sizes = f"L1 {caches.first >> 10}K L2 {caches.second >> 10}K"
+    return f"cpu {build.instruction_set()} {sizes} {torch.get_num_threads()} threads"
 
 
 def times(

@@ -249,7 +249,6 @@ def _values(
         "mask_mod": mask_mod,
         "joint": joint,
         "hoisted": builder.hoisted,
-        "scaled": score_mod is not None,
-        "scale": repr(scale),
+        **builder.scaling(score_mod is not None, scale),
         "to_log2": repr(LOG2_E if score_mod else LOG2_E * scale),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -25,11 +26,14 @@ from .configs import (
     TABLES,
     Config,
     Shape,
+    axes_of,
     candidates,
     current_device,
     describe,
     estimate,
     misfit,
+    variants,
+    without_choice,
 )
 from .hints import hinted
 from .kernel import Arguments, Tensor
@@ -127,6 +131,7 @@ class Builder:
         if mod is None:
             return None
         code = self.mask_code if name == "mask" else self.score_code
+        code.kernel.mantissas |= self.score_code.kernel.mantissas
         earlier = code.statements()
         outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
         result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
@@ -155,6 +160,7 @@ class Builder:
         table, cost = TABLES[kind]
         device = current_device(self.problem.device)
         fitting, rejected = candidates(table, cost, device, shape)
+        fitting += variants(kind, fitting[0], cost, device, shape)
         others = fitting
         wanted = hinted(fitting[0], kind, self.problem.options)
         if wanted != fitting[0]:
@@ -172,7 +178,8 @@ class Builder:
             estimate=lambda config: estimate(config, cost, device, shape),
         )
         if not demanded(self.problem, kind):
-            self.spare = [config for config in others if config not in chosen]
+            plain = {*axes_of(chosen)}
+            self.spare = [c for c in others if c not in chosen and plain.issuperset(axes_of([c]))]
         return chosen
 
     def spread(self, value: Inlined, dtype: str) -> str:
@@ -240,15 +247,35 @@ class Builder:
         unit = tile if block is None or block >= int(size) else str(block)
         return f"{size} % {unit} == 0"
 
+    def scaling(self, scaled: bool, scale: float) -> dict[str, Any]:
+        """Scores are multiplied by the scale, or else what the program holds is, before its products: by a power of
+        two, which is exact but for what float16 cannot hold, and that is below 2**-25 for these."""
+        exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
+        # Found by compiling: elsewhere the compiler runs out of registers, or keeps both of two operands.
+        if current_device(self.problem.device).shared_operands:
+            cheap = padded(self.problem.D) <= 64 and self.kind != "backward_onepass"
+        else:
+            cheap = "q_idx" in self.outer
+        before = scaled and exact and cheap
+        return {"scaled": scaled and not before, "scaled_before": before, "scale": repr(scale)}
+
     def render(self, template: str, name: str, configs: Sequence[Config], values: dict[str, Any]) -> str:
-        constants = [f"{constant}: tl.constexpr" for constant in configs[0].constants]
-        parameters = [*self.arguments.names, *constants]
-        text = source(template).render(name=name, parameters=", ".join(parameters), **values)
+        axes = axes_of(configs)
+        constants = configs[0].constants(axes)
+        text = source(template).render(
+            name=name,
+            parameters=", ".join(
+                [*self.arguments.names, *(f"{constant}: tl.constexpr" for constant in constants)]
+            ),
+            arguments=", ".join([*self.arguments.names, *constants]),
+            axes=axes,
+            **values,
+        )
         decorators: list[tuple[Callable, tuple[Any, ...]]] = []
         if len(configs) > 1:
             decorators.append((timed.keep_winner, (self.timed_as, current_device(self.problem.device).key)))
         if self.kind:
-            decorators.append((spare.or_next, (self.kind, [config.launch for config in self.spare])))
+            decorators.append((spare.or_next, (self.kind, [config.launch(axes) for config in self.spare])))
         imports = "\n".join(f"from {f.__module__} import {f.__name__}" for f, _ in decorators)
         lines = "\n".join(f"@{f.__name__}{arguments!r}" for f, arguments in decorators)
         return text.replace(
@@ -260,7 +287,7 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
     """What the templates that use softmax.jinja are given."""
     scale = float(call.scale)
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
-    # A negative factor would turn the row's maximum into its minimum.
+    # Else the factor is part of the exponent; a negative one would turn the row's maximum into its minimum.
     scaled = score_mod is not None or scale <= 0
     return {
         **builder.common(),
@@ -268,8 +295,7 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
         "score_mod": score_mod,
         "mask_mod": mask_mod,
         "hoisted": builder.hoisted,
-        "scaled": scaled,
-        "scale": repr(scale),
+        **builder.scaling(scaled, scale),
         "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
         "to_natural": repr(1.0 if scaled else scale),
     }
@@ -292,6 +318,8 @@ def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str 
     """Why a config cannot be used."""
     if kind == "backward_onepass" and torch.are_deterministic_algorithms_enabled():
         return "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
+    if axis := without_choice(kind, config):
+        return f"the kernel has no choice of {axis}"
     return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem, kind))
 
 
@@ -312,6 +340,7 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
         divides(kv_block, problem.N),
         tile_loads=tile_loads,
         tile_values=tile_values,
+        aligned=problem.aligned,
     )
     if kind == "decode":
         shape = shape._replace(rows=packed(problem, shape, current_device(problem.device)).rows)

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 
 class Config(NamedTuple):
-    """One way to launch a kernel: a tile is block_m queries by block_n keys."""
+    """One way to launch a kernel: a tile is block_m queries by block_n keys. AXES are 0 or 1."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    descriptors: int = 0  # tiles that the loop walks are copied by tensor descriptors (TMA)
+    persistent: int = 0  # a fixed number of programs take tiles from a counter, those with most to do first
+    specialized: int = 0  # some warps load while others compute
 
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+    def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
+        """Constants of a kernel that is written with a choice along these axes."""
+        chosen = {axis.upper(): getattr(self, axis) for axis in axes}
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, **chosen}
 
-    @property
-    def launch(self) -> dict[str, int]:
+    def launch(self, axes: Sequence[str] = ()) -> dict[str, int]:
         """In the form Inductor's autotuner takes."""
-        return {**self.constants, "num_warps": self.warps, "num_stages": self.stages}
+        return {**self.constants(axes), "num_warps": self.warps, "num_stages": self.stages}
+
+
+AXES = ("descriptors", "persistent", "specialized")
+
+
+def axes_of(configs: Sequence[Config]) -> list[str]:
+    """The axes along which a kernel with these configs is not plain."""
+    return [axis for axis in AXES if any(getattr(config, axis) for config in configs)]
+
+
+def launched_with(config: Any) -> Config:
+    """What a config of Triton's was made of."""
+    sizes = config.kwargs
+    chosen = {axis: sizes[axis.upper()] for axis in AXES if axis.upper() in sizes}
+    return Config(sizes["BLOCK_M"], sizes["BLOCK_N"], config.num_warps, config.num_stages, **chosen)
 
 
 class Device(NamedTuple):
@@ -42,6 +60,16 @@ class Device(NamedTuple):
     @property
     def nvidia(self) -> bool:
         return self.arch.startswith("sm_")
+
+    @property
+    def describes(self) -> bool:
+        """Whether it has tensor descriptors."""
+        return self.arch == "interpreter" or (self.nvidia and int(self.arch[3:]) >= 90)
+
+    @property
+    def shared_operands(self) -> bool:
+        """Whether tensor cores read their operands from shared memory, not from registers."""
+        return self.family in ("hopper", "blackwell")
 
     @property
     def family(self) -> str:
@@ -97,6 +125,7 @@ class Shape(NamedTuple):
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
+    aligned: bool = True  # see AttentionProblem.aligned
     rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
 
     @property
@@ -272,7 +301,7 @@ def _backward_shared(config: Config, shape: Shape, device: Device, held: int, wa
 def _operands(rows: int, shape: Shape, device: Device) -> int:
     """Registers for rows of two tensors, in parts if wide, where tensor cores do not read from shared memory."""
     width = min(shape.D + shape.V, 256)
-    return 0 if device.family in ("hopper", "blackwell") else rows * width * shape.bytes // 4
+    return 0 if device.shared_operands else rows * width * shape.bytes // 4
 
 
 def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
@@ -329,6 +358,22 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "backward_onepass": (ONE_PASS, one_pass_cost),
 }
 
+# What the first config that fits is timed with besides, where the card can do it.
+VARIANTS: dict[str, Sequence[Sequence[str]]] = {
+    "forward": (
+        ("descriptors",),
+        ("persistent",),
+        ("descriptors", "persistent"),
+        ("descriptors", "specialized"),
+    ),
+    **{kind: (("descriptors",),) for kind in TABLES if kind.startswith("backward")},
+}
+
+
+def variants(kind: str, config: Config, cost: Cost, device: Device, shape: Shape) -> list[Config]:
+    found = [config._replace(**dict.fromkeys(axes, 1)) for axes in VARIANTS.get(kind, ())]
+    return [variant for variant in found if misfit(variant, cost, device, shape) is None]
+
 
 def candidates(
     table: Table, cost: Cost, device: Device, shape: Shape
@@ -352,6 +397,12 @@ def _with_rows(config: Config, shape: Shape) -> Config:
     return config if shape.rows is None else config._replace(block_m=shape.rows)
 
 
+def without_choice(kind: str, config: Config) -> str | None:
+    """An axis of the config that a kind of kernel does not have."""
+    known = {axis for axes in VARIANTS.get(kind, ()) for axis in axes}
+    return next((axis for axis in axes_of([config]) if axis not in known), None)
+
+
 def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
     """Why a config cannot serve, or None."""
     if shape.rows is not None and config.block_m != shape.rows:
@@ -364,6 +415,15 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
             return f"a tile of {tile} is not a power of two from 16"
         if block is not None and block % tile and not (shape.rows and name == "query"):
             return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
+    for axis in AXES:
+        if getattr(config, axis) not in (0, 1):
+            return f"{axis} is 0 or 1, not {getattr(config, axis)}"
+    if config.descriptors and not device.describes:
+        return f"{device.arch} has no tensor descriptors"
+    if config.descriptors and not shape.aligned:
+        return "descriptors need rows of whole, contiguous units of 16 bytes"
+    if config.specialized and not (config.descriptors and device.family in ("blackwell", "interpreter")):
+        return "warps are specialized with descriptors on sm_100 alone"
     shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"
@@ -383,4 +443,5 @@ def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[in
 
 
 def describe(config: Config) -> str:
-    return f"{config.block_m}x{config.block_n}, {config.warps} warps, {config.stages} stages"
+    sizes = f"{config.block_m}x{config.block_n}, {config.warps} warps, {config.stages} stages"
+    return ", ".join([sizes, *axes_of([config])])

@@ -17,7 +17,7 @@ from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from .configs import Config
+from .configs import Config, axes_of
 
 INT_MAX = 2**31 - 1
 
@@ -107,7 +107,7 @@ class KernelCall(ir.ExternKernel):
         self.device = tensors[0].get_device()
         super().__init__(None, ir.NoneLayout(device=self.device), tensors, tuple(arguments.sizes))
         self.kind, self.render, self.arguments = kind, render, arguments
-        self.configs = configs
+        self.configs, self.axes = configs, axes_of(configs)
         self.grids = {config: [*map(sympy.sympify, grid(config))] for config in [*configs, *spare]}
         self.accumulated = list(accumulated)  # arguments that the kernel adds to
         self.mutation_outputs = [
@@ -155,7 +155,7 @@ class KernelCall(ir.ExternKernel):
             offset = tensor.layout.offset if viewed else sympy.S.Zero
             signature.append(TensorArg(name, owner.get_name(), tensor.get_dtype(), offset))
         signature += [SizeArg(name, size) for size, name in self.arguments.sizes.items()]
-        signature += [ConstexprArg(name) for name in self.configs[0].constants]
+        signature += [ConstexprArg(name) for name in self.configs[0].constants(self.axes)]
         argdefs = [ArgName(argument.name) for argument in signature]
         return {
             "signature": signature_to_meta(signature, size_dtype=None, argdefs=argdefs),
@@ -169,13 +169,15 @@ class KernelCall(ir.ExternKernel):
         for config, grid in self.grids.items():
             axes = [sympy_subs(axis, launch_symbols) for axis in grid]
             python, cpp = [*map(pexpr, axes)], [*map(cexpr, axes)]
-            grids.append({"config": config.launch, "python": python, "cpp": cpp, "python_slow": python})
+            grids.append(
+                {"config": config.launch(self.axes), "python": python, "cpp": cpp, "python_slow": python}
+            )
         return {
             **TritonKernel.inductor_meta_common(),
             "grid_type": "PrecomputedGrid",
             "precomputed_grids": grids,
             "extra_launcher_args": [*map(str, launch_symbols.values())],
-            "declared_constexpr_names": [*self.configs[0].constants],
+            "declared_constexpr_names": [*self.configs[0].constants(self.axes)],
             "mutated_arg_names": self.accumulated,
             "dynamic_disable_pipelining": False,  # a config that cannot run has others to follow it
             "flex_inductor": {"kind": self.kind},
@@ -204,7 +206,7 @@ class KernelCall(ir.ExternKernel):
     def _heuristics(self, triton_meta: dict[str, Any], inductor_meta: dict[str, Any]) -> str:
         return (
             f"@triton_heuristics.user_autotune(\n"
-            f"    configs={[config.launch for config in self.configs]!r},\n"
+            f"    configs={[config.launch(self.axes) for config in self.configs]!r},\n"
             f"    inductor_meta={inductor_meta!r},\n"
             f"    triton_meta={triton_meta!r},\n"
             f"    filename=__file__,\n"

@@ -220,6 +220,7 @@ class _LaneKernel(Kernel):
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
         self.rough, self.functions = approximate, Rough(nvidia)  # whether what is written now may be, and how
+        self.mantissas = False  # whether indices are needed as floats made of their bits
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
@@ -262,13 +263,17 @@ class _LaneKernel(Kernel):
 
 def _comparison(name: str) -> Callable[[Any, CSEVariable, CSEVariable], CSEVariable]:
     def compare(self: _LaneOps, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        return self._default(name, (self.alone(x), self.alone(y)), {})
+        return self._default(name, (self.alone(x, y), self.alone(y, x)), {})
 
     return compare
 
 
 def _exact_in_fp32(x: CSEVariable) -> bool:
     return x.bounds.lower >= -(2**24) and x.bounds.upper <= 2**24
+
+
+def _in_a_mantissa(x: CSEVariable) -> bool:
+    return x.dtype == torch.int32 and x.bounds.lower >= 0 and x.bounds.upper < 2**23
 
 
 _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
@@ -334,10 +339,14 @@ class _LaneOps(CSEProxy):
 
     lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
 
-    def alone(self, x: CSEVariable) -> CSEVariable:
-        """`x`, to be compared: see `each_alone` in tiles.jinja."""
+    def alone(self, x: CSEVariable, other: CSEVariable | None = None) -> CSEVariable:
+        """`x`, to be compared, with `other` or a number: see `each_alone` in tiles.jinja."""
         if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
             return x
+        bits = other is not None and self.kernel.mantissas and _in_a_mantissa(x) and _in_a_mantissa(other)
+        # Both as the score has them already, in the order that they had.
+        if bits and str(other) not in self.kernel.constants:
+            return self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
         return self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
 
     def add(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
@@ -363,9 +372,16 @@ class _LaneOps(CSEProxy):
     def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
         """Of a sum of integers that fp32 holds exactly: the sum of the converted, most of them outside the loop."""
         name, *parts = self.kernel.sums.get(str(x), ("",))
+        if dtype == torch.float32 and name == "sub" and all(map(_in_a_mantissa, parts)):
+            return self._default("sub", tuple(map(self._as_mantissa, parts)), {})
         if dtype == torch.float32 and name and all(map(_exact_in_fp32, [x, *parts])):
             return self._default(name, tuple(self.to_dtype(part, dtype) for part in parts), {})
         return self._default("to_dtype", (x, dtype, *args), kwargs)
+
+    def _as_mantissa(self, x: CSEVariable) -> CSEVariable:
+        """For a difference: see `as_mantissa` in tiles.jinja."""
+        self.kernel.mantissas = True
+        return self.kernel.new(f"as_mantissa({x})", torch.float32)
 
     def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
         variable = self._default("constant", (value, dtype), {})

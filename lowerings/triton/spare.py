@@ -1,4 +1,5 @@
-"""Where a card has not the shared memory or registers that a config takes: the next that fits by estimate."""
+"""Where a config cannot be compiled, or a card has not the shared memory or registers for it: the next that fits
+by estimate."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch._inductor.runtime.triton_compat import PTXASError
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict
 
 from flex_inductor import errors
+
+from .configs import describe, launched_with
 
 log = logging.getLogger("flex_inductor")
 
@@ -18,19 +22,34 @@ def or_next(kind: str, spare: Sequence[dict[str, int]]) -> Callable[[Any], Any]:
 
     def decorate(kernel: Any) -> Any:
         if type(kernel) is CachingAutotuner:
-            kernel.__class__ = Persistent
+            kernel.__class__ = WithSpare
             kernel.kind, kernel.spare, kernel.tried = kind, [*spare], []
         return kernel
 
     return decorate
 
 
-class Persistent(CachingAutotuner):
+class CompilerGaveUp(PTXASError):
+    """In a pass of Triton's. Inductor leaves a config for errors of the assembler, not for this."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class WithSpare(CachingAutotuner):
     """Inductor's autotuner, which gives up when none of its configs can be compiled or loaded."""
 
     kind: str
     spare: list[dict[str, int]]
     tried: list[tuple[str, str]]
+
+    def _precompile_config(self, config: Any) -> Any:
+        try:
+            return super()._precompile_config(config)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            raise CompilerGaveUp(str(error)) from error
 
     def _precompile_worker(self) -> None:
         while True:
@@ -68,5 +87,4 @@ class Persistent(CachingAutotuner):
 
 
 def _text(config: Any) -> str:
-    sizes = config.kwargs
-    return f"{sizes['BLOCK_M']}x{sizes['BLOCK_N']}, {config.num_warps} warps, {config.num_stages} stages"
+    return describe(launched_with(config))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flex_inductor import build
 
 from .. import winners
-from .configs import Config
+from .configs import launched_with
 
 
 class _Keep(NamedTuple):
@@ -21,10 +21,8 @@ class _Keep(NamedTuple):
     def __call__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if self.before is not None:
             self.before(config, *args, **kwargs)
-        found = Config(
-            config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"], config.num_warps, config.num_stages
-        )
-        winners.keep(winners.Winner(self.problem, self.device, build.FINGERPRINT, found._asdict(), []))
+        found = launched_with(config)._asdict()
+        winners.keep(winners.Winner(self.problem, self.device, build.FINGERPRINT, found, []))
 
 
 def keep_winner(problem: str, device: str) -> Callable[[Any], Any]:

@@ -27,17 +27,22 @@ KNOWN_TARGETS = ("cpu", *TARGETS)
 
 
 def inspect(
-    fn: Callable, *args: Any, target: str | None = None, backward: bool = True, **kwargs: Any
+    fn: Callable,
+    *args: Any,
+    target: str | None = None,
+    backward: bool = True,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Report:
     """What the attention calls of `fn(*args, **kwargs)` become: decisions, graphs, schedules and kernels.
 
     `fn` is a function or a module that compiles as one graph; it is traced afresh and not run. `target` is
     "cpu" or a GPU's architecture, by default the device of the tensors; for a GPU that is not there give CPU
     tensors of the shapes and dtypes in question. The backward is there when `backward` is and an argument,
-    a parameter or a captured tensor requires a gradient.
+    a parameter or a captured tensor requires a gradient. `options` are those of the backend.
     """
     target = _target(fn, args, kwargs, target)
-    watched = _watched(fn, args, kwargs, target, backward)
+    watched = _watched(fn, args, kwargs, target, backward, options)
     if not watched.calls:
         raise errors.no_attention_call(getattr(fn, "__qualname__", type(fn).__name__))
     facts = {
@@ -66,11 +71,18 @@ def kind(kernel: GeneratedKernel) -> str:
     return kernel.inductor_meta.get("flex_inductor", {}).get("kind", "")
 
 
-def _watched(fn: Callable, args: Any, kwargs: Any, target: str, backward: bool) -> Watched:
+def _watched(
+    fn: Callable,
+    args: Any,
+    kwargs: Any,
+    target: str,
+    backward: bool,
+    options: dict[str, Any] | None = None,
+) -> Watched:
     from torch._dynamo.exc import Unsupported
 
     try:
-        return watch(fn, args, kwargs, target, backward)
+        return watch(fn, args, kwargs, target, backward, options)
     except Unsupported as error:
         raise _not_traced(str(error)) from None
 

@@ -69,13 +69,20 @@ class Watched:
         return found
 
 
-def watch(fn: Callable, args: Sequence[Any], kwargs: dict[str, Any], target: str, backward: bool) -> Watched:
+def watch(
+    fn: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    target: str,
+    backward: bool,
+    options: dict[str, Any] | None = None,
+) -> Watched:
     """Compile `fn(*args, **kwargs)` for `target`, up to where a compiler would be asked to build kernels."""
     watched = Watched()
     with _traced_afresh(), noted() as notes:
         watching = _Watching(watched, notes, target)
         with watching.kernels(), torch.set_grad_enabled(backward and torch.is_grad_enabled()):
-            _compile_only(watched, fn, args, kwargs)
+            _compile_only(watched, fn, args, kwargs, options)
     return watched
 
 
@@ -83,7 +90,13 @@ class _Compiled(Exception):
     """Raised where the compiled function would run."""
 
 
-def _compile_only(watched: Watched, fn: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _compile_only(
+    watched: Watched,
+    fn: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: dict[str, Any] | None,
+) -> None:
     import torch._functorch.config as functorch_config
 
     from flex_inductor.backend import flex_inductor
@@ -96,7 +109,7 @@ def _compile_only(watched: Watched, fn: Callable, args: Sequence[Any], kwargs: d
         watched.calls = attention_nodes(module)
         if watched.calls:
             with functorch_config.patch({"force_non_lazy_backward_lowering": True}):
-                flex_inductor(module, list(inputs))
+                flex_inductor(module, list(inputs), options=options)
 
         def stop(*_: Any) -> None:
             raise _Compiled

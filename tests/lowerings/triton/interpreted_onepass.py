@@ -9,6 +9,7 @@ from flex_inductor.lowerings.triton import backward
 from flex_inductor.tools import interpret
 
 OPTIONS = {"configs": {"backward_onepass": {}}}
+BY_DESCRIPTORS = {"configs": {"backward_onepass": {"descriptors": 1}}}
 CASES = {
     "plain": ("plain", "none", Sizes(batch=1)),
     "lane": ("relative_bias", "sliding_window", Sizes(batch=1)),
@@ -33,10 +34,11 @@ def test_as_right_as_dense_attention(case, programs, kinds):
     assert kinds == ["forward", "backward_onepass"]
 
 
-def test_over_runs(kinds):
-    sizes = Sizes(batch=1)
+@pytest.mark.parametrize("options", [OPTIONS, BY_DESCRIPTORS], ids=["by lanes", "by descriptors"])
+def test_over_runs(options, kinds):
+    sizes = Sizes(batch=1, head_dim=24)
     runs = RunSchedule.from_block_mask(MASKS["prefix"](sizes))
-    attend = interpret.compiled(attention_of(None), options=OPTIONS)
+    attend = interpret.compiled(attention_of(None), options=options)
     judge(attend, dense_of(None), sizes.inputs(torch.float16), (), runs)
     assert kinds == ["forward", "backward_onepass"]
 

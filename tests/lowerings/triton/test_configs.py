@@ -293,7 +293,8 @@ def test_a_hint_is_honoured_or_noted():
 def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kept, _ = candidates(FORWARD, forward_cost, known_device("sm_80"), Shape(64, 64, 2))
-    assert tuned_kernel()[0].configs == [config.launch for config in kept] and len(kept) > 3
+    wanted = [config.launch(["persistent"]) for config in [*kept, kept[0]._replace(persistent=1)]]
+    assert tuned_kernel()[0].configs == wanted and len(kept) > 3
 
 
 def tuned_kernel():
@@ -310,11 +311,11 @@ def test_what_the_autotuner_finds_is_kept_for_the_next_process(tmp_path, monkeyp
     kernel, choice = tuned_kernel()
     assert choice.why == f"first of {len(kernel.configs)} that fit; all are timed at the first call"
     fastest = Config(64, 64, 4, 3)
-    assert fastest.launch in kernel.configs[1:]
+    assert fastest.launch(["persistent"]) in kernel.configs[1:]
     hook = pickle.loads(pickle.dumps(kernel.save_cache_hook))
-    hook(triton.Config(fastest.constants, num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
+    hook(triton.Config(fastest.constants(), num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
 
     kernel, choice = tuned_kernel()
-    assert kernel.configs == [fastest.launch]
+    assert kernel.configs == [fastest.launch()]
     assert choice.why == "fastest when timed before" and choice.config == fastest._asdict()
     assert not hasattr(kernel, "save_cache_hook")

@@ -12,25 +12,80 @@ pytestmark = [
 ]
 
 SIZES = (Sizes(queries=300, keys=300, head_dim=64, value_dim=64), Sizes(queries=200, keys=333, head_dim=80))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("mask", ["none", "causal", "sliding_window", "per_head"])
-@pytest.mark.parametrize("mod", MODS)
-@pytest.mark.parametrize("sizes", SIZES)
-def test_as_right_as_dense_attention(mod, mask, dtype, sizes):
+def turns(*kinds):
+    """Every member of the first with members of the others in turn: few enough to compile in some minutes."""
+    first, *others = map(list, kinds)
+    return [(each, *(other[i % len(other)] for other in others)) for i, each in enumerate(first)]
+
+
+CASES = [
+    *turns(MODS, MASKS, DTYPES, SIZES),
+    *turns(MASKS, [*MODS][::-1], DTYPES[::-1], SIZES[::-1]),
+]
+
+
+def check(mod, mask, dtype, sizes, **options):
+    """Compare the compiled call and its gradients with dense attention; returns what was decided."""
     torch._dynamo.reset()
     decisions(clear=True)
-    block_mask = MASKS[mask](sizes)
-    attend = torch.compile(attention_of(MODS[mod].build), backend="flex_inductor")
+    with torch.device("cuda"):
+        block_mask = MASKS[mask](sizes)
+    attend = torch.compile(attention_of(MODS[mod].build), backend="flex_inductor", options=options)
     judge(
         attend,
         dense_of(MODS[mod].build),
         [tensor.cuda() for tensor in sizes.inputs(dtype)],
         [capture.cuda() for capture in MODS[mod].captures(sizes)],
-        None if block_mask is None else block_mask.to("cuda"),
+        block_mask,
     )
-    assert [decision.chosen for decision in decisions()] == ["triton", "triton"]
+    found = decisions()
+    assert [decision.chosen for decision in found] == ["triton", "triton"]
+    return [kernel for decision in found for kernel in decision.kernels]
+
+
+@pytest.mark.parametrize("first, second, dtype, sizes", CASES)
+def test_as_right_as_dense_attention(first, second, dtype, sizes):
+    mod, mask = (first, second) if first in MODS else (second, first)
+    check(mod, mask, dtype, sizes)
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        {"forward": {"persistent": 1}},
+        {
+            "forward": {"descriptors": 1},
+            "backward_dq": {"descriptors": 1},
+            "backward_dkdv": {"descriptors": 1},
+        },
+        {"forward": {"descriptors": 1, "persistent": 1}},
+        {"forward": {"descriptors": 1, "specialized": 1}},
+        {"backward_onepass": {}},
+        {"backward_onepass": {"descriptors": 1}},
+        {"backward_dk": {}, "backward_dv": {}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", ["causal", "per_head"])
+def test_configs_asked_for(configs, mask):
+    capability = torch.cuda.get_device_capability()
+    wanted = {axis for axes in configs.values() for axis in axes}
+    if ("specialized" in wanted and capability[0] != 10) or ("descriptors" in wanted and capability < (9, 0)):
+        pytest.skip("this card has no such kernels")
+    made = check("relative_bias", mask, torch.bfloat16, SIZES[0], configs=configs)
+    assert {kernel.kernel for kernel in made if kernel.why == "asked for"} >= configs.keys()
+
+
+def test_tuned():
+    made = check("relative_bias", "causal", torch.bfloat16, SIZES[0], max_autotune=True)
+    assert {"forward", "backward_dq", "backward_dkdv"} <= {kernel.kernel for kernel in made}
+
+
+def test_wide_heads():
+    check("alibi", "causal", torch.bfloat16, Sizes(queries=300, keys=300, head_dim=256, value_dim=256))
 
 
 @pytest.mark.parametrize("keys", [1000, 8192])

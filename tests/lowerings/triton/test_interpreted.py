@@ -20,7 +20,9 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize("cases", ["mods", "rough", "shapes", "runs", "deterministic", "onepass", "packed"])
+@pytest.mark.parametrize(
+    "cases", ["mods", "rough", "shapes", "packed", "runs", "deterministic", "onepass", "axes"]
+)
 def test_numerics(cases):
     result = python(
         "-m",

@@ -2,6 +2,7 @@
 
 import expecttest
 import pytest
+import sympy
 import torch
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -39,6 +40,44 @@ def written(fn, nvidia=True, approximate=True):
 )
 def test_indices_are_divided_as_eagerly_and_scores_fast(divide, quotient):
     assert any(text.endswith(quotient) for text in written(divide))
+
+
+def difference(fn, below):
+    """The statements for fn(score, q_idx, kv_idx) where both indices are below a number."""
+    indices = torch.zeros(2, dtype=torch.int32).unbind()
+    program = split(make_fx(fn)(torch.zeros(()), *indices), ("score", "q_idx", "kv_idx"), guarded=False)
+    lanes = [Lane("score", frozenset(("q_idx", "kv_idx", SCORED)), torch.float32)]
+    lanes += [
+        Lane(name, frozenset((name,)), torch.int32, None if below is None else sympy.Integer(below))
+        for name in ("q_idx", "kv_idx")
+    ]
+    code = LaneCode(Arguments(), "x_", torch.device("cuda"), approximate=True, nvidia=True)
+    with V.set_graph_handler(GraphLowering(program.lane)):
+        code.inline(program, lanes, [])
+    return [statement.text.partition(" = ")[2] for statement in code.statements()]
+
+
+def test_differences_of_indices_are_not_converted_where_a_mantissa_holds_them():
+    def distance(score, q, kv):
+        return score + (q - kv)
+
+    assert {"as_mantissa(q_idx)", "as_mantissa(kv_idx)"} < {*difference(distance, 2**23)}
+    assert "q_idx.to(tl.float32)" in difference(distance, 2**23 + 1)
+    assert "q_idx.to(tl.float32)" in difference(lambda score, q, kv: score + (q + kv), 2**23)
+    assert not any("as_mantissa" in line for line in difference(distance, None))
+
+
+def test_what_a_mantissa_holds():
+    indices = torch.tensor([0, 1, 4097, 2**23 - 1], dtype=torch.int32)
+    assert torch.equal((indices + 0x4B000000).view(torch.float32).double(), indices.double() + 2**23)
+
+
+def test_comparisons_share_what_differences_have():
+    """Where a score_mod has indices as floats by their bits, comparisons are of the same bits."""
+    both = difference(lambda score, q, kv: (score + (q - kv)) * (q >= kv), 2**23)
+    assert "each_alone(kv_idx + 0x4B000000)" in both and "each_alone(q_idx + 0x4B000000)" in both
+    assert "each_alone(kv_idx)" in difference(lambda score, q, kv: score * (q >= kv), 2**23)
+    assert "each_alone(kv_idx)" in difference(lambda score, q, kv: (score + (q - kv)) * (kv > 9), 2**23)
 
 
 class Functions(expecttest.TestCase):

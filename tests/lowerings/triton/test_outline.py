@@ -85,13 +85,13 @@ store_tile(out, acc)""",
             """\
 q = load_tile(query)
 score_0 = tl.load(captured_0 + (h))
-score_3 = q_idx.to(tl.float32)
+score_3 = as_mantissa(q_idx)
 # All keys.
 for start_n in range(0, 256, BLOCK_N):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
-    score_2 = kv_idx.to(tl.float32)
+    score_2 = as_mantissa(kv_idx)
     score_4 = score_2 - score_3
     score_5 = score_0 * score_4
     score_6 = score + score_5
@@ -204,13 +204,13 @@ store_tile(out, acc)""",
             """\
 q = tl.load(query)
 score_0 = tl.load(captured_0 + (h))
-score_3 = q_idx.to(tl.float32)
+score_3 = as_mantissa(q_idx)
 # All keys.
 for step in range(0, steps):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
-    score_2 = kv_idx.to(tl.float32)
+    score_2 = as_mantissa(kv_idx)
     score_4 = score_2 - score_3
     score_5 = score_0 * score_4
     score_6 = score + score_5
@@ -276,7 +276,7 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
-        score = tl.dot(k, tl.trans(q))
+        score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
         score_3 = tl.load(captured_0 + (score_2))
@@ -292,7 +292,7 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
-        score = tl.dot(k, tl.trans(q))
+        score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
         score_3 = tl.load(captured_0 + (score_2))

@@ -76,10 +76,24 @@ def test_the_error_names_all_that_was_tried(card):
     assert lines[-2].startswith("  16x16, 4 warps, 1 stages: ") and len(lines) == 9
 
 
-def test_other_errors_are_left_alone(card, monkeypatch):
+def test_a_config_that_the_compiler_gives_up_on_is_left_too(card, monkeypatch, caplog):
+    card |= {64}
+    compile_ = heuristics.CachingAutotuner._precompile_config
+
     def broken(self, config):
-        raise RuntimeError("PassManager::run failed")
+        if config.kwargs["BLOCK_M"] == 128:
+            raise RuntimeError("PassManager::run failed")
+        return compile_(self, config)
 
     monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", broken)
-    with pytest.raises(RuntimeError, match="PassManager"):
+    assert launched(autotuner()).kwargs["BLOCK_M"] == 64
+    assert "128x64, 4 warps, 3 stages: CompilerGaveUp: PassManager::run failed; next: 128x32" in caplog.text
+
+
+def test_other_errors_are_left_alone(card, monkeypatch):
+    def broken(self, config):
+        raise NotImplementedError("no such device")
+
+    monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", broken)
+    with pytest.raises(NotImplementedError, match="no such device"):
         launched(autotuner())

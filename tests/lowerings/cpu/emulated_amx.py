@@ -1,0 +1,101 @@
+"""The CPU kernels with AMX tiles, forward and backward. See test_amx.py, which runs this in a process of its own."""
+
+import contextlib
+import ctypes
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+NATIVE = torch.cpu._init_amx()
+KINDS = ("configure", "release", "zero", "load", "store", "multiply")
+
+if not NATIVE:
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/amx.so"
+        source = Path(__file__).with_name("amx.c")
+        subprocess.run(["gcc", "-O3", "-march=native", "-shared", "-fPIC", source, "-o", library], check=True)
+        emulator = ctypes.CDLL(library)
+    emulator.amx_emulate()
+    # What torch asks about the machine, and whether the system permits tiles. The rest follows from the answers.
+    torch.cpu._is_amx_tile_supported = torch.cpu._init_amx = lambda: True
+
+from flex_inductor import build, flex_attention  # noqa: E402
+from tests.lowerings.cpu.helpers import fused  # noqa: E402
+from tests.support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch(monkeypatch):
+    """What a kernel does not write in memory of its own is NaN: tiles read whole rows of whole tiles."""
+    compiled = AsyncCompile.cpp_pybinding
+
+    def poisoned(self, types, source):
+        check = "if (!data) throw std::bad_alloc();"
+        assert (check in source) == ("struct Scratch" in source)
+        return compiled(
+            self, types, source.replace(check, f"{check} std::memset(data, 0xff, size * sizeof(T));")
+        )
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", poisoned)
+
+
+@contextlib.contextmanager
+def tiles(used=True):
+    """What runs here multiplies tiles, a load for each product, and gives them back; or uses none."""
+    if NATIVE:
+        yield
+        return
+    counts = (ctypes.c_long * len(KINDS)).in_dll(emulator, "amx_counts")
+    before = list(counts)
+    yield
+    did = {kind: after - old for kind, after, old in zip(KINDS, counts, before, strict=True)}
+    assert (did["multiply"] > 0) == (did["configure"] > 0) == used, did
+    assert did["load"] == did["multiply"] and did["release"] == did["configure"], did
+
+
+@pytest.mark.parametrize(
+    "mod, mask, sizes",
+    [
+        ("relative_bias", "causal", Sizes(queries=70, keys=101, head_dim=40, value_dim=24)),
+        ("bucketed_bias", "per_head", Sizes(queries=133, keys=150, head_dim=7, value_dim=65, kv_heads=1)),
+        ("plain", "none", Sizes(batch=1, queries=64, keys=40, head_dim=64, value_dim=64)),
+    ],
+)
+def test_forward_and_backward(mod, mask, sizes):
+    captures, build = MODS[mod]
+    inputs, captures, mask = sizes.inputs(torch.bfloat16), captures(sizes), MASKS[mask](sizes)
+    attend = fused(attention_of(build), dynamic=False)
+    torch.set_num_threads(1)
+    with tiles():
+        first = judge(attend, dense_of(build), inputs, captures, mask).named()
+    torch.set_num_threads(2)
+    captures = [c.to(torch.bfloat16) if c.is_floating_point() else c for c in captures]
+    again = run(attend, inputs, captures, mask).named()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_blocks_that_are_no_whole_tiles_use_none():
+    sizes = Sizes(batch=1, queries=40, keys=40)
+    with torch.no_grad(), tiles(used=False):
+        fused(attention_of(None))(*sizes.inputs(torch.bfloat16), (), MASKS["sliding_window"](sizes))
+
+
+def test_tiles_are_released_when_a_mod_raises():
+    bias = torch.randn(50)
+    q, k, v = Sizes(queries=64, keys=64).inputs(torch.bfloat16)
+    attend = fused(
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, q, kv: s + bias[kv], enable_gqa=True)
+    )
+    with torch.no_grad(), tiles(), pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        attend(q, k, v)
+
+
+def test_caches_know_of_tiles():
+    from flex_inductor.lowerings.cpu import tuner
+
+    assert build.FINGERPRINT.endswith("+AVX512+AMX")
+    assert tuner.device().startswith("cpu AVX512+AMX L1")

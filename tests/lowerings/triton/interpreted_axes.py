@@ -1,0 +1,51 @@
+"""Tensor descriptors, persistent programs and specialized warps, in Triton's interpreter. See test_interpreted.py."""
+
+import pytest
+import torch
+from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
+
+from flex_inductor import RunSchedule, decisions
+from flex_inductor.lowerings.triton import forward
+from flex_inductor.tools import interpret
+
+BOTH = {"descriptors": 1, "persistent": 1}
+CASES = {
+    "rows and columns beyond the end": (BOTH, None, "none", Sizes(batch=1, head_dim=24, value_dim=40)),
+    "one head at a time": (BOTH, "relative_bias", "sliding_window", Sizes()),
+    "by head": ({"persistent": 1}, "bucketed_bias", "per_head", Sizes(batch=1)),
+    "one KV batch": (BOTH, "alibi", "causal", Sizes(kv_batch=1)),
+    "some warps load": ({"descriptors": 1, "specialized": 1}, "alibi", "causal", Sizes(batch=1)),
+}
+
+
+def options(axes):
+    described = {"descriptors": axes.get("descriptors", 0)}
+    return {"configs": {"forward": axes, "backward_dq": described, "backward_dkdv": described}}
+
+
+def check(kinds, axes):
+    assert kinds == ["forward", "backward_dq", "backward_dkdv"]
+    *_, made = [
+        kernel for decision in decisions() for kernel in decision.kernels if kernel.kernel == "forward"
+    ]
+    assert axes.items() <= made.config.items() and made.why == "asked for"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_right_as_dense_attention(case, kinds, monkeypatch):
+    axes, mod, mask, sizes = CASES[case]
+    if case == "one head at a time":
+        monkeypatch.setattr(forward, "CACHED_BYTES", 1)
+    build, captures = (MODS[mod].build, MODS[mod].captures(sizes)) if mod else (None, ())
+    attend = interpret.compiled(attention_of(build), options=options(axes))
+    judge(attend, dense_of(build), sizes.inputs(torch.float32), captures, MASKS[mask](sizes))
+    check(kinds, axes)
+
+
+@pytest.mark.parametrize("axes", [BOTH, {"descriptors": 1, "specialized": 1}])
+def test_over_runs(axes, kinds):
+    sizes = Sizes(batch=1)
+    runs = RunSchedule.from_block_mask(MASKS["prefix"](sizes))
+    attend = interpret.compiled(attention_of(None), options=options(axes))
+    judge(attend, dense_of(None), sizes.inputs(torch.float16), (), runs)
+    check(kinds, axes)

@@ -1,0 +1,102 @@
+"""Tensor descriptors, persistent programs and specialized warps, in kernels compiled for GPUs that are not there."""
+
+import pytest
+import torch
+from inspected import block_mask, causal
+
+import flex_inductor
+from flex_inductor import flex_attention
+from flex_inductor.lowerings.triton.configs import (
+    TABLES,
+    Config,
+    Shape,
+    known_device,
+    launched_with,
+    variants,
+)
+from flex_inductor.tools.resources import compile_for, machine_code
+
+
+def attend(q, mask):
+    return flex_attention(q, q, q, block_mask=mask)
+
+
+def compiled(kind, target, head_dim=128, **axes):
+    """The kernel as it is with these axes: Triton's result, and what it takes."""
+    q = torch.randn(1, 2, 256, head_dim, dtype=torch.bfloat16, requires_grad=kind.startswith("backward"))
+    options = {"configs": {kind: axes}}
+    report = flex_inductor.inspect(attend, q, block_mask(causal), target=target, options=options)
+    (kernel,) = (kernel for kernel in report.kernels if kernel.kind == kind)
+    made = kernel.made.triton
+    assert all(made.configs[0][axis.upper()] for axis in axes)
+    return compile_for(made, made.configs[0], target), kernel.resources
+
+
+def operations(result):
+    return {instruction.operation.split(".")[0] for instruction in machine_code(result)}
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward_dq", "backward_dkdv"])
+def test_descriptors_copy_tiles_by_tma(kind):
+    result, taken = compiled(kind, "sm_90", 64, descriptors=1)
+    assert "UTMALDG" in operations(result)
+    assert taken.spill_bytes == 0 and taken.shared_bytes <= known_device("sm_90").shared_bytes
+
+
+def test_one_pass_adds_to_the_queries_gradient_by_tma():
+    result, taken = compiled("backward_onepass", "sm_90", 64, descriptors=1)
+    assert "UTMAREDG" in operations(result)
+    assert taken.spill_bytes == 0
+
+
+def test_persistent_programs_take_tiles_from_a_counter():
+    result, taken = compiled("forward", "sm_80", 64, persistent=1)
+    assert operations(result) & {"ATOMG", "ATOM"}
+    assert taken.spill_bytes == 0
+
+
+def test_persistent_programs_with_descriptors():
+    result, taken = compiled("forward", "sm_90", descriptors=1, persistent=1)
+    assert {"UTMALDG", "ATOMG"} <= operations(result)
+    assert taken.spill_bytes == 0
+
+
+def test_warps_are_specialized():
+    result, taken = compiled("forward", "sm_100", descriptors=1, specialized=1)
+    assert "ttg.warp_specialize" in result.asm["ttgir"]
+    assert taken.spill_bytes <= 16
+
+
+def test_what_tuning_tries_besides_the_table():
+    first, shape = Config(128, 64, 8, 2), Shape(128, 128, 2)
+
+    def tried(kind, arch, shape):
+        cost = TABLES[kind][1]
+        return [
+            "+".join(axis for axis, on in zip(Config._fields[4:], config[4:], strict=True) if on)
+            for config in variants(kind, first, cost, known_device(arch), shape)
+        ]
+
+    assert tried("forward", "sm_80", shape) == ["persistent"]
+    assert tried("forward", "sm_90", shape) == ["descriptors", "persistent", "descriptors+persistent"]
+    assert tried("forward", "sm_100", shape)[3:] == ["descriptors+specialized"]
+    assert tried("forward", "sm_90", shape._replace(aligned=False)) == ["persistent"]
+    assert tried("backward_dq", "sm_90", shape) == ["descriptors"]
+    assert tried("decode", "sm_90", shape) == []
+
+
+def test_a_launch_says_what_it_was_made_of():
+    import triton
+
+    config = Config(128, 64, 8, 2, descriptors=1)
+    axes = ("descriptors", "persistent")
+    launch = triton.Config(config.constants(axes), num_warps=8, num_stages=2)
+    assert launched_with(launch) == config
+    assert config.launch(axes) == {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "DESCRIPTORS": 1,
+        "PERSISTENT": 0,
+        "num_warps": 8,
+        "num_stages": 2,
+    }

@@ -204,13 +204,13 @@ store_tile(out, acc)""",
             """\
 q = tl.load(query)
 score_0 = tl.load(captured_0 + (h))
-score_3 = q_idx.to(tl.float32)
+score_3 = as_mantissa(q_idx)
 # All keys.
 for step in range(0, steps):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
-    score_2 = kv_idx.to(tl.float32)
+    score_2 = as_mantissa(kv_idx)
     score_4 = score_2 - score_3
     score_5 = score_0 * score_4
     score_6 = score + score_5

@@ -56,6 +56,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         aligned=all(map(_aligned, tensors.values())),
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
+        heads_alike=not call.schedule or call.schedule[2].get_size()[1] == 1,
         lists_queries=bool(call.schedule) and call.schedule[6] is not None,
         score_mod=_graph(call.score_mod),
         mask_mod=_graph(call.mask_mod),

@@ -104,12 +104,16 @@ def prepare(namespace: dict[str, Any]) -> None:
     _let_numbers_be_indices()
     _let_descriptors_add()
     namespace["libdevice"] = _Libdevice()
-    # Its assembly is there to keep a compiler from vectors.
-    namespace["each_alone"] = triton.jit(types.FunctionType(_itself.__code__, namespace))
+    for name, same in (("each_alone", _itself), ("reciprocal", _reciprocal)):  # in place of assembly
+        namespace[name] = triton.jit(types.FunctionType(same.__code__, namespace))
 
 
 def _itself(x: Any) -> Any:
     return x
+
+
+def _reciprocal(x: Any) -> Any:
+    return 1.0 / x
 
 
 @functools.cache
@@ -161,7 +165,14 @@ class _Libdevice:
         return on_tiles
 
 
-_OTHER_NAMES = {"fast_expf": "exp", "fast_logf": "log", "llrint": "round", "rint": "round"}
+_OTHER_NAMES = {
+    "fast_dividef": "div",
+    "fast_expf": "exp",
+    "fast_log2f": "log2",
+    "fast_logf": "log",
+    "llrint": "round",
+    "rint": "round",
+}
 
 
 @functools.cache

@@ -38,6 +38,7 @@ from .configs import (
 from .hints import hinted
 from .kernel import Arguments, Tensor
 from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
+from .packing import packed
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
@@ -149,19 +150,22 @@ class Builder:
         self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
         return [s.text for s in inside]
 
-    def configs(self, kind: str, **fixed: int) -> list[Config]:
-        """The configs to time, or the one to use, with these sizes; called once the mods are inlined."""
-        shape = shape_of(self.problem)._replace(tile_loads=self.tile_loads, tile_values=self.tile_values)
+    def shape(self, kind: str) -> Shape:
+        """What a kernel's configs are chosen by, as far as mods are inlined."""
+        return shape_of(self.problem, kind, self.tile_loads, self.tile_values)
+
+    def configs(self, kind: str) -> list[Config]:
+        """The configs to time, or the one to use; called once the mods are inlined."""
+        shape = self.shape(kind)
         table, cost = TABLES[kind]
         device = current_device(self.problem.device)
         fitting, rejected = candidates(table, cost, device, shape)
         fitting += variants(kind, fitting[0], cost, device, shape)
-        others = [config._replace(**fixed) for config in fitting]
+        others = fitting
         wanted = hinted(fitting[0], kind, self.problem.options)
         if wanted != fitting[0]:
             fitting = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]]
         program = "\n".join(mod.program.to_text() for mod in self.mods.values())
-        fitting = [config._replace(**fixed) for config in fitting]
         self.kind, self.timed_as = kind, problem_class(self.problem, kind, program)
         chosen = choose(
             self.problem,
@@ -299,7 +303,7 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
 
 def first_choice(kind: str, problem: AttentionProblem) -> Config:
     """The config that a kind of kernel has where nothing is asked for."""
-    return candidates(*TABLES[kind], current_device(problem.device), shape_of(problem))[0][0]
+    return candidates(*TABLES[kind], current_device(problem.device), shape_of(problem, kind))[0][0]
 
 
 def refused_hint(kind: str, problem: AttentionProblem) -> str | None:
@@ -316,12 +320,10 @@ def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str 
         return "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
     if axis := without_choice(kind, config):
         return f"the kernel has no choice of {axis}"
-    if kind == "decode" and config.block_m != first_choice(kind, problem).block_m:
-        return "block_m is set by the number of queries"
-    return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem))
+    return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem, kind))
 
 
-def shape_of(problem: AttentionProblem) -> Shape:
+def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_values: int = 0) -> Shape:
     """What configs are chosen by."""
     q_block, kv_block = problem.blocks or (None, None)
 
@@ -330,14 +332,19 @@ def shape_of(problem: AttentionProblem) -> Shape:
         known = block is not None and V.graph.sizevars.statically_known_leq(length, block)
         return None if known else block
 
-    return Shape(
+    shape = Shape(
         padded(problem.D),
         padded(problem.V),
         problem.dtype.itemsize,
         divides(q_block, problem.M),
         divides(kv_block, problem.N),
         aligned=problem.aligned,
+        tile_loads=tile_loads,
+        tile_values=tile_values,
     )
+    if kind == "decode":
+        shape = shape._replace(rows=packed(problem, shape, current_device(problem.device)).rows)
+    return shape
 
 
 def tiles(length: Any, tile: int) -> Any:

@@ -126,6 +126,7 @@ class Shape(NamedTuple):
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
     aligned: bool = True  # see AttentionProblem.aligned
+    rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
 
     @property
     def widest(self) -> int:
@@ -194,13 +195,16 @@ DQ: Table = {
         1024: [Config(16, 16, 4, 1)],
     },
     "amd": {
-        64: [Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
-        128: [Config(32, 32, 4, 1), Config(16, 16, 4, 1)],
-        256: [Config(16, 16, 4, 1)],
+        64: [Config(128, 64, 4, 1), Config(128, 32, 4, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
+        128: [Config(128, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
+        256: [Config(128, 16, 4, 1), Config(64, 16, 4, 1)],
         1024: [Config(16, 16, 4, 1)],
     },
 }
-DQ["blackwell"] = DQ["hopper"]
+DQ["blackwell"] = {
+    **DQ["hopper"],
+    256: [Config(128, 32, 8, 2), Config(64, 32, 8, 2), *DQ["hopper"][256][1:]],
+}
 
 # For d(key) and d(value): a tile of keys walks tiles of queries.
 DKDV: Table = {
@@ -218,6 +222,10 @@ DKDV: Table = {
         256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
     },
     "consumer": {**DQ["consumer"], 64: [Config(32, 64, 4, 2), Config(32, 32, 4, 2)]},
+    "amd": {
+        128: [Config(32, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1), Config(32, 32, 4, 1)],
+        1024: [Config(16, 16, 4, 1)],
+    },
 }
 DKDV["blackwell"] = DKDV["hopper"]
 
@@ -227,6 +235,7 @@ DK: Table = {
     "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
     "hopper": {**DKDV["hopper"], 256: [Config(32, 128, 8, 2), Config(64, 64, 8, 1), *DKDV["hopper"][256]]},
 }
+DK["amd"] = {**DKDV["amd"], 256: [Config(16, 128, 4, 1), Config(16, 64, 4, 1)]}
 DK["blackwell"] = DK["hopper"]
 DV: Table = {
     **DKDV,
@@ -234,6 +243,7 @@ DV: Table = {
     "hopper": {**DKDV["hopper"], 256: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), *DKDV["hopper"][256]]},
 }
 DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}
+DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}
 DV["blackwell"] = DV["hopper"]
 
 # A tile of queries needs a gradient too: smaller tiles where keys' gradients alone leave no registers.
@@ -245,6 +255,7 @@ ONE_PASS: Table = {
         64: [Config(64, 128, 8, 2), Config(64, 64, 8, 2)],
         128: [Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
     },
+    "amd": {64: [Config(64, 64, 4, 1)], 128: [Config(32, 32, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
 }
 ONE_PASS["blackwell"] = ONE_PASS["hopper"]
 
@@ -257,7 +268,8 @@ def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int
 
 def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
-    tiles = m * shape.D + (3 + shape.tile_loads + shape.tile_values) * m * n
+    loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # there with 64-bit addresses
+    tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
     return _backward_shared(config, shape, device, m, n), tiles + _operands(m + n, shape, device)
 
 
@@ -269,16 +281,19 @@ def dkdv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
 def dk_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
     tiles = n * shape.D + (3 + shape.tile_values) * m * n
-    return _backward_shared(config, shape, device, n, m), tiles + _operands(m, shape, device)
+    rows = m + n if device.family == "amd" else m  # where what is held is held in registers
+    return _backward_shared(config, shape, device, n, m), tiles + _operands(rows, shape, device)
 
 
 def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
-    m, n, stages = config.block_m, config.block_n, max(config.stages, 1)
-    shared = (n * shape.D + stages * m * (shape.D + shape.V) + m * n) * shape.bytes
-    return shared + _captured(config, shape, device), n * shape.V + 2 * m * n
+    m, n = config.block_m, config.block_n
+    values = 0 if device.family == "amd" else n * shape.V * shape.bytes  # which are not held
+    return _backward_shared(config, shape, device, n, m) - values, n * shape.V + 2 * m * n
 
 
 def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int) -> int:
+    if device.family == "amd":  # the tiles of one product at a time
+        return max(held, walked) * shape.widest * shape.bytes
     rows = held + max(config.stages, 1) * walked
     return (rows * (shape.D + shape.V) + held * walked) * shape.bytes + _captured(config, shape, device)
 
@@ -299,31 +314,42 @@ def _captured(config: Config, shape: Shape, device: Device) -> int:
     return shape.tile_loads * ahead * config.block_m * config.block_n * 4
 
 
-# A tile holds all queries of a call: block_m is set by their number.
+# A tile holds all queries of a call: block_m is set by their number, more warps are for more of them.
 DECODE: Table = {
     "interpreter": {1024: [Config(16, 32, 4, 1)]},
     "ampere": {
-        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2)],
-        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
+        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2), Config(16, 64, 8, 3), Config(16, 64, 8, 2)],
+        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1), Config(16, 32, 8, 2), Config(16, 32, 8, 1)],
+        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
     },
     "hopper": {
-        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3)],
-        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2)],
+        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3), Config(16, 64, 8, 3)],
+        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 64, 8, 2), Config(16, 32, 8, 2)],
+        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
+    },
+    "amd": {
+        128: [Config(16, 64, 4, 1)],
+        256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
         1024: [Config(16, 16, 4, 1)],
     },
-    "amd": {128: [Config(16, 64, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
 }
 DECODE["blackwell"] = DECODE["hopper"]
 DECODE["consumer"] = {
-    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2)],
+    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2), Config(16, 32, 8, 2)],
     256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
-    1024: [Config(16, 16, 4, 1)],
+    1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
 }
+
+
+def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
+    shared, registers = forward_cost(config, shape, device)
+    queries = 0 if device.family == "hopper" else config.block_m * shape.D * shape.bytes // 4
+    return shared, registers + queries  # which are read from shared memory there
+
 
 TABLES: dict[str, tuple[Table, Cost]] = {
     "forward": (FORWARD, forward_cost),
-    "decode": (DECODE, forward_cost),
+    "decode": (DECODE, decode_cost),
     "backward_dq": (DQ, dq_cost),
     "backward_magnitudes": (DQ, dq_cost),
     "backward_dkdv": (DKDV, dkdv_cost),
@@ -358,13 +384,17 @@ def candidates(
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
     rejected: list[tuple[Config, str]] = []
-    for config in dict.fromkeys([*classes[width], *_LAST]):
+    for config in dict.fromkeys(_with_rows(c, shape) for c in (*classes[width], *_LAST)):
         reason = misfit(config, cost, device, shape)
         if reason is None:
             kept.append(config)
         else:
             rejected.append((config, reason))
-    return kept or [_LAST[-1]], rejected
+    return kept or [_with_rows(_LAST[-1], shape)], rejected
+
+
+def _with_rows(config: Config, shape: Shape) -> Config:
+    return config if shape.rows is None else config._replace(block_m=shape.rows)
 
 
 def without_choice(kind: str, config: Config) -> str | None:
@@ -375,13 +405,15 @@ def without_choice(kind: str, config: Config) -> str | None:
 
 def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
     """Why a config cannot serve, or None."""
+    if shape.rows is not None and config.block_m != shape.rows:
+        return "block_m is set by the number of queries"
     for tile, block, name in (
         (config.block_m, shape.q_block, "query"),
         (config.block_n, shape.kv_block, "KV"),
     ):
         if tile < 16 or tile & (tile - 1):
             return f"a tile of {tile} is not a power of two from 16"
-        if block is not None and block % tile:
+        if block is not None and block % tile and not (shape.rows and name == "query"):
             return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
     for axis in AXES:
         if getattr(config, axis) not in (0, 1):
@@ -395,7 +427,7 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
     shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"
-    if a_thread > (400 if device.warp == 64 else 230):
+    if a_thread > (300 if device.warp == 64 else 230):
         return f"about {a_thread} registers a thread"
     return None
 

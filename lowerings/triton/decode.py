@@ -1,4 +1,5 @@
-"""Few queries: the keys are split among programs, and a second kernel puts the parts together."""
+"""Few queries: heads that share a KV head share a tile, and where too few programs are left the keys are split
+among more, and a second kernel puts the parts together."""
 
 from __future__ import annotations
 
@@ -7,38 +8,40 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
+from ..choice import demanded
 from ..problem import AttentionProblem
-from .build import LN_2, Builder, Mod, softmax_values, tiles
+from .build import LN_2, Builder, Mod, first_choice, refused_config, shape_of, softmax_values, tiles
 from .configs import Config, current_device
 from .kernel import KernelCall, empty
+from .packing import few, packed
 
-# Queries, times the heads that share a KV head, that one tile takes.
-MOST_ROWS = 64
 # Programs that a multiprocessor is kept busy with.
 PROGRAMS_EACH = 2
+# Keys from which on a second kernel is worth its launch.
+WORTH_SPLITTING = 256
 
 
 def serves(problem: AttentionProblem) -> bool:
-    """Whether a tile would hold all queries of a head and leave most multiprocessors without work."""
-    sizes = V.graph.sizevars
-    if not getattr(problem.M, "is_number", True) or int(problem.M) > MOST_ROWS:
+    """Whether splitting the keys fills the device, or packed heads have fewer rows each than the forward's tiles."""
+    if not few(problem) or (problem.blocks is not None and int(problem.M) > problem.blocks[0]):
         return False
-    if problem.blocks is not None and int(problem.M) > problem.blocks[0]:
+    config = first_choice("decode", problem)
+    if refused_config("decode", config, problem) is not None:
         return False
-    return sizes.optimization_hint(problem.N, fallback=0) >= 256 and splits(problem, Config(16, 64, 4, 1)) > 1
+    heads = packed(problem, shape_of(problem, "decode"), current_device(problem.device)).heads
+    if splits(problem, config, heads) > 1:
+        return True
+    tile = first_choice("forward", problem).block_m
+    asked = demanded(problem, "forward") or {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.keys()
+    return not asked and config.block_m < heads * tile * int(tiles(problem.M, tile))
 
 
-def heads_in_a_program(problem: AttentionProblem, lists: Any) -> int:
-    """All query heads of a KV head, if they fit and share a schedule."""
-    group = int(problem.H) // int(problem.K)
-    shared = not lists or lists[0].get_size()[1] == 1
-    return group if shared and group * int(problem.M) <= MOST_ROWS else 1
-
-
-def splits(problem: AttentionProblem, config: Config) -> int:
-    """How many parts fill the device; none is smaller than a tile."""
+def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
+    """How many parts fill the device, with so many heads in a program; none is smaller than a tile."""
     hint = V.graph.sizevars.optimization_hint
-    programs = hint(problem.B * problem.K, fallback=1)
+    if hint(problem.N, fallback=0) < WORTH_SPLITTING:
+        return 1
+    programs = hint(problem.B * (problem.H // heads), fallback=1)
     wanted = -(-current_device(problem.device).multiprocessors * PROGRAMS_EACH // max(programs, 1))
     return max(1, min(wanted, hint(tiles(problem.N, config.block_n), fallback=1), 128))
 
@@ -46,22 +49,17 @@ def splits(problem: AttentionProblem, config: Config) -> int:
 def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
     """Write `outputs`, None for what nobody reads."""
     builder = Builder(problem, mods, ("b", "h", "q_idx"))
-    lists = call.schedule[2:6]
-    heads = heads_in_a_program(problem, lists)
     values = softmax_values(builder, call)
-    rows = max(16, 1 << (heads * int(problem.M) - 1).bit_length())
-    configs = builder.configs("decode", block_m=rows)
-    count = splits(problem, configs[0])
-    parts = [count, problem.B, problem.H, problem.M]
-    buffers = {
-        "part_acc": empty([*parts, problem.V], None, torch.float32, problem.device),
-        "part_peak": empty(parts, None, torch.float32, problem.device),
-        "part_total": empty(parts, None, torch.float32, problem.device),
-    }
-    for name, buffer in buffers.items():
-        builder.tensor(name, buffer, written=True)
+    heads = packed(problem, builder.shape("decode"), current_device(problem.device)).heads
+    configs = builder.configs("decode")
+    count = splits(problem, configs[0], heads)
+    written = outputs if count == 1 else _parts(problem, count)
     values |= {
-        "walks": builder.walks(lists, "keys"),
+        name: None if buffer is None else builder.tensor(name, buffer, written=True)
+        for name, buffer in written.items()
+    }
+    values |= {
+        "walks": builder.walks(call.schedule[2:6], "keys"),
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),
@@ -74,7 +72,18 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
         lambda config: (count, int(problem.H) // heads, problem.B),
         spare=builder.spare,
     )
-    _combine(problem, buffers, outputs, count)
+    if count > 1:
+        _combine(problem, written, outputs, count)
+
+
+def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
+    """Where programs leave what they found."""
+    size = [count, problem.B, problem.H, problem.M]
+    return {
+        "part_acc": empty([*size, problem.V], None, torch.float32, problem.device),
+        "part_peak": empty(size, None, torch.float32, problem.device),
+        "part_total": empty(size, None, torch.float32, problem.device),
+    }
 
 
 def _combine(problem: AttentionProblem, parts: dict[str, Any], outputs: dict[str, Any], count: int) -> None:

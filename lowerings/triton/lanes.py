@@ -8,7 +8,7 @@ hold any index, and a live one with an index out of range reads NaN (0 from inte
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from flex_inductor.op.program import LaneProgram
 
 from .. import subgraphs
 from .kernel import Arguments, fits_int32
+from .rough import OF_MULTIPLES, OTHERS, Rough
 
 aten = torch.ops.aten
 
@@ -90,7 +91,8 @@ class LaneCode:
         for value in inputs:
             if isinstance(value, ir.TensorBox):
                 kernel.arguments.capture(value)
-        lowering = _Lowering(program.lane, V.graph, additional_lowerings=_LOWERINGS)
+        scored = [name for name, lane in zip(program.lanes, lanes, strict=True) if SCORED in lane.axes]
+        lowering = _Lowering(program.lane, kernel, _decisive(program.lane.graph, scored))  # type: ignore[union-attr]
         values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
         with V.graph.set_current_device(device), V.set_graph_handler(lowering), self._writing():
             lowering.run(*values, *inputs)
@@ -125,11 +127,50 @@ class LaneCode:
 class _Lowering(PointwiseSubgraphLowering):
     """Computes each node's value when it meets it, so that nothing is computed twice."""
 
+    def __init__(self, module: Any, kernel: _LaneKernel, decisive: set[fx.Node]):
+        super().__init__(module, V.graph, additional_lowerings=_LOWERINGS)
+        self.kernel, self.decisive = kernel, decisive
+
     def run_node(self, node: fx.Node) -> Any:
+        self.kernel.rough = self.kernel.approximate and node not in self.decisive
         result = super().run_node(node)
         if node.op != "call_function" or not isinstance(result, ir.TensorBox):
             return result
         return _value(_computed(result), result.get_dtype(), result.get_device())
+
+
+_ROUNDING = {
+    aten.ceil.default,
+    aten.floor.default,
+    aten.fmod.Scalar,
+    aten.fmod.Tensor,
+    aten.remainder.Scalar,
+    aten.remainder.Tensor,
+    aten.round.default,
+    aten.trunc.default,
+}
+
+
+def _decisive(graph: fx.Graph, scored: Sequence[str]) -> set[fx.Node]:
+    """The numbers that an index or a comparison is made of, with no score in them.
+
+    A bucket's edge is where eager torch has it. Beside a score, rounding has moved the edge already.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        steps = node.target in _ROUNDING or node.kwargs.get("rounding_mode") or not _is_float(node)
+        if node.op == "call_function" and (steps or node in found):
+            found.update(filter(_is_float, node.all_input_nodes))
+    touched = {node for node in graph.find_nodes(op="placeholder") if node.name in scored}
+    for node in graph.nodes:
+        if touched & {*node.all_input_nodes}:
+            touched.add(node)
+    return found - touched
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _computed(value: ir.TensorBox) -> CSEVariable:
@@ -179,10 +220,12 @@ class _LaneKernel(Kernel):
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
         self.mantissas = False  # whether indices are needed as floats made of their bits
+        self.rough, self.functions = approximate, Rough(nvidia)  # whether what is written now may be, and how
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
         self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
+        self.multiples: dict[str, tuple[str, float]] = {}  # products with a number -> what it multiplies, it
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
 
     def statements(self) -> list[Statement]:
@@ -318,6 +361,14 @@ class _LaneOps(CSEProxy):
             self.kernel.sums[str(found)] = (name, x, y)
         return found
 
+    def mul(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        found = self._default("mul", (x, y), {})
+        for one, other in ((x, y), (y, x)):
+            factor = self.kernel.constants.get(str(other), 0)
+            if found.dtype == torch.float32 and 2.0**-64 < abs(factor) < 2.0**64:
+                self.kernel.multiples[str(found)] = (str(one), factor)
+        return found
+
     def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
         """Of a sum of integers that fp32 holds exactly: the sum of the converted, most of them outside the loop."""
         name, *parts = self.kernel.sums.get(str(x), ("",))
@@ -345,11 +396,11 @@ class _LaneOps(CSEProxy):
             return self._default("truediv", (x, y), {})
         return self.kernel.new(f"tl.div_rn({x}, {y})", torch.float32)
 
-    def tanh(self, x: CSEVariable) -> CSEVariable:
-        """Off by 1e-7 at most, where the library's is exact to the last place with 20 times the instructions."""
-        if not self.kernel.approximate or x.dtype != torch.float32:
-            return self._default("tanh", (x,), {})
-        return self.kernel.new(f"1.0 - 2.0 / (tl.exp2({x} * {2 * math.log2(math.e)!r}) + 1.0)", torch.float32)
+    def pow(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        exponent = self.kernel.constants.get(str(y), 0)
+        if not self.kernel.rough or x.dtype != torch.float32 or float(exponent).is_integer():
+            return self._default("pow", (x, y), {})
+        return self.kernel.new(self.kernel.functions.power(str(x), exponent), torch.float32)
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
         text = f"tl.full([], {self.kernel.text(expr)}, tl.int64)"
@@ -359,3 +410,15 @@ class _LaneOps(CSEProxy):
 
 
 _TRITON = {torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float32: "tl.float32"}
+
+
+def _roughly(name: str, self: _LaneOps, x: CSEVariable) -> CSEVariable:
+    kernel = self.kernel
+    if not kernel.rough or x.dtype != torch.float32:
+        return self._default(name, (x,), {})
+    arguments = kernel.multiples.get(str(x), (str(x),)) if name in OF_MULTIPLES else (str(x),)
+    return kernel.new(getattr(kernel.functions, name)(*arguments), torch.float32)
+
+
+for _name in (*OF_MULTIPLES, *OTHERS):
+    setattr(_LaneOps, _name, functools.partialmethod(functools.partial(_roughly, _name)))

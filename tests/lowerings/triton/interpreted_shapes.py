@@ -21,6 +21,7 @@ SHAPES = {
 FEW_QUERIES = {
     "heads in one tile": (Sizes(queries=5, keys=300), "causal"),
     "most of a group": (Sizes(batch=1, kv_heads=1, queries=16, keys=512, head_dim=32), "document"),
+    "half a group": (Sizes(batch=1, heads=8, kv_heads=1, queries=20, keys=300), "causal"),
     "a schedule for each head": (Sizes(batch=1, queries=3, keys=400), "per_head"),
     "one KV batch": (Sizes(queries=3, keys=400, kv_batch=1), "per_batch"),
 }

@@ -71,20 +71,21 @@ forward
   blackwell 1024: 32x16/8/1
 decode
   interpreter 1024: 16x32/4/1
-  ampere 128: 16x64/4/3, 16x64/4/2
-  ampere 256: 16x32/4/2, 16x32/4/1
-  ampere 1024: 16x16/4/1
-  hopper 128: 16x64/4/4, 16x64/4/3
-  hopper 256: 16x64/4/2, 16x32/4/2
-  hopper 1024: 16x16/4/1
+  ampere 128: 16x64/4/3, 16x64/4/2, 16x64/8/3, 16x64/8/2
+  ampere 256: 16x32/4/2, 16x32/4/1, 16x32/8/2, 16x32/8/1
+  ampere 1024: 16x16/4/1, 16x16/8/1
+  hopper 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
+  hopper 256: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  hopper 1024: 16x16/4/1, 16x16/8/1
   amd 128: 16x64/4/1
+  amd 256: 16x32/4/1, 16x16/4/1
   amd 1024: 16x16/4/1
-  blackwell 128: 16x64/4/4, 16x64/4/3
-  blackwell 256: 16x64/4/2, 16x32/4/2
-  blackwell 1024: 16x16/4/1
-  consumer 128: 16x32/4/3, 16x32/4/2
+  blackwell 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
+  blackwell 256: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  blackwell 1024: 16x16/4/1, 16x16/8/1
+  consumer 128: 16x32/4/3, 16x32/4/2, 16x32/8/2
   consumer 256: 16x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
+  consumer 1024: 16x16/4/1, 16x16/8/1
 backward_dq, backward_magnitudes
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2
@@ -99,13 +100,13 @@ backward_dq, backward_magnitudes
   consumer 128: 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1, 32x32/4/1
-  amd 128: 32x32/4/1, 16x16/4/1
-  amd 256: 16x16/4/1
+  amd 64: 128x64/4/1, 128x32/4/1, 64x64/4/1, 32x32/4/1
+  amd 128: 128x32/4/1, 64x32/4/1, 32x32/4/1
+  amd 256: 128x16/4/1, 64x16/4/1
   amd 1024: 16x16/4/1
   blackwell 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
   blackwell 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
-  blackwell 256: 128x32/8/2, 32x32/8/1, 32x16/4/1
+  blackwell 256: 128x32/8/2, 64x32/8/2, 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_dkdv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
@@ -121,9 +122,7 @@ backward_dkdv
   consumer 128: 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1, 32x32/4/1
-  amd 128: 32x32/4/1, 16x16/4/1
-  amd 256: 16x16/4/1
+  amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
   blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
   blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
@@ -143,10 +142,9 @@ backward_dk
   consumer 128: 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1, 32x32/4/1
-  amd 128: 32x32/4/1, 16x16/4/1
-  amd 256: 16x16/4/1
+  amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
+  amd 256: 16x128/4/1, 16x64/4/1
   blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
   blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
   blackwell 256: 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
@@ -165,10 +163,9 @@ backward_dv
   consumer 128: 32x32/4/2, 32x32/4/1
   consumer 256: 32x64/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1, 32x32/4/1
-  amd 128: 32x32/4/1, 16x16/4/1
-  amd 256: 16x16/4/1
+  amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
+  amd 256: 32x128/4/1, 16x64/4/1
   blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
   blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
   blackwell 256: 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
@@ -187,9 +184,8 @@ backward_onepass
   consumer 128: 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1, 32x32/4/1
-  amd 128: 32x32/4/1, 16x16/4/1
-  amd 256: 16x16/4/1
+  amd 64: 64x64/4/1
+  amd 128: 32x32/4/1
   amd 1024: 16x16/4/1
   blackwell 64: 64x128/8/2, 64x64/8/2
   blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
@@ -230,8 +226,8 @@ sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 2 stages; 128x64, 8
 sm_90 backward_dq: 128x64, 8 warps, 2 stages; 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages
 sm_90 backward_dkdv: 64x128, 8 warps, 2 stages; 64x128, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
 gfx942 forward: 128x64, 4 warps, 1 stages; 128x64, 4 warps, 1 stages; 64x32, 4 warps, 1 stages
-gfx942 backward_dq: 64x64, 4 warps, 1 stages; 32x32, 4 warps, 1 stages; 16x16, 4 warps, 1 stages
-gfx942 backward_dkdv: 64x64, 4 warps, 1 stages; 32x32, 4 warps, 1 stages; 16x16, 4 warps, 1 stages""",
+gfx942 backward_dq: 128x64, 4 warps, 1 stages; 128x32, 4 warps, 1 stages; 128x16, 4 warps, 1 stages
+gfx942 backward_dkdv: 32x128, 4 warps, 1 stages; 32x128, 4 warps, 1 stages; 16x16, 4 warps, 1 stages""",
         )
 
 

@@ -20,7 +20,9 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize("cases", ["mods", "shapes", "runs", "deterministic", "onepass", "axes"])
+@pytest.mark.parametrize(
+    "cases", ["mods", "rough", "shapes", "runs", "deterministic", "onepass", "packed", "axes"]
+)
 def test_numerics(cases):
     result = python(
         "-m",

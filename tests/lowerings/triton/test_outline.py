@@ -6,7 +6,7 @@ import expecttest
 import torch
 from support import causal
 
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import AuxRequest, create_block_mask, flex_attention
 from flex_inductor.tools.inspector import attention_kernels, kind
 
 LENGTH = 256
@@ -113,7 +113,7 @@ for start_n in range(0, 256, BLOCK_N):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = score * score_0
-    score_2 = 1.0 - 2.0 / (tl.exp2(score_1 * 2.8853900817779268) + 1.0)
+    score_2 = 1.0 - 2.0 * reciprocal(tl.exp2(score * 0.09617966939259756) + 1.0)
     score_4 = score_2 * score_3
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
@@ -183,6 +183,41 @@ for part in range(0, 4):
     total = total * shrink + tl.load(part_total) * grow
     values = tl.load(part_acc)
 store_tile(out, acc)""",
+        )
+
+    def test_packed_heads(self):
+        """A group of 4 in a tile, all keys in one part: what a program finds is the output."""
+        slopes = torch.rand(8)
+        q = torch.randn(64, 8, 16, 64, dtype=torch.bfloat16)
+        k = torch.randn(64, 2, 128, 64, dtype=torch.bfloat16)
+
+        def attend(q, k):
+            def score_mod(s, b, h, q_idx, kv_idx):
+                return s + slopes[h] * (kv_idx - q_idx)
+
+            aux = AuxRequest(lse=True)
+            return flex_attention(q, k, k, score_mod, enable_gqa=True, return_aux=aux)
+
+        (kernel,) = attention_kernels(attend, q, k, target="sm_90")
+        self.assertExpectedInline(
+            outline(kernel.source),
+            """\
+q = tl.load(query)
+score_0 = tl.load(captured_0 + (h))
+score_3 = as_mantissa(q_idx)
+# All keys.
+for step in range(0, steps):
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    score_1 = kv_idx - q_idx
+    score_2 = as_mantissa(kv_idx)
+    score_4 = score_2 - score_3
+    score_5 = score_0 * score_4
+    score_6 = score + score_5
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+tl.store(out)
+tl.store(lse)""",
         )
 
     def test_backward_of_a_learnable_relative_bias(self):

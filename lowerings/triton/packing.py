@@ -1,0 +1,42 @@
+"""Query heads that share a KV head in one tile, where queries are few."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem import AttentionProblem
+from .configs import DECODE, Device, Shape, candidates, decode_cost, misfit
+
+MOST_QUERIES = 64  # of one head in a tile
+MOST_ROWS = 128  # of several heads
+
+
+class Packed(NamedTuple):
+    heads: int
+    rows: int  # of the tile: a power of two
+
+
+def packed(problem: AttentionProblem, shape: Shape, device: Device) -> Packed:
+    """As many heads of a group as there is a config for, if they visit the same keys."""
+    queries = int(problem.M) if few(problem) else 1
+    group = int(problem.H) // int(problem.K) if problem.heads_alike else 1
+    for heads in range(group, 1, -1):
+        tile = Packed(heads, _rows(heads * queries))
+        if group % heads == 0 and heads * queries <= MOST_ROWS and _fits(shape, tile, device):
+            return tile
+    return Packed(1, _rows(queries))
+
+
+def few(problem: AttentionProblem) -> bool:
+    """Whether one tile holds all queries of a head, for every length that the graph serves."""
+    return getattr(problem.M, "is_number", True) and int(problem.M) <= MOST_QUERIES
+
+
+def _rows(queries: int) -> int:
+    return max(16, 1 << (queries - 1).bit_length())
+
+
+def _fits(shape: Shape, tile: Packed, device: Device) -> bool:
+    shape = shape._replace(rows=tile.rows)
+    (first, *_), _ = candidates(DECODE, decode_cost, device, shape)
+    return misfit(first, decode_cost, device, shape) is None

@@ -64,9 +64,11 @@ class Case:
         return n * (n / parts + 1) / 2
 
 
-def _case(variant: str, head_dim: int, length: int, *sizes: int, **aims: dict[str, float]) -> Case:
+def _case(
+    variant: str, head_dim: int, length: int, heads: int = 16, kv_heads: int = 16, **aims: dict[str, float]
+) -> Case:
     named = {(which, side): aim for which, sides in aims.items() for side, aim in sides.items()}
-    return Case(variant, head_dim, length, *sizes, aims=named)
+    return Case(variant, head_dim, length, heads, kv_heads, named)
 
 
 CASES = (
@@ -204,10 +206,9 @@ def measure(case: Case, device: torch.device, limits: Limits, rounds: int, tuned
     lengths = query.size(2), key.size(2)
     block_mask = None if case.decoding else create_block_mask(mask_mod, None, None, *lengths, device=device)
     options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": case.heads != case.kv_heads}
-    given = [t.detach().float().requires_grad_(bool(wanted)) for t in (query, key, value)]
-    gold = _results(
-        partial(flex_attention, **options), *given, (*given, *captures) if wanted else (), grad.float()
-    )
+    q, k, v = (t.detach().float().requires_grad_(bool(wanted)) for t in (query, key, value))
+    of_gold = (q, k, v, *captures) if wanted else ()
+    gold = _results(partial(flex_attention, **options), q, k, v, of_gold, grad.float())
     calls: dict[str, dict[str, Callable[[], Any]]] = {FORWARD: {}, BACKWARD: {}}
     notes: dict[str, str] = {}
     for side, attend in _sides(case, device, options, tuned).items():

@@ -338,9 +338,9 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
         problem.dtype.itemsize,
         divides(q_block, problem.M),
         divides(kv_block, problem.N),
+        aligned=problem.aligned,
         tile_loads=tile_loads,
         tile_values=tile_values,
-        aligned=problem.aligned,
     )
     if kind == "decode":
         shape = shape._replace(rows=packed(problem, shape, current_device(problem.device)).rows)

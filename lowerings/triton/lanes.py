@@ -219,8 +219,8 @@ class _LaneKernel(Kernel):
         self.cse: CSE = CSE(name_prefix=prefix)
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
-        self.rough, self.functions = approximate, Rough(nvidia)  # whether what is written now may be, and how
         self.mantissas = False  # whether indices are needed as floats made of their bits
+        self.rough, self.functions = approximate, Rough(nvidia)  # whether what is written now may be, and how
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}

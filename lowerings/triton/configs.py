@@ -142,9 +142,9 @@ _LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Confi
 FORWARD: Table = {
     "interpreter": {1024: _LAST},
     "ampere": {
-        64: [Config(128, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 64, 4, 3)],
-        128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
-        256: [Config(64, 64, 8, 1), Config(64, 32, 4, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 2)],
+        64: [Config(128, 128, 8, 2), Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
+        128: [Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
+        256: [Config(64, 128, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 4, 2), Config(32, 32, 4, 2)],
         1024: [Config(32, 16, 8, 1)],
     },
     "hopper": {
@@ -211,7 +211,7 @@ DKDV: Table = {
     **DQ,
     "ampere": {
         **DQ["ampere"],
-        64: [Config(64, 64, 4, 2), Config(32, 64, 4, 2)],
+        64: [Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)],
         128: [Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 2)],
         256: [Config(32, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
     },
@@ -263,7 +263,9 @@ ONE_PASS["blackwell"] = ONE_PASS["hopper"]
 def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n, stages = config.block_m, config.block_n, config.stages
     shared = (m * shape.D + max(stages, 1) * n * (shape.D + shape.V)) * shape.bytes
-    return shared + _captured(config, shape, device), m * shape.V + (2 + shape.tile_loads) * m * n
+    loaded = shape.tile_loads * (1 if _ahead(config, device) else 3)  # with 64-bit addresses
+    held = 0 if device.shared_operands else m * shape.D * shape.bytes // 4
+    return shared + _captured(config, shape, device), m * shape.V + (2 + loaded) * m * n + held
 
 
 def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
@@ -310,8 +312,12 @@ def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, in
 
 
 def _captured(config: Config, shape: Shape, device: Device) -> int:
-    ahead = max(config.stages - (device.family != "blackwell"), 0)
-    return shape.tile_loads * ahead * config.block_m * config.block_n * 4
+    return shape.tile_loads * _ahead(config, device) * config.block_m * config.block_n * 4
+
+
+def _ahead(config: Config, device: Device) -> int:
+    """Tiles of captured values that the pipeline has in shared memory before they are needed."""
+    return max(config.stages - (device.family != "blackwell"), 0)
 
 
 # A tile holds all queries of a call: block_m is set by their number, more warps are for more of them.
@@ -343,8 +349,9 @@ DECODE["consumer"] = {
 
 def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     shared, registers = forward_cost(config, shape, device)
-    queries = 0 if device.family == "hopper" else config.block_m * shape.D * shape.bytes // 4
-    return shared, registers + queries  # which are read from shared memory there
+    # Of tiles this small the queries are in registers there too.
+    held = config.block_m * shape.D * shape.bytes // 4 if device.family == "blackwell" else 0
+    return shared, registers + held
 
 
 TABLES: dict[str, tuple[Table, Cost]] = {

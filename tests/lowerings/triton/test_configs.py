@@ -49,9 +49,9 @@ class Reports(expecttest.TestCase):
             """\
 forward
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 128x64/4/3, 128x32/4/3, 64x64/4/3
-  ampere 128: 128x64/8/2, 64x64/4/2, 128x32/8/2
-  ampere 256: 64x64/8/1, 64x32/4/2, 64x32/4/1, 32x32/4/2
+  ampere 64: 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
+  ampere 128: 128x128/8/2, 128x64/8/2, 64x64/4/2, 128x32/8/2
+  ampere 256: 64x128/8/1, 64x64/8/1, 64x32/4/2, 32x32/4/2
   ampere 1024: 32x16/8/1
   hopper 64: 128x128/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
   hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
@@ -110,7 +110,7 @@ backward_dq, backward_magnitudes
   blackwell 1024: 16x16/8/1
 backward_dkdv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
@@ -130,7 +130,7 @@ backward_dkdv
   blackwell 1024: 16x16/8/1
 backward_dk
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
   ampere 256: 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
@@ -151,7 +151,7 @@ backward_dk
   blackwell 1024: 16x16/8/1
 backward_dv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
   ampere 256: 64x64/8/1, 64x128/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
@@ -172,7 +172,7 @@ backward_dv
   blackwell 1024: 16x16/8/1
 backward_onepass
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  ampere 64: 64x64/4/2, 32x64/4/2
+  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 64x64/8/1, 32x32/4/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
@@ -216,9 +216,9 @@ backward_onepass
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-sm_80 forward: 128x64, 4 warps, 3 stages; 128x64, 8 warps, 2 stages; 64x64, 8 warps, 1 stages
+sm_80 forward: 128x128, 8 warps, 2 stages; 128x128, 8 warps, 2 stages; 64x128, 8 warps, 1 stages
 sm_80 backward_dq: 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages; 64x64, 8 warps, 1 stages
-sm_80 backward_dkdv: 64x64, 4 warps, 2 stages; 32x64, 4 warps, 2 stages; 32x64, 8 warps, 1 stages
+sm_80 backward_dkdv: 64x128, 8 warps, 2 stages; 32x64, 4 warps, 2 stages; 32x64, 8 warps, 1 stages
 sm_86 forward: 64x64, 4 warps, 3 stages; 64x32, 4 warps, 3 stages; 64x32, 8 warps, 1 stages
 sm_86 backward_dq: 64x32, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 32x32, 4 warps, 1 stages
 sm_86 backward_dkdv: 32x64, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 32x32, 4 warps, 1 stages
@@ -285,7 +285,7 @@ def test_a_hint_is_honoured_or_noted():
     config, notes = inspected(BLOCK_M=100, PRESCALE_QK=True)
     assert config["BLOCK_M"] == 128
     assert notes == (
-        "forward: 100x64, 4 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16",
+        "forward: 100x128, 8 warps, 2 stages was asked for: a tile of 100 is not a power of two from 16",
         "PRESCALE_QK: for torch's kernels, without effect here",
     )
 

@@ -62,7 +62,7 @@ def test_the_next_config_that_runs_is_taken(card, caplog):
     grids = [grid["config"] for grid in kernel.inductor_meta["precomputed_grids"]]
     assert {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages} in grids
     assert (
-        "128x64, 4 warps, 3 stages: OutOfResources: out of resource: shared memory; next: 128x32"
+        "128x128, 8 warps, 2 stages: OutOfResources: out of resource: shared memory; next: 128x64"
         in caplog.text
     )
 
@@ -72,8 +72,8 @@ def test_the_error_names_all_that_was_tried(card):
         launched(autotuner())
     lines = str(error.value).splitlines()
     assert lines[0] == "no config of the kernel 'forward' can run on this GPU. Tried:"
-    assert lines[1] == "  128x64, 4 warps, 3 stages: OutOfResources: out of resource: shared memory"
-    assert lines[-2].startswith("  16x16, 4 warps, 1 stages: ") and len(lines) == 9
+    assert lines[1] == "  128x128, 8 warps, 2 stages: OutOfResources: out of resource: shared memory"
+    assert lines[-2].startswith("  16x16, 4 warps, 1 stages: ") and len(lines) == 10
 
 
 def test_a_config_that_the_compiler_gives_up_on_is_left_too(card, monkeypatch, caplog):
@@ -87,7 +87,7 @@ def test_a_config_that_the_compiler_gives_up_on_is_left_too(card, monkeypatch, c
 
     monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", broken)
     assert launched(autotuner()).kwargs["BLOCK_M"] == 64
-    assert "128x64, 4 warps, 3 stages: CompilerGaveUp: PassManager::run failed; next: 128x32" in caplog.text
+    assert "128x128, 8 warps, 2 stages: CompilerGaveUp: PassManager::run failed; next: 128x64" in caplog.text
 
 
 def test_other_errors_are_left_alone(card, monkeypatch):

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
@@ -122,6 +121,8 @@ def register(kinds: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import torch._functorch.config as functorch_config
+
     chosen = [case for case in CASES if not arguments.only or arguments.only in case.title]
     if not chosen:
         titles = "\n  ".join(case.title for case in CASES)

@@ -128,6 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
         titles = "\n  ".join(case.title for case in CASES)
         print(f"no case contains {arguments.only!r}; there are\n  {titles}", file=sys.stderr)
         return 2
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "this machine has no GPU that torch can use; `flex-inductor bench static` needs none",
+            file=sys.stderr,
+        )
+        return 2
     begin = time.monotonic()
     device = torch.device(arguments.device)
     limits = Limits.of(device)

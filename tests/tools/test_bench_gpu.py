@@ -67,6 +67,13 @@ def test_a_run(tmp_path, capsys, monkeypatch):
     assert sides["decode D16 S256", "SDPA flash"] > 0 and sides["decode D16 S256", "ours"] == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_card(capsys):
+    assert cli.main(["bench", "gpu"]) == 2
+    wanted = "this machine has no GPU that torch can use; `flex-inductor bench static` needs none\n"
+    assert capsys.readouterr().err == wanted
+
+
 def test_no_time_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_gpu, "CASES", CASES)
     _, shown, found = table(tmp_path, capsys, "--minutes", "0")

@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,8 @@ from flex_inductor import create_block_mask, flex_attention, mods
 from flex_inductor.masks import library
 from flex_inductor.op.tracing import LaneIndexing
 from flex_inductor.reference import over_lanes
+
+from .cases import selected
 
 OURS, FLEX, SDPA, MASKED, DENSE = "ours", "torch flex", "SDPA is_causal", "SDPA mask", "dense eager"
 DENSE_BYTES = 3 << 30  # no side may hold more than this in scores
@@ -129,10 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    chosen = [case for case in CASES if not arguments.only or arguments.only in case.title]
+    chosen = selected(CASES, arguments.only)
     if not chosen:
-        titles = "\n  ".join(case.title for case in CASES)
-        print(f"no case contains {arguments.only!r}; there are\n  {titles}", file=sys.stderr)
         return 2
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -25,6 +25,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.masks import library
 
+from .cases import selected
+
 OURS, FLEX, FLASH, CUDNN = "ours", "torch flex", "SDPA flash", "SDPA cuDNN"
 TOKENS = 16384  # in a batch, so that every length does comparable work
 DOCUMENTS = 8
@@ -123,10 +125,8 @@ def register(kinds: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch._functorch.config as functorch_config
 
-    chosen = [case for case in CASES if not arguments.only or arguments.only in case.title]
+    chosen = selected(CASES, arguments.only)
     if not chosen:
-        titles = "\n  ".join(case.title for case in CASES)
-        print(f"no case contains {arguments.only!r}; there are\n  {titles}", file=sys.stderr)
         return 2
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print(

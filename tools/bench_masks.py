@@ -26,6 +26,8 @@ from flex_inductor.masks import library
 from flex_inductor.masks.algebra import or_masks
 from flex_inductor.masks.blockmask import create_block_mask
 
+from .cases import selected
+
 SIDES = ("ours", "torch eager", "torch compiled")
 PLOT_LENGTHS = tuple(1 << n for n in range(12, 21))
 
@@ -116,9 +118,8 @@ def register(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = [case for case in CASES if not arguments.only or arguments.only in case.name]
+    chosen = selected(CASES, arguments.only, lambda case: case.name)
     if not chosen:
-        print(f"no case contains {arguments.only!r}: {', '.join(c.name for c in CASES)}", file=sys.stderr)
         return 2
     if arguments.plot and find_spec("matplotlib") is None:
         print("--plot needs matplotlib: pip install 'flex-inductor[draw]'", file=sys.stderr)

@@ -11,11 +11,11 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .cases import selected
 from .generated import GeneratedKernel
 
 LENGTH = 1024
@@ -111,10 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     cases = [Case(v, d, t) for t in arguments.target for v in VARIANTS for d in HEAD_DIMS]
-    chosen = [case for case in cases if not arguments.only or arguments.only in case.title]
+    chosen = selected(cases, arguments.only)
     if not chosen:
-        titles = "\n  ".join(case.title for case in cases)
-        print(f"no case contains {arguments.only!r}; there are\n  {titles}", file=sys.stderr)
         return 2
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     kernels: list[Kernel] = []

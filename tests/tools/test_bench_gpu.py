@@ -74,6 +74,12 @@ def test_without_a_card(capsys):
     assert capsys.readouterr().err == wanted
 
 
+def test_no_such_case(capsys):
+    assert cli.main(["bench", "gpu", "--only", "nothing like it"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("no case contains 'nothing like it'; there are\n  causal D128 S8192\n")
+
+
 def test_no_time_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_gpu, "CASES", CASES)
     _, shown, found = table(tmp_path, capsys, "--minutes", "0")

@@ -67,14 +67,7 @@ def record(decision: Decision, node: str, number: int) -> str:
 
     Returns a line for the generated code, so that code from a cache brings its decisions with it.
     """
-    _recent.append(decision)
-    last.note(decision, number)
-    log.info("%s", decision)
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "flex_inductor_decision", "encoding": "string"},
-        payload_fn=lambda: str(decision),
-    )
+    _tell(decision, number)
     text = json.dumps([node, number, *decision])
     _made_here.add(text)
     return f"from {__name__} import restore; restore({text!r})"
@@ -90,9 +83,18 @@ def restore(text: str) -> None:
         Choice(kernel, config, why, tuple(map(tuple, others)), milliseconds)
         for kernel, config, why, others, milliseconds in kernels
     ]
-    decision = Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices))
+    _tell(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices)), number)
+
+
+def _tell(decision: Decision, number: int) -> None:
     _recent.append(decision)
     last.note(decision, number)
+    log.info("%s", decision)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "flex_inductor_decision", "encoding": "string"},
+        payload_fn=lambda: str(decision),
+    )
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:

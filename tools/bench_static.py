@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flex_inductor.lowerings.triton.configs import STACK_BYTES
+
 from .cases import selected
 from .generated import GeneratedKernel
 
@@ -24,7 +26,6 @@ HEAD_DIMS = (64, 128, 256)
 VARIANTS = ("causal", "alibi", "softcap", "document", "bias")
 TARGETS = ("sm_90", "sm_80")
 SIDES = ("ours", "torch")
-STACK_BYTES = 16  # a thread's local memory that goes unnoticed outside of loops
 FEWER = 0.85  # of torch's instructions that are not for tensor cores, at most
 
 
@@ -185,12 +186,10 @@ def read(case: Case, side: str, kernel: GeneratedKernel) -> Kernel:
     """Compile a kernel and read its binary."""
     from flex_inductor.lowerings.triton.configs import known_device
 
-    from .resources import compile_for, machine_code, resources
+    from .resources import compile_untuned, machine_code
     from .sass import main_loops
 
-    config = kernel.configs[0]
-    compiled = compile_for(kernel, config, case.target)
-    found = resources(compiled, case.target)
+    config, compiled, found = compile_untuned(kernel, case.target)
     blocks = {name: int(size) for name, size in _BLOCKS.findall(kernel.source)} | config
     kind = _kind(kernel)
     loops = [count(loop, KINDS[kind], blocks, case.head_dim) for loop in main_loops(machine_code(compiled))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class GeneratedKernel:
     heuristic: str  # the decorator: user_autotune, pointwise, reduction, ...
     given: dict[str, Any]  # the decorator's arguments
     source: str
+    better: list[dict[str, int]] = field(default_factory=list)  # see lowerings/triton/spare.py
 
     @property
     def name(self) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flex_inductor.lowerings.triton.configs import STACK_BYTES
+
 from .generated import GeneratedKernel
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions
 
@@ -98,6 +100,20 @@ def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) ->
         setattr(source, step, _alone(getattr(source, step)))
     options = {name: config[name] for name in ("num_warps", "num_stages") if name in config}
     return triton.compile(source, target=gpu_target(target), options=options)
+
+
+def compile_untuned(kernel: GeneratedKernel, target: str) -> tuple[dict[str, int], Any, Resources]:
+    """The config that a card of this kind would settle on where nothing is timed, the kernel and what it takes."""
+    best: tuple[dict[str, int], Any, Resources] | None = None
+    for config in (kernel.configs[0], *kernel.better):
+        compiled = compile_for(kernel, config, target)
+        found = resources(compiled, target)
+        if best is None or (found.spill_bytes or 0) < (best[2].spill_bytes or 0):
+            best = config, compiled, found
+        if (best[2].spill_bytes or 0) <= STACK_BYTES:
+            break
+    assert best is not None
+    return best
 
 
 _parsing = threading.Lock()

@@ -112,7 +112,8 @@ class Builder:
         )
         self.hoisted: list[str] = []
         self.kind = ""
-        self.spare: list[Config] = []  # for a card that has not the resources for what is chosen
+        self.spare: list[Config] = []  # where there are not the resources for what is chosen
+        self.asked_for = False  # whether hints chose
         self.tile_loads = 0  # captured values that every lane loads
         self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
 
@@ -164,6 +165,7 @@ class Builder:
         others = fitting
         wanted = hinted(fitting[0], kind, self.problem.options)
         if wanted != fitting[0]:
+            self.asked_for = True
             fitting = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]]
         program = "\n".join(mod.program.to_text() for mod in self.mods.values())
         self.kind, self.timed_as = kind, problem_class(self.problem, kind, program)
@@ -229,7 +231,7 @@ class Builder:
             "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
             "precision": repr(dot_precision(p.dtype)),
             "nvidia": self.nvidia,
-            "tile": self.tile,
+            "tile_shape": self.tile,
         }
 
     def _block(self, block: int | None, length: Any) -> str | None:
@@ -275,7 +277,9 @@ class Builder:
         if len(configs) > 1:
             decorators.append((timed.keep_winner, (self.timed_as, current_device(self.problem.device).key)))
         if self.kind:
-            decorators.append((spare.or_next, (self.kind, [config.launch(axes) for config in self.spare])))
+            decorators.append(
+                (spare.or_next, (self.kind, [config.launch(axes) for config in self.spare], self.asked_for))
+            )
         imports = "\n".join(f"from {f.__module__} import {f.__name__}" for f, _ in decorators)
         lines = "\n".join(f"@{f.__name__}{arguments!r}" for f, arguments in decorators)
         return text.replace(

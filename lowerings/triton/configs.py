@@ -29,6 +29,8 @@ class Config(NamedTuple):
         return {**self.constants(axes), "num_warps": self.warps, "num_stages": self.stages}
 
 
+STACK_BYTES = 16  # of local memory for each thread that go unnoticed, outside of loops
+
 AXES = ("descriptors", "persistent", "specialized")
 
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._inductor.virtualized import V
 
-from ..choice import size_hint
 from ..problem import AttentionProblem
-from . import decode
+from . import decode, persistent
 from .build import Builder, Mod, layout_of, mods, softmax_values, tiles
-from .captured import zeros
-from .configs import Config, axes_of, current_device
+from .configs import Config, axes_of
 from .kernel import KernelCall, empty
-
-PERSISTENT_EACH = 2  # programs for each multiprocessor; where one fills it the other finds nothing left
-
-CACHED_BYTES = 16 << 20  # that keys and values may take of the second-level cache
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -39,16 +32,16 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         name: None if output is None else builder.tensor(name, output, written=True)
         for name, output in outputs.items()
     }
-    values["walks"] = builder.walks(call.schedule[2:6], "keys")
+    fields = call.schedule[2:6]
+    values["walks"] = builder.walks(fields, "keys")
     configs = builder.configs("forward")
     counted = "persistent" in axes_of(configs)
     if counted:
-        builder.tensor("taken", zeros([1], torch.int32, problem), written=True)
-        values |= {"B": builder.size(problem.B), "H": problem.H, "heads_together": heads_together(problem)}
+        values |= persistent.values(builder, fields)
 
     def grid(config: Config) -> tuple[Any, ...]:
         if config.persistent:
-            return (PERSISTENT_EACH * current_device(problem.device).multiprocessors, 1, 1)
+            return (persistent.programs(problem), 1, 1)
         return (tiles(problem.M, config.block_m), problem.H, problem.B)
 
     KernelCall(
@@ -60,12 +53,6 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         accumulated=["taken"] if counted else (),
         spare=builder.spare,
     )
-
-
-def heads_together(problem: AttentionProblem) -> int:
-    """Query heads that persistent programs work on at a time: those whose keys and values stay in the cache."""
-    one = size_hint(problem.N) * (problem.D + problem.V) * problem.dtype.itemsize
-    return int(problem.H // problem.K) * max(CACHED_BYTES // int(one), 1)
 
 
 def _used_outputs() -> set[str]:

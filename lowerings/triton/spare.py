@@ -1,5 +1,9 @@
 """Where a config cannot be compiled, or a card has not the shared memory or registers for it: the next that fits
-by estimate."""
+by estimate.
+
+Registers are the compiler's business: a config that it cannot do without local memory is left too, for one of the next
+two if that needs less.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,23 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_f
 
 from flex_inductor import errors
 
-from .configs import describe, launched_with
+from .configs import STACK_BYTES, describe, launched_with
 
 log = logging.getLogger("flex_inductor")
 
 
-def or_next(kind: str, spare: Sequence[dict[str, int]]) -> Callable[[Any], Any]:
-    """Decorates a kernel of generated code: its autotuner may go on to `spare` configs, in order."""
+BETTER = 2  # configs that are tried where the first takes more
+
+
+def or_next(kind: str, spare: Sequence[dict[str, int]], asked_for: bool) -> Callable[[Any], Any]:
+    """Decorates a kernel of generated code: its autotuner may go on to `spare` configs, in order; only where it has
+    to if its own is `asked_for`."""
 
     def decorate(kernel: Any) -> Any:
         if type(kernel) is CachingAutotuner:
             kernel.__class__ = WithSpare
-            kernel.kind, kernel.spare, kernel.tried = kind, [*spare], []
+        kernel.kind, kernel.spare, kernel.tried = kind, [*spare], []
+        kernel.better = [] if asked_for else [*spare[:BETTER]]
         return kernel
 
     return decorate
@@ -41,6 +50,7 @@ class WithSpare(CachingAutotuner):
 
     kind: str
     spare: list[dict[str, int]]
+    better: list[dict[str, int]]
     tried: list[tuple[str, str]]
 
     def _precompile_config(self, config: Any) -> Any:
@@ -60,6 +70,31 @@ class WithSpare(CachingAutotuner):
                 self._next(trying, error)
 
     def _make_launchers(self) -> None:
+        self._launch_what_fits()
+        best = self.launchers, self.compile_results
+        while len(self.launchers) == 1 and self.better and _local_bytes(best[0][0]) > STACK_BYTES:
+            config = config_from_dict(self.better.pop(0))
+            log.info(
+                "%s: %s: %d bytes of local memory; next: %s",
+                self.kind,
+                _text(best[0][0].config),
+                _local_bytes(best[0][0]),
+                _text(config),
+            )
+            self.launchers, self.compile_results, self.configs = [], [], [config]
+            self._load_source()
+            try:
+                super()._precompile_worker()
+                super()._make_launchers()
+            except RuntimeError as error:
+                log.info("%s: %s: %s", self.kind, _text(config), error)
+            else:
+                best = min(
+                    best, (self.launchers, self.compile_results), key=lambda it: _local_bytes(it[0][0])
+                )
+            self.launchers, self.compile_results = best
+
+    def _launch_what_fits(self) -> None:
         while True:
             trying = [result.config for result in self.compile_results]
             try:
@@ -84,6 +119,10 @@ class WithSpare(CachingAutotuner):
         """A kernel that another process compiled has left its function there."""
         if self.fn.fn is None:
             self.fn = self._reload_kernel().fn
+
+
+def _local_bytes(launcher: Any) -> int:
+    return 4 * (launcher.n_spills or 0)
 
 
 def _text(config: Any) -> str:

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.configs import STACK_BYTES, known_device
 
 LENGTH = 512
 
@@ -23,47 +23,51 @@ def alibi(score, b, h, q_idx, kv_idx):
     return score + torch.exp2(-(h + 1.0)) * (kv_idx - q_idx)
 
 
-def documents():
-    document = torch.arange(LENGTH) // 100
+def documents(length):
+    document = torch.arange(length) // 100
     return lambda b, h, q_idx, kv_idx: (document[q_idx] == document[kv_idx]) & (q_idx >= kv_idx)
 
 
-def call(variant, head_dim):
+def call(variant, head_dim, length=LENGTH):
     """A function of a bias and the inputs, and those, all with gradients."""
-    mask = create_block_mask(
-        documents() if variant == "document" else causal, None, None, LENGTH, LENGTH, "cpu"
-    )
+    mask_mod = documents(length) if variant == "document" else causal
+    mask = create_block_mask(mask_mod, None, None, length, length, "cpu")
     mod = {"softcap": softcap, "alibi": alibi}.get(variant)
 
     def attend(bias, q, k, v):
-        learnt = lambda s, b, h, q_idx, kv_idx: s + bias[q_idx - kv_idx + LENGTH]  # noqa: E731
+        learnt = lambda s, b, h, q_idx, kv_idx: s + bias[q_idx - kv_idx + length]  # noqa: E731
         return flex_attention(q, k, v, learnt if variant == "bias" else mod, mask)
 
-    inputs = [torch.randn(1, 4, LENGTH, head_dim, dtype=torch.bfloat16) for _ in range(3)]
-    tensors = [torch.randn(2 * LENGTH), *inputs]
+    inputs = [torch.randn(1, 4, length, head_dim, dtype=torch.bfloat16) for _ in range(3)]
+    tensors = [torch.randn(2 * length), *inputs]
     return attend, [tensor.requires_grad_() for tensor in tensors]
 
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 VARIANTS = ("causal", "alibi", "softcap", "document", "bias")
-SHORT = [("sm_80", "causal", 128), ("sm_90", "bias", 64), ("gfx942", "causal", 64)]
-# ptxas keeps this much of a stack outside the loops for some kernels.
-STACK_BYTES = 16
+ODD = 1001  # no tile divides it
+SHORT = [
+    ("sm_80", "causal", 128, LENGTH),
+    ("sm_90", "bias", 64, LENGTH),
+    ("sm_90", "document", 64, ODD),
+    ("gfx942", "causal", 64, LENGTH),
+]
 
 
 @pytest.mark.parametrize(
-    "target, variant, head_dim",
+    "target, variant, head_dim, length",
     SHORT
     + [
-        pytest.param(target, variant, head_dim, marks=pytest.mark.slow)
+        pytest.param(target, variant, head_dim, length, marks=pytest.mark.slow)
+        for length in (LENGTH, ODD)
         for target in TARGETS
         for variant in VARIANTS
         for head_dim in (64, 128, 256)
-        if (target, variant, head_dim) not in SHORT
+        if (target, variant, head_dim, length) not in SHORT
     ],
 )
-def test_default_configs_fit(target, variant, head_dim):
-    attend, tensors = call(variant, head_dim)
+def test_default_configs_fit(target, variant, head_dim, length):
+    attend, tensors = call(variant, head_dim, length)
     report = flex_inductor.inspect(attend, *tensors, target=target)
     of_keys = ["backward_dkdv"] if head_dim <= 128 else ["backward_dk", "backward_dv"]
     assert sorted(kernel.kind for kernel in report.kernels) == sorted(["forward", "backward_dq", *of_keys])

@@ -16,7 +16,7 @@ from flex_inductor.lowerings.decision import Choice
 from flex_inductor.places import last_line
 
 from ..generated import GeneratedKernel
-from ..resources import TARGETS, Resources, compile_for, resources
+from ..resources import TARGETS, Resources, compile_untuned
 from .calls import facts_of
 from .compiling import Source, Watched, watch
 from .report import Call, Kernel, Report
@@ -137,10 +137,16 @@ def _kernels(watched: Watched, target: str, schedules: dict[int, Any]) -> dict[S
 
 def _gpu_kernel(source: Source, choice: Choice | None, target: str, schedule: Any) -> Kernel:
     import triton
+    from torch._inductor.runtime.triton_heuristics import config_from_dict
+
+    from flex_inductor.lowerings.triton.configs import describe, launched_with
 
     assert source.triton is not None
-    config = source.triton.configs[0]
-    found = resources(compile_for(source.triton, config, target), target)
+    config, _, found = compile_untuned(source.triton, target)
+    first = source.triton.configs[0]
+    if choice is not None and config != first:
+        settled, left = (launched_with(config_from_dict(c)) for c in (config, first))
+        choice = choice._replace(config=settled._asdict(), why=f"{describe(left)}: more local memory")
     return Kernel(
         source, target, config, choice, found, f"triton {triton.__version__} for {target}", schedule
     )

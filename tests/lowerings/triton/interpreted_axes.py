@@ -5,7 +5,7 @@ import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 from flex_inductor import RunSchedule, decisions
-from flex_inductor.lowerings.triton import forward
+from flex_inductor.lowerings.triton import persistent
 from flex_inductor.tools import interpret
 
 BOTH = {"descriptors": 1, "persistent": 1}
@@ -35,7 +35,7 @@ def check(kinds, axes):
 def test_as_right_as_dense_attention(case, kinds, monkeypatch):
     axes, mod, mask, sizes = CASES[case]
     if case == "one head at a time":
-        monkeypatch.setattr(forward, "CACHED_BYTES", 1)
+        monkeypatch.setattr(persistent, "CACHED_BYTES", 1)
     build, captures = (MODS[mod].build, MODS[mod].captures(sizes)) if mod else (None, ())
     attend = interpret.compiled(attention_of(build), options=options(axes))
     judge(attend, dense_of(build), sizes.inputs(torch.float32), captures, MASKS[mask](sizes))

@@ -229,6 +229,8 @@ tl.store(lse)""",
             """\
 q = load_tile(query)
 d_out = load_tile(grad_out)
+row_exponent = tl.load(exponent)
+row_delta = tl.load(delta)
 score_1 = tl.full([], 256, tl.int32)
 mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
@@ -276,6 +278,8 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
+        row_exponent = tl.load(exponent)
+        row_delta = tl.load(delta)
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
@@ -292,6 +296,8 @@ for head in range(0, 1):
     for step in range(0, count * TILES):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
+        row_exponent = tl.load(exponent)
+        row_delta = tl.load(delta)
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1

@@ -12,10 +12,10 @@ import flex_inductor
 from flex_inductor import FlexError, flex_attention
 
 
-def autotuner():
+def autotuner(**options):
     """Inductor's own for a forward, as its generated module makes it and another process hands it on."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
-    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_80").kernels
+    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_80", **options).kernels
     made = getattr(PyCodeCache.load(kernel.source), kernel.name)
     left_out = made.prepare_for_pickle()
     received = pickle.loads(pickle.dumps(made))
@@ -26,17 +26,18 @@ def autotuner():
 
 @pytest.fixture
 def card(monkeypatch):
-    """A GPU that can run what is in the set that this gives."""
+    """A GPU that can run what is in the set that this gives, without local memory."""
     runs = set()
 
     def load(self):
+        assert not self.launchers
         found = [result for result in self.compile_results if result.config.kwargs["BLOCK_M"] in runs]
         if not found:
             raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory")
         self.launchers = found
 
     def compile_(self, config):
-        return types.SimpleNamespace(config=config)
+        return types.SimpleNamespace(config=config, n_spills=0)
 
     monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", compile_)
     monkeypatch.setattr(heuristics.CachingAutotuner, "_make_launchers", load)
@@ -88,6 +89,54 @@ def test_a_config_that_the_compiler_gives_up_on_is_left_too(card, monkeypatch, c
     monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", broken)
     assert launched(autotuner()).kwargs["BLOCK_M"] == 64
     assert "128x128, 8 warps, 2 stages: CompilerGaveUp: PassManager::run failed; next: 128x64" in caplog.text
+
+
+def tiles(config):
+    return config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]
+
+
+@pytest.fixture
+def spills(card, monkeypatch):
+    """Registers of four bytes that this card spills with a tile."""
+    card |= {128, 64}
+    counts = {}
+
+    def compile_(self, config):
+        return types.SimpleNamespace(config=config, n_spills=counts.get(tiles(config), 0))
+
+    monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", compile_)
+    return counts
+
+
+def test_a_config_without_registers_for_all_is_left_for_one_with(spills, caplog):
+    spills[128, 128] = 5
+    with caplog.at_level("INFO", logger="flex_inductor"):
+        assert tiles(launched(autotuner())) == (128, 64)
+    assert "128x128, 8 warps, 2 stages: 20 bytes of local memory; next: 128x64" in caplog.text
+
+
+def test_the_one_with_the_least_local_memory_is_kept_if_all_have_some(spills):
+    spills |= {(128, 128): 6, (128, 64): 9}
+    kernel = autotuner()
+    config = launched(kernel)
+    assert tiles(config) == (128, 128)
+    assert [result.config for result in kernel.compile_results] == [config]
+
+
+def test_a_little_local_memory_goes_unnoticed(spills):
+    spills[128, 128] = 4
+    assert tiles(launched(autotuner())) == (128, 128)
+
+
+def test_one_that_cannot_run_is_no_better(spills, card, monkeypatch):
+    card -= {64}
+    spills |= {(128, 128): 6, (128, 64): 9}
+    assert tiles(launched(autotuner())) == (128, 128)
+
+
+def test_a_hint_is_not_left(spills):
+    spills[128, 128] = 50
+    assert tiles(launched(autotuner(kernel_options={"BLOCK_N": 128, "num_warps": 4}))) == (128, 128)
 
 
 def test_other_errors_are_left_alone(card, monkeypatch):

@@ -78,6 +78,7 @@ class Inline(NamedTuple):
     inside: list[str]
     result: str
     outputs: list[Inlined]
+    whole: str | None = None  # of a mask: holds only if every lane of the tile is chosen
 
 
 class Walk(NamedTuple):
@@ -136,7 +137,7 @@ class Builder:
         earlier = code.statements()
         outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
         result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
-        inline = Inline([], result, outputs)
+        inline = Inline([], result, outputs, code.whole(outputs[0]) if name == "mask" else None)
         if extend is not None:
             extend(inline)
         inline.inside.extend(self._place(code.statements()[len(earlier) :]))
@@ -225,6 +226,7 @@ class Builder:
             "V_PAD": padded(p.V),
             "q_block": self._block(blocks[0], p.M),
             "kv_block": self._block(blocks[1], p.N),
+            "many_tiles": self._many_tiles(),
             "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
             "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
             "group": int(p.H) // int(p.K),
@@ -240,6 +242,17 @@ class Builder:
             return None
         known = V.graph.sizevars.statically_known_leq(length, block)
         return self.size(length) if known else str(block)
+
+    def _many_tiles(self) -> str:
+        """Whether a block has as many tiles as mask_mod needs to choose some of them whole, at a guess: a constant
+        expression of the kernel."""
+        p = self.problem
+        if p.blocks is None:
+            return "True"
+        sizes = self._block(p.blocks[0], p.M), self._block(p.blocks[1], p.N)
+        if not all(size.isdigit() for size in sizes):
+            return "True"
+        return f"({sizes[0]} // BLOCK_M) * ({sizes[1]} // BLOCK_N) >= 4"
 
     def _even(self, length: Any, block: int | None, tile: str) -> str:
         """Whether every tile that is visited lies inside: a constant expression of the kernel."""

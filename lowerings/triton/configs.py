@@ -18,6 +18,7 @@ class Config(NamedTuple):
     descriptors: int = 0  # tiles that the loop walks are copied by tensor descriptors (TMA)
     persistent: int = 0  # a fixed number of programs take tiles from a counter, those with most to do first
     specialized: int = 0  # some warps load while others compute
+    held: int = 0  # what the program holds is copied by a tensor descriptor too
 
     def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
         """Constants of a kernel that is written with a choice along these axes."""
@@ -31,7 +32,7 @@ class Config(NamedTuple):
 
 STACK_BYTES = 16  # of local memory for each thread that go unnoticed, outside of loops
 
-AXES = ("descriptors", "persistent", "specialized")
+AXES = ("descriptors", "persistent", "specialized", "held")
 
 
 def axes_of(configs: Sequence[Config]) -> list[str]:
@@ -171,7 +172,13 @@ FORWARD: Table = {
 FORWARD["blackwell"] = {
     **FORWARD["hopper"],
     64: [Config(128, 64, 8, 3), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
-    128: [Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 4, 3)],
+    128: [
+        Config(128, 64, 8, 3),
+        Config(128, 64, 8, 2),
+        Config(128, 32, 8, 3),
+        Config(128, 128, 8, 2),
+        Config(64, 64, 4, 3),
+    ],
     256: [Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
 }
 
@@ -373,6 +380,8 @@ VARIANTS: dict[str, Sequence[Sequence[str]]] = {
         ("descriptors",),
         ("persistent",),
         ("descriptors", "persistent"),
+        ("descriptors", "held"),
+        ("descriptors", "persistent", "held"),
         ("descriptors", "specialized"),
     ),
     **{kind: (("descriptors",),) for kind in TABLES if kind.startswith("backward")},
@@ -431,6 +440,8 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
         return f"{device.arch} has no tensor descriptors"
     if config.descriptors and not shape.aligned:
         return "descriptors need rows of whole, contiguous units of 16 bytes"
+    if config.held and not config.descriptors:
+        return "held is with descriptors alone"
     if config.specialized and not (config.descriptors and device.family in ("blackwell", "interpreter")):
         return "warps are specialized with descriptors on sm_100 alone"
     shared, a_thread = _taken(config, cost, device, shape)

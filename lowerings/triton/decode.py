@@ -50,6 +50,8 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
     """Write `outputs`, None for what nobody reads."""
     builder = Builder(problem, mods, ("b", "h", "q_idx"))
     values = softmax_values(builder, call)
+    if values["mask_mod"] is not None:
+        values["mask_mod"] = values["mask_mod"]._replace(whole=None)  # a tile has rows of several heads
     heads = packed(problem, builder.shape("decode"), current_device(problem.device)).heads
     configs = builder.configs("decode")
     count = splits(problem, configs[0], heads)

@@ -30,8 +30,9 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from flex_inductor.op.program import LaneProgram
 
 from .. import subgraphs
-from .kernel import Arguments, fits_int32
+from .kernel import INT_MAX, Arguments, fits_int32
 from .rough import OF_MULTIPLES, OTHERS, Rough
+from .whole import whole
 
 aten = torch.ops.aten
 
@@ -41,7 +42,12 @@ def refusal(program: LaneProgram, field: str) -> str | None:
     return subgraphs.refusal(program, field, _LOWERINGS)
 
 
+INT_MIN = -INT_MAX - 1
+
 SCORED = "score"  # among the axes of what a score or its gradient decides
+
+
+ALONG_A_TILE = frozenset(("q_idx", "kv_idx"))
 
 
 class Lane(NamedTuple):
@@ -123,6 +129,15 @@ class LaneCode:
         """All statements, in order."""
         return self.kernel.statements()
 
+    def whole(self, condition: Inlined) -> str | None:
+        """See whole.py; where heads and batches are scalars."""
+        axes = self.kernel.axes
+
+        def uniform(name: str) -> bool:
+            return not axes.get(name, ALONG_A_TILE) & ALONG_A_TILE
+
+        return whole(condition.variable, self.kernel.made, uniform)
+
 
 class _Lowering(PointwiseSubgraphLowering):
     """Computes each node's value when it meets it, so that nothing is computed twice."""
@@ -193,8 +208,31 @@ def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, 
     return _value(V.ops.constant(value, dtype), dtype, V.graph.get_current_device_or_throw())
 
 
+def _of_index(operator: str, x: ir.TensorBox, y: Any) -> ir.TensorBox | None:
+    """The quotient or remainder of what is not negative, by a number that is positive: no cases to tell apart."""
+    dtype = x.get_dtype()
+    variable = _computed(x) if dtype in (torch.int32, torch.int64) else None
+    if not isinstance(variable, CSEVariable) or not isinstance(y, int) or not 0 < y < INT_MAX:
+        return None
+    kernel, (least, most) = V.kernel, (variable.bounds.lower, variable.bounds.upper)
+    if not least >= 0:
+        return None
+    largest = y - 1 if operator == "%" else most // y if most.is_Integer else int_oo
+    found = kernel.new(f"{variable} {operator} {y}", dtype, ValueRanges(0, largest))
+    kernel.made[str(found)] = (operator, (variable, y))
+    return _value(found, dtype, x.get_device())
+
+
+def _remainder(x: Any, y: Any) -> ir.TensorBox:
+    found = _of_index("%", x, y) if isinstance(x, ir.TensorBox) else None
+    return lowerings[aten.remainder](x, y) if found is None else found
+
+
 def _div(x: Any, y: Any, rounding_mode: str | None = None) -> ir.TensorBox:
     """Inductor's, without the reciprocals that it takes of numbers on GPUs: the quotient may be an index."""
+    found = None if rounding_mode is None else _of_index("//", x, y)
+    if found is not None:
+        return found
     whole = rounding_mode is not None and isinstance(y, int) and not x.get_dtype().is_floating_point
     if isinstance(y, int | float) and not whole:
         y = _full([], float(y), dtype=x.get_dtype() if x.get_dtype().is_floating_point else torch.float32)
@@ -203,6 +241,7 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> ir.TensorBox:
 
 _LOWERINGS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode), _div),
+    **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _remainder),
     aten._to_copy.default: _to_copy,
     aten.full.default: _full,
     aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
@@ -226,6 +265,7 @@ class _LaneKernel(Kernel):
         self.constants: dict[str, Any] = {}
         self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
         self.multiples: dict[str, tuple[str, float]] = {}  # products with a number -> what it multiplies, it
+        self.made: dict[str, tuple[str, Any]] = {}  # the operation and operands of every value
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
 
     def statements(self) -> list[Statement]:
@@ -263,6 +303,7 @@ class _LaneKernel(Kernel):
 
 def _comparison(name: str) -> Callable[[Any, CSEVariable, CSEVariable], CSEVariable]:
     def compare(self: _LaneOps, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        x, y = self.narrowed(x, y)
         return self._default(name, (self.alone(x, y), self.alone(y, x)), {})
 
     return compare
@@ -281,6 +322,11 @@ _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "c
 
 class _LaneOps(CSEProxy):
     kernel: _LaneKernel
+
+    def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = super()._default(name, args, kwargs)
+        self.kernel.made.setdefault(str(found), (name, args))
+        return found
 
     def _bound_variable(self, name: str, *args: Any, **kwargs: Any) -> ValueRanges:
         """Ranges of indices: an index that cannot leave its tensor needs no check."""
@@ -346,8 +392,34 @@ class _LaneOps(CSEProxy):
         bits = other is not None and self.kernel.mantissas and _in_a_mantissa(x) and _in_a_mantissa(other)
         # Both as the score has them already, in the order that they had.
         if bits and str(other) not in self.kernel.constants:
-            return self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
-        return self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
+            found = self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
+        else:
+            found = self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
+        self.kernel.made[str(found)] = ("alone", (x,))
+        return found
+
+    def narrowed(self, x: CSEVariable, y: CSEVariable) -> tuple[CSEVariable, CSEVariable]:
+        """Operands of a comparison: 32 bits are enough beside an index, or the distance of two."""
+        if not x.dtype == y.dtype == torch.int64:
+            return x, y
+        self.kernel.statements()
+        for one, other in ((x, y), (y, x)):
+            operation, operands = self.kernel.made.get(str(one), ("", ()))
+            if operation == "to_dtype" and self._is_distance(operands[0]) and not self._in_every_lane(other):
+                limited = f"tl.minimum(tl.maximum({other}, {INT_MIN}), {INT_MAX}).to(tl.int32)"
+                pair = operands[0], self.kernel.new(limited, torch.int32)
+                return pair if one is x else pair[::-1]
+        return x, y
+
+    def _is_distance(self, x: Any) -> bool:
+        """Of indices: above INT_MIN and below INT_MAX, which stand for all numbers that do not fit."""
+        operation, operands = self.kernel.made.get(str(x), ("", ()))
+        if operation == "sub":
+            return all(str(operand) in self.kernel.below for operand in operands)
+        return str(x) in self.kernel.below
+
+    def _in_every_lane(self, x: CSEVariable) -> bool:
+        return self.kernel.axes[str(x)] >= ALONG_A_TILE
 
     def add(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
         return self._sum("add", x, y)

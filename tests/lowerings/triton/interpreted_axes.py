@@ -14,6 +14,7 @@ CASES = {
     "one head at a time": (BOTH, "relative_bias", "sliding_window", Sizes()),
     "by head": ({"persistent": 1}, "bucketed_bias", "per_head", Sizes(batch=1)),
     "one KV batch": (BOTH, "alibi", "causal", Sizes(kv_batch=1)),
+    "queries too": (BOTH | {"held": 1}, "alibi", "causal", Sizes(batch=1, head_dim=24)),
     "some warps load": ({"descriptors": 1, "specialized": 1}, "alibi", "causal", Sizes(batch=1)),
 }
 

@@ -43,6 +43,17 @@ def test_descriptors_copy_tiles_by_tma(kind):
     assert taken.spill_bytes == 0 and taken.shared_bytes <= known_device("sm_90").shared_bytes
 
 
+def test_queries_are_copied_by_tma_too():
+    result, taken = compiled("forward", "sm_90", descriptors=1, held=1)
+    plain, _ = compiled("forward", "sm_90", descriptors=1)
+    copies, fewer = (
+        sum(instruction.operation.startswith("UTMALDG") for instruction in machine_code(made))
+        for made in (result, plain)
+    )
+    assert copies > fewer
+    assert taken.spill_bytes == 0
+
+
 def test_one_pass_adds_to_the_queries_gradient_by_tma():
     result, taken = compiled("backward_onepass", "sm_90", 64, descriptors=1)
     assert "UTMAREDG" in operations(result)
@@ -78,8 +89,14 @@ def test_what_tuning_tries_besides_the_table():
         ]
 
     assert tried("forward", "sm_80", shape) == ["persistent"]
-    assert tried("forward", "sm_90", shape) == ["descriptors", "persistent", "descriptors+persistent"]
-    assert tried("forward", "sm_100", shape)[3:] == ["descriptors+specialized"]
+    assert tried("forward", "sm_90", shape) == [
+        "descriptors",
+        "persistent",
+        "descriptors+persistent",
+        "descriptors+held",
+        "descriptors+persistent+held",
+    ]
+    assert tried("forward", "sm_100", shape)[5:] == ["descriptors+specialized"]
     assert tried("forward", "sm_90", shape._replace(aligned=False)) == ["persistent"]
     assert tried("backward_dq", "sm_90", shape) == ["descriptors"]
     assert tried("decode", "sm_90", shape) == []

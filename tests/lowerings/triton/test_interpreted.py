@@ -21,7 +21,7 @@ def python(*args, **env):
 
 
 @pytest.mark.parametrize(
-    "cases", ["mods", "rough", "shapes", "runs", "deterministic", "onepass", "packed", "axes"]
+    "cases", ["mods", "rough", "shapes", "runs", "deterministic", "onepass", "packed", "axes", "whole"]
 )
 def test_numerics(cases):
     result = python(

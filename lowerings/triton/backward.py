@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
@@ -18,7 +19,7 @@ from ..problem import AttentionProblem
 from ..subgraphs import realized
 from . import captured
 from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles
-from .configs import Config
+from .configs import LARGEST_TILE, Config
 from .kernel import KernelCall, empty
 
 aten = torch.ops.aten
@@ -83,15 +84,21 @@ def _grad_out(problem: AttentionProblem, call: Any) -> Any:
 
 
 def _exponent(call: Any) -> Any:
-    """[B, H, M]: the logsumexp in base two, which every tile subtracts; rows without live lanes have inf, so that
-    their weights are 0."""
+    """[B, H, whole tiles]: the logsumexp in base two, which every tile subtracts; rows without live lanes and those
+    beyond the last have inf, so that their weights are 0."""
     nothing = lowerings[aten.eq](call.lse, float("-inf"))
     finite = lowerings[aten.where](nothing, float("inf"), call.lse)
-    return realized(lowerings[aten.mul](finite, LOG2_E))
+    return _in_whole_tiles(lowerings[aten.mul](finite, LOG2_E), float("inf"))
+
+
+def _in_whole_tiles(rows: Any, beyond: float) -> Any:
+    """[B, H, M] with as many more rows as the largest tile may take."""
+    M = rows.get_size()[2]
+    return realized(lowerings[aten.constant_pad_nd](rows, [0, sympy.Mod(-M, LARGEST_TILE)], beyond))
 
 
 def _delta(call: Any) -> Any:
-    """[B, H, M]: what the softmax's own gradient subtracts in every row."""
+    """[B, H, whole tiles]: what the softmax's own gradient subtracts in every row."""
     parts = []
     if call.grad_out is not None:
         products = lowerings[aten.mul](
@@ -101,7 +108,7 @@ def _delta(call: Any) -> Any:
     if call.grad_lse is not None:
         parts.append(lowerings[aten.neg](call.grad_lse))
     delta = parts[0] if len(parts) == 1 else lowerings[aten.add](*parts)
-    return realized(delta)
+    return _in_whole_tiles(delta, 0.0)
 
 
 def _dq(

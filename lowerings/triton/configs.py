@@ -32,6 +32,8 @@ class Config(NamedTuple):
 
 STACK_BYTES = 16  # of local memory for each thread that go unnoticed, outside of loops
 
+LARGEST_TILE = 256  # of either length
+
 AXES = ("descriptors", "persistent", "specialized", "held")
 
 
@@ -429,8 +431,8 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
         (config.block_m, shape.q_block, "query"),
         (config.block_n, shape.kv_block, "KV"),
     ):
-        if tile < 16 or tile & (tile - 1):
-            return f"a tile of {tile} is not a power of two from 16"
+        if not 16 <= tile <= LARGEST_TILE or tile & (tile - 1):
+            return f"a tile of {tile} is not a power of two from 16 to {LARGEST_TILE}"
         if block is not None and block % tile and not (shape.rows and name == "query"):
             return f"a tile of {tile} does not divide the schedule's {name} blocks of {block}"
     for axis in AXES:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
 
-from flex_inductor import RunSchedule, decisions
+from flex_inductor import RunSchedule, create_block_mask, decisions
 from flex_inductor.lowerings.triton import persistent
 from flex_inductor.tools import interpret
 
@@ -41,6 +41,40 @@ def test_as_right_as_dense_attention(case, kinds, monkeypatch):
     attend = interpret.compiled(attention_of(build), options=options(axes))
     judge(attend, dense_of(build), sizes.inputs(torch.float32), captures, MASKS[mask](sizes))
     check(kinds, axes)
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """In which order kernels are told to take rows."""
+    run, found = interpret._Interpreted.run, []
+
+    def noting(self, *args, **kwargs):
+        names = self.kernel.fn.arg_names
+        found.extend(args[i].clone() for i, name in enumerate(names) if name == "order")
+        run(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpret._Interpreted, "run", noting)
+    return found
+
+
+def middle(b, h, q_idx, kv_idx):
+    """The rows in the middle have most to do, others in the second head."""
+    return ((q_idx - 90 - 50 * h).abs() < 40) | (kv_idx < 20 + q_idx // 8)
+
+
+@pytest.mark.parametrize("form", ["lists", "runs"])
+def test_rows_that_visit_most_come_first(form, orders):
+    schedule = create_block_mask(middle, None, 2, 200, 230, "cpu", BLOCK_SIZE=32)
+    visited = schedule.kv_num_blocks + schedule.full_kv_num_blocks
+    if form == "runs":
+        schedule = RunSchedule.from_block_mask(schedule)
+    sizes = Sizes(batch=1, heads=2, queries=200, keys=230)
+    attend = interpret.compiled(attention_of(None), options=options({"persistent": 1}))
+    judge(attend, dense_of(None), sizes.inputs(torch.float16), (), schedule)
+    (order,) = orders
+    assert torch.equal(order.sort(-1).values, torch.arange(7, dtype=torch.int32).expand(1, 2, 7))
+    sequence = visited.gather(2, order.long())
+    assert (sequence[..., :-1] >= sequence[..., 1:]).all() and not torch.equal(sequence, visited.flip(2))
 
 
 @pytest.mark.parametrize("axes", [BOTH, {"descriptors": 1, "specialized": 1}])

@@ -285,7 +285,7 @@ def test_a_hint_is_honoured_or_noted():
     config, notes = inspected(BLOCK_M=100, PRESCALE_QK=True)
     assert config["BLOCK_M"] == 128
     assert notes == (
-        "forward: 100x128, 8 warps, 2 stages was asked for: a tile of 100 is not a power of two from 16",
+        "forward: 100x128, 8 warps, 2 stages was asked for: a tile of 100 is not a power of two from 16 to 256",
         "PRESCALE_QK: for torch's kernels, without effect here",
     )
 

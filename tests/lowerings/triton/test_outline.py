@@ -54,7 +54,7 @@ class Outlines(expecttest.TestCase):
         self.assertExpectedInline(
             outlines(mask_mod=causal)["forward"],
             """\
-q = load_tile(query)
+q = load_tile(query_head)
 mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)
@@ -62,8 +62,8 @@ for step in range(0, count * TILES):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    mask_1 = each_alone(kv_idx)
-    mask_2 = mask_0 >= mask_1
+        mask_1 = each_alone(kv_idx)
+        mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
@@ -83,7 +83,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             found["forward"],
             """\
-q = load_tile(query)
+q = load_tile(query_head)
 score_0 = tl.load(captured_0 + (h))
 score_3 = as_mantissa(q_idx)
 # All keys.
@@ -105,7 +105,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             found["forward"],
             """\
-q = load_tile(query)
+q = load_tile(query_head)
 score_0 = tl.full([], 0.03333333333333333, tl.float32)
 score_3 = tl.full([], 30.0, tl.float32)
 # All keys.
@@ -126,7 +126,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             found["forward"],
             """\
-q = load_tile(query)
+q = load_tile(query_head)
 mask_0 = tl.load(captured_0 + (q_idx))
 # Blocks of keys where mask_mod decides.
 count = tl.load(counts)

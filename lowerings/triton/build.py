@@ -252,7 +252,7 @@ class Builder:
         sizes = self._block(p.blocks[0], p.M), self._block(p.blocks[1], p.N)
         if not all(size.isdigit() for size in sizes):
             return "True"
-        return f"({sizes[0]} // BLOCK_M) * ({sizes[1]} // BLOCK_N) >= 4"
+        return f"({sizes[0]} // BLOCK_M) * ({sizes[1]} // BLOCK_N) >= 8"
 
     def _even(self, length: Any, block: int | None, tile: str) -> str:
         """Whether every tile that is visited lies inside: a constant expression of the kernel."""

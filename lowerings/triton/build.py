@@ -23,6 +23,7 @@ from ..problem import AttentionProblem
 from ..subgraphs import invariants, realized, with_reciprocals
 from . import spare, timed
 from .configs import (
+    LARGEST_TILE,
     TABLES,
     Config,
     Shape,
@@ -227,6 +228,9 @@ class Builder:
             "q_block": self._block(blocks[0], p.M),
             "kv_block": self._block(blocks[1], p.N),
             "many_tiles": self._many_tiles(),
+            "rows_in_tiles": blocks[0] is None
+            or self._holds_all(blocks[0], p.M)
+            or LARGEST_TILE % blocks[0] == 0,
             "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
             "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
             "group": int(p.H) // int(p.K),
@@ -240,8 +244,10 @@ class Builder:
         """Tokens in a block, no more than there are."""
         if block is None:
             return None
-        known = V.graph.sizevars.statically_known_leq(length, block)
-        return self.size(length) if known else str(block)
+        return self.size(length) if self._holds_all(block, length) else str(block)
+
+    def _holds_all(self, block: int, length: Any) -> bool:
+        return V.graph.sizevars.statically_known_leq(length, block)
 
     def _many_tiles(self) -> str:
         """Whether a block has as many tiles as mask_mod needs to choose some of them whole, at a guess: a constant

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
 
-from flex_inductor import BlockMask, decisions, flex_attention
+from flex_inductor import BlockMask, create_block_mask, decisions, flex_attention
 from flex_inductor.tools import interpret
 
 SHAPES = {
@@ -50,6 +50,16 @@ def test_wide_heads_have_a_kernel_for_each_gradient(kinds):
     sizes = Sizes(batch=1, queries=40, keys=48, head_dim=130, value_dim=24)
     judge_interpreted("position_bias", sizes, "causal")
     assert sorted(kinds) == ["backward_dk", "backward_dq", "backward_dv", "forward"]
+
+
+@pytest.mark.parametrize("length", [200, 250])
+def test_blocks_that_reach_far_beyond_the_last_query(length):
+    sizes = Sizes(queries=length, keys=100)
+    mask = create_block_mask(
+        lambda b, h, q, k: q + 60 >= k, None, None, length, 100, "cpu", BLOCK_SIZE=(96, 32)
+    )
+    attend = interpret.compiled(attention_of(None))
+    judge(attend, dense_of(None), sizes.inputs(torch.float32), (), mask)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])

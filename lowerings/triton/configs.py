@@ -386,7 +386,11 @@ VARIANTS: dict[str, Sequence[Sequence[str]]] = {
         ("descriptors", "persistent", "held"),
         ("descriptors", "specialized"),
     ),
-    **{kind: (("descriptors",),) for kind in TABLES if kind.startswith("backward")},
+    **{
+        kind: (("descriptors",), ("descriptors", "specialized"))
+        for kind in ("backward_dq", "backward_magnitudes", "backward_dkdv", "backward_dk", "backward_dv")
+    },
+    "backward_onepass": (("descriptors",),),
 }
 
 

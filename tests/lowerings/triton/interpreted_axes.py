@@ -20,7 +20,7 @@ CASES = {
 
 
 def options(axes):
-    described = {"descriptors": axes.get("descriptors", 0)}
+    described = {axis: axes.get(axis, 0) for axis in ("descriptors", "specialized")}
     return {"configs": {"forward": axes, "backward_dq": described, "backward_dkdv": described}}
 
 

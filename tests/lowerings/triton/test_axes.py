@@ -72,8 +72,9 @@ def test_persistent_programs_with_descriptors():
     assert taken.spill_bytes == 0
 
 
-def test_warps_are_specialized():
-    result, taken = compiled("forward", "sm_100", descriptors=1, specialized=1)
+@pytest.mark.parametrize("kind", ["forward", "backward_dq", "backward_dkdv"])
+def test_warps_are_specialized(kind):
+    result, taken = compiled(kind, "sm_100", descriptors=1, specialized=1)
     assert "ttg.warp_specialize" in result.asm["ttgir"]
     assert taken.spill_bytes <= 16
 
@@ -99,6 +100,8 @@ def test_what_tuning_tries_besides_the_table():
     assert tried("forward", "sm_100", shape)[5:] == ["descriptors+specialized"]
     assert tried("forward", "sm_90", shape._replace(aligned=False)) == ["persistent"]
     assert tried("backward_dq", "sm_90", shape) == ["descriptors"]
+    assert tried("backward_dkdv", "sm_100", shape) == ["descriptors", "descriptors+specialized"]
+    assert tried("backward_onepass", "sm_100", shape) == ["descriptors"]
     assert tried("decode", "sm_90", shape) == []
 
 

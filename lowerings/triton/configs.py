@@ -386,10 +386,10 @@ VARIANTS: dict[str, Sequence[Sequence[str]]] = {
         ("descriptors", "persistent", "held"),
         ("descriptors", "specialized"),
     ),
-    **{
-        kind: (("descriptors",), ("descriptors", "specialized"))
-        for kind in ("backward_dq", "backward_magnitudes", "backward_dkdv", "backward_dk", "backward_dv")
-    },
+    **dict.fromkeys(
+        ("backward_dq", "backward_magnitudes", "backward_dkdv", "backward_dk", "backward_dv"),
+        (("descriptors",), ("descriptors", "specialized")),
+    ),
     "backward_onepass": (("descriptors",),),
 }
 

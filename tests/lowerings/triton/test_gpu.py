@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
 
-from flex_inductor import decisions
+from flex_inductor import create_block_mask, decisions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +62,12 @@ def test_as_right_as_dense_attention(first, second, dtype, sizes):
             "backward_dkdv": {"descriptors": 1},
         },
         {"forward": {"descriptors": 1, "persistent": 1}},
-        {"forward": {"descriptors": 1, "specialized": 1}},
+        {"forward": {"descriptors": 1, "persistent": 1, "held": 1}},
+        {
+            "forward": {"descriptors": 1, "specialized": 1},
+            "backward_dq": {"descriptors": 1, "specialized": 1},
+            "backward_dkdv": {"descriptors": 1, "specialized": 1},
+        },
         {"backward_onepass": {}},
         {"backward_onepass": {"descriptors": 1}},
         {"backward_dk": {}, "backward_dv": {}},
@@ -77,6 +82,15 @@ def test_configs_asked_for(configs, mask):
         pytest.skip("this card has no such kernels")
     made = check("relative_bias", mask, torch.bfloat16, SIZES[0], configs=configs)
     assert {kernel.kernel for kernel in made if kernel.why == "asked for"} >= configs.keys()
+
+
+def test_tiles_chosen_whole():
+    """In blocks of many tiles, at a length that none divides."""
+    torch._dynamo.reset()
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1000, 1000, "cuda", BLOCK_SIZE=512)
+    inputs = [t.cuda() for t in Sizes(queries=1000, keys=1000, head_dim=64).inputs(torch.bfloat16)]
+    attend = torch.compile(attention_of(None), backend="flex_inductor")
+    judge(attend, dense_of(None), inputs, (), mask)
 
 
 def test_tuned():

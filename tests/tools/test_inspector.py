@@ -98,6 +98,16 @@ def test_few_queries_split_the_keys(target):
     assert "first_h = tl.program_id(1) * 4" in decode.source  # the group is in one tile
 
 
+def test_lengths_are_constants_whatever_was_inspected_before():
+    for length in (128, 200):
+        q = torch.randn(1, 2, length, 64)
+        (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_90").kernels
+        assert "size_0" not in kernel.source
+    torch._dynamo.mark_dynamic(q, 2)
+    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_90").kernels
+    assert "size_0" in kernel.source
+
+
 def test_only_the_forward_where_nothing_needs_a_gradient():
     q = torch.randn(1, 2, 128, 64)
     report = flex_inductor.inspect(flex_attention, q, q, q, target="sm_90")

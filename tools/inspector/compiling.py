@@ -123,7 +123,9 @@ def _compile_only(
 
     # Dynamo keeps what it compiled with a function's code: this copy's goes when the function does.
     fresh = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
-    with contextlib.suppress(_Compiled):
+    # And what sizes the last call had: lengths that this one has would be dynamic for being others.
+    static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
+    with contextlib.suppress(_Compiled), static:
         torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
 
 

@@ -53,9 +53,6 @@ class _Bounds:
         if operation in _COMPARISONS:
             ends = [self.ends(operand) for operand in operands]
             return None if None in ends else _COMPARISONS[operation](*ends)
-        if operation in ("logical_not", "bitwise_not"):
-            negated = self.sure(operands[0])
-            return None if negated is None else Sure(negated.never, negated.always)
         if operation not in _CONNECTIVES:
             return None
         sures = [self.sure(operand) for operand in operands]
@@ -120,7 +117,8 @@ _COMPARISONS: dict[str, Callable[[Ends, Ends], Sure]] = {
     "ne": lambda x, y: _not(_eq(x, y)),
 }
 
-_CONNECTIVES: dict[str, Callable[[Sure, Sure], Sure]] = {
+_CONNECTIVES: dict[str, Callable[..., Sure]] = {
+    **dict.fromkeys(("logical_not", "bitwise_not"), _not),
     **dict.fromkeys(("logical_and", "bitwise_and", "and_"), _and),
     **dict.fromkeys(("logical_or", "bitwise_or", "or_"), _or),
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -58,23 +58,35 @@ class _Exchange(TorchFunctionMode):
         args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def apply(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs))
+        return _torchs_apply(function, *args, **kwargs)
+
     def __enter__(self) -> Any:
         _apply_lock.acquire()
-        self.torchs_apply = Function.__dict__["apply"]
+        self.outer = _SingleLevelFunction.__dict__.get("apply")
 
         def apply(function, *args, **kwargs):
             if threading.get_ident() == self.thread:
-                args = tree_map_only(Tensor, self.instead_of, args)
-            return self.torchs_apply.__func__(function, *args, **kwargs)
+                return self.apply(function, args, kwargs)
+            return _torchs_apply(function, *args, **kwargs)
 
-        # No torch function sees the tensors that autograd.Function.apply takes.
-        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        # No torch function sees the tensors that autograd.Function.apply takes. It calls its parent's, here ours,
+        # also where a mod kept `apply = MyFunction.apply`.
+        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        Function.apply = self.torchs_apply  # type: ignore[method-assign]
+        if self.outer is None:
+            del _SingleLevelFunction.apply
+        else:
+            _SingleLevelFunction.apply = self.outer
         _apply_lock.release()
+
+
+def _torchs_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
 
 _apply_lock = threading.RLock()
@@ -83,11 +95,12 @@ _apply_lock = threading.RLock()
 class _Record(_Exchange):
     """Collects the tensors that are computed with and that nothing inside has made."""
 
-    def __init__(self, fake_mode: FakeTensorMode, query: Tensor, made: Sequence[Tensor]):
+    def __init__(self, fake_mode: FakeTensorMode, query: Tensor, lanes: Sequence[Tensor]):
         super().__init__(self.capture)
         self.fake_mode = fake_mode
         self.device = query.device
-        self.made = {id(tensor): tensor for tensor in made}
+        self.made: dict[int, Tensor] = {}
+        self.make(lanes)
         self.captures: dict[int, Tensor] = {}
         self.stand_ins: dict[int, Tensor] = {}
 
@@ -103,22 +116,28 @@ class _Record(_Exchange):
         if id(tensor) not in self.stand_ins:
             with temporarily_clear_interpreter_stack(), self.fake_mode:
                 # On the query's device, so that a capture that is elsewhere can be named in an error.
-                self.stand_ins[id(tensor)] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+                self.stand_ins[id(tensor)] = self.make(
+                    torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
                 )
         return self.stand_ins[id(tensor)]
+
+    def make(self, result: Any) -> Any:
+        """Note that the tensors of `result` are no captures."""
+        self.made.update((id(leaf), leaf) for leaf in tree_iter(result) if isinstance(leaf, Tensor))
+        return result
+
+    def apply(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self.make(super().apply(function, args, kwargs))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(
             *tree_map_only(Tensor, self.stand_in, args), **tree_map_only(Tensor, self.stand_in, kwargs)
         )
-        made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         # Whoever asks for a shape or a dtype computes with no tensor; `t[i] = x` gives None and does.
-        if made or result is None:
+        if result is None or any(isinstance(leaf, Tensor) for leaf in tree_iter(result)):
             tree_map_only(Tensor, self.capture, (args, kwargs))
-        self.made.update((id(tensor), tensor) for tensor in made)
-        return result
+        return self.make(result)
 
 
 def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple[Tensor, ...]]:

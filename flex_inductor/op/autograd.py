@@ -83,7 +83,7 @@ def _without_inputs(call: AttentionCall) -> AttentionCall:
 
 
 def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op under autograd; `wanted` says which captures of score_mod may need a gradient."""
+    """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need one."""
     joint = None
     if call.score_mod is not None:
         joint = trace_joint(call.score_mod, call.query, call.score_captures, wanted)
@@ -100,7 +100,8 @@ def _autograd(*args):
     if any(unpack_dual(t).tangent is not None for t in inputs):
         raise errors.forward_mode_derivative()
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        return _differentiable(call, [capture.requires_grad for capture in call.score_captures])
+        wants_score = call.query.requires_grad or call.key.requires_grad
+        return _differentiable(call, [wants_score, *(c.requires_grad for c in call.score_captures)])
     call = with_score_graph(call)
     with torch._C._AutoDispatchBelowAutograd():
         return attention(*call)
@@ -150,7 +151,7 @@ def _backward_autograd(*args):
 def _transform(interpreter, *args):
     call = prepare(AttentionCall(*args))
     # Which level wants which gradient is not known here: every floating capture may need one.
-    return _differentiable(call, [c.dtype.is_floating_point for c in call.score_captures])
+    return _differentiable(call, [True, *(c.dtype.is_floating_point for c in call.score_captures)])
 
 
 @attention_backward.py_impl(TransformType.Grad)

@@ -52,8 +52,10 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         query, key, value, schedule, score_mod, mask_mod, scale, options = args[:8]
         # A graph that was traced before has its captures among the arguments already.
         given_score, given_mask = (captures.items for captures in args[8:]) if args[8:] else ((), ())
-        score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES, given_score)
-        mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES, given_mask)
+        score, score_captures = self._subgraph(
+            tx, query, key, score_mod, "score_mod", SCORE_LANES, given_score
+        )
+        mask, mask_captures = self._subgraph(tx, query, key, mask_mod, "mask_mod", MASK_LANES, given_mask)
         lists = _with_static_block_sizes(tx, schedule)
         call = (
             *(arg.as_proxy() for arg in (query, key, value, lists)),
@@ -67,13 +69,13 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         proxy = tx.output.create_proxy("call_function", self.value, args=call, kwargs={})
         return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
 
-    def _subgraph(self, tx, query, mod, name, lanes, given) -> tuple[Any, tuple]:
+    def _subgraph(self, tx, query, key, mod, name, lanes, given) -> tuple[Any, tuple]:
         if mod.is_python_constant() and mod.as_python_constant() is None:
             return None, ()
         function = _python_function(mod)
         if function is not None:
             self._check(errors.check_arity, name, function, lanes)
-        lane_args = self._lane_args(tx, query, lanes)
+        lane_args = self._lane_args(tx, query, key, lanes)
         try:
             with LaneIndexing():
                 (result, _), graph, lifted = speculate_subgraph(
@@ -106,19 +108,21 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         module = fx.GraphModule(tx.output.nn_modules, graph)
         return make_attr(tx, tx.output.install_subgraph(name, module)), captures
 
-    def _lane_args(self, tx, query, lanes) -> list:
+    def _lane_args(self, tx, query, key, lanes) -> list:
+        """Lanes as Dynamo's tensors. It keeps an autograd.Function only where an argument requires grad."""
         build = compat.dynamo_constant
         floats = score_dtype(_example_of(query).dtype)
+        needs_grad = any(tensor.requires_grad is not False for tensor in (query, key))
+
+        def lane(name: str) -> Any:
+            dtype = floats if name == "score" else INDEX_DTYPE
+            given = {"dtype": dtype, "requires_grad": needs_grad and name == "score"}
+            return query.call_method(
+                tx, "new_zeros", [build(tx, [])], {k: build(tx, v) for k, v in given.items()}
+            )
+
         with discard_graph_changes(tx):
-            return [
-                query.call_method(
-                    tx,
-                    "new_zeros",
-                    [build(tx, [])],
-                    {"dtype": build(tx, floats if name == "score" else INDEX_DTYPE)},
-                )
-                for name in lanes
-            ]
+            return [lane(name) for name in lanes]
 
     def _check(self, check, *args) -> None:
         try:

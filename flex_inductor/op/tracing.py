@@ -165,7 +165,8 @@ def trace_joint(
     """The FX graph `(score, b, h, q_idx, kv_idx, grad, *captures) -> (d score, *d captures)`.
 
     `score_mod` itself is differentiated, not its graph: custom autograd.Functions keep their backward.
-    A capture that is not wanted, or that the score does not depend on, has None for its gradient.
+    `wanted` is for the score and each capture. A capture that is not wanted, or that the score does not depend
+    on, has None for its gradient; d score is then zero.
     """
 
     from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
@@ -173,27 +174,22 @@ def trace_joint(
     run = keeping_lines(score_mod)
 
     def joint(score, b, h, q_idx, kv_idx, grad, *captures):
-        with torch.enable_grad(), LaneIndexing():
-            score = score.detach().requires_grad_()
-            sources = [
-                capture.detach().requires_grad_() if want else capture
-                for capture, want in zip(captures, wanted, strict=True)
-            ]
-            with torch.autograd.set_detect_anomaly(
-                True, check_nan=False
-            ):  # autograd's nodes then know lines too
-                new_score = run(score.clone(), b, h, q_idx, kv_idx, *sources)
+        inputs = [
+            tensor.detach().requires_grad_() if want else tensor
+            for tensor, want in zip((score, *captures), wanted, strict=True)
+        ]
+        sources = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
+        grads: Sequence[Tensor | None] = (None,) * len(sources)
+        # With anomaly mode autograd's nodes know lines too.
+        with torch.enable_grad(), LaneIndexing(), torch.autograd.set_detect_anomaly(True, check_nan=False):
+            new_score = run(inputs[0].clone(), b, h, q_idx, kv_idx, *inputs[1:])
             if new_score.grad_fn is not None:
                 setup_stacktrace_preservation_hooks([new_score.grad_fn])
-            sources = [score, *(c for c, want in zip(sources, wanted, strict=True) if want)]
-            grads: Sequence[Tensor | None]
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
-            else:
-                grads = (None,) * len(sources)
-        d_score = torch.zeros_like(score) if grads[0] is None else grads[0]
-        found = iter(grads[1:])
-        return d_score, *(next(found) if want else None for want in wanted)
+        found = iter(grads)
+        d_score, *d_captures = (next(found) if want else None for want in wanted)
+        return torch.zeros_like(score) if d_score is None else d_score, *d_captures
 
     return _trace(joint, JOINT_LANES, query, captures)
 

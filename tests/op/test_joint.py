@@ -12,7 +12,7 @@ from flex_inductor.op.tracing import trace_joint
 class TestJointGraph(expecttest.TestCase):
     def joint_of(self, score_mod, *captures):
         query = draw(1, 2, 6, 4)
-        wanted = [capture.is_floating_point() for capture in captures]
+        wanted = [True, *(capture.is_floating_point() for capture in captures)]
         return trace_joint(score_mod, query, captures, wanted).code.strip()
 
     def test_alibi_with_learnable_slopes(self):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from . import errors
+from . import compat, errors
 from .lowerings import last
 from .lowerings.routes import ROUTES
 from .options import split_options
@@ -50,18 +50,12 @@ def _with_own_errors(inner_compile: Callable) -> Callable:
 
     @functools.wraps(inner_compile)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import ShortenTraceback
-
         try:
             return inner_compile(*args, **kwargs)
         except Exception as error:
             ours = errors.own_error_in(error)
             if ours is None:
                 raise
-        # Dynamo hands on what is a ShortenTraceback, from this frame on.
-        shown = type(
-            type(ours).__name__, (type(ours), ShortenTraceback), {"__module__": type(ours).__module__}
-        )
-        raise shown(*ours.args, first_useful_frame=inspect.currentframe())
+        raise compat.handed_on(ours, inspect.currentframe())
 
     return compile_graph

@@ -103,3 +103,12 @@ def recompile_reason() -> str | None:
     from torch._dynamo.utils import get_metrics_context
 
     return get_metrics_context()._metrics.get("recompile_reason")
+
+
+def handed_on(error: Exception, frame: Any) -> Exception:
+    """`error` as Dynamo hands it on to the user from `frame` on, without its own frames or words."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    cls = type(error)
+    shown: Any = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
+    return shown(*error.args, first_useful_frame=frame)

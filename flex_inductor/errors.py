@@ -234,6 +234,14 @@ def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
     )
 
 
+def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"{mod} applies the autograd.Function `{function}` inside a torch.func transform that torch.compile traces, "
+        f"which would lose its backward. Do not compile the transform, or compile the function without it and call "
+        f".backward() on its result."
+    )
+
+
 # ---- block_mask -----------------------------------------------------------------------------------
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import types
+import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch._dynamo.exc import Unsupported, unimplemented
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
+    FlexAttentionHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
     add_hop_context,
     discard_graph_changes,
@@ -26,7 +29,9 @@ from torch._dynamo.variables.higher_order_ops import (
     speculate_subgraph,
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._ops import HigherOrderOperator
 
 from .. import compat, errors
 from .hop import CAPTURE_NAME, attention, attention_backward, readable_name
@@ -77,7 +82,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             self._check(errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, key, lanes)
         try:
-            with LaneIndexing():
+            with LaneIndexing(), self._functions_kept(name):
                 (result, _), graph, lifted = speculate_subgraph(
                     tx,
                     mod,
@@ -92,7 +97,8 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         self._check(errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
-        self._check(_check_captures, name, graph, names, _example_of(query))
+        module = fx.GraphModule(tx.output.nn_modules, graph)
+        self._check(_check_captures, name, module, names, _example_of(query))
         for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
         outer += _lift_lengths(tx, graph, outer, len(lanes))
@@ -123,6 +129,19 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
         with discard_graph_changes(tx):
             return [lane(name) for name in lanes]
+
+    def _functions_kept(self, name) -> Any:
+        """Inside torch.func's transforms Dynamo takes an autograd.Function's forward alone: that is refused."""
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if name == "mask_mod" or not in_transform or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+
+        def refuse(function, *_):
+            # A graph break would not do: what Dynamo makes of one inside a transform fails without saying why.
+            error = errors.function_in_compiled_transform(name, function.fn_cls.__name__)
+            raise compat.handed_on(error, inspect.currentframe())
+
+        return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse)
 
     def _check(self, check, *args) -> None:
         try:
@@ -168,8 +187,8 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     return known.get(id(grapharg.example)) or readable_name(capture.node.name)
 
 
-def _check_captures(name: str, graph: fx.Graph, names: Sequence[str], query: Tensor) -> None:
-    placeholders = graph.find_nodes(op="placeholder")
+def _check_captures(name: str, mod: fx.GraphModule, names: Sequence[str], query: Tensor) -> None:
+    placeholders = mod.graph.find_nodes(op="placeholder")
     lanes = len(placeholders) - len(names)
     examples = [placeholder.meta["example_value"] for placeholder in placeholders[lanes:]]
     for example, capture in zip(examples, names, strict=True):
@@ -177,15 +196,16 @@ def _check_captures(name: str, graph: fx.Graph, names: Sequence[str], query: Ten
             raise errors.capture_on_other_device(name, capture, example.device, query.device)
         if name == "mask_mod" and isinstance(example, Tensor) and example.requires_grad:
             raise errors.mask_capture_needs_grad(capture)
-    if any(_may_write(node) for node in graph.nodes):
+    if any(_may_write(node) for node in mod.graph.nodes):
         lane_names = SCORE_LANES if name == "score_mod" else MASK_LANES
         tensors = [e if isinstance(e, Tensor) else query.new_zeros(()) for e in examples]
-        mod = fx.GraphModule({}, graph)
         if written := written_placeholder(trace_mod(mod, lane_names, query, tensors)):
             raise errors.capture_mutated(name, [*lane_names, *names][written[0]], written[1])
 
 
 def _may_write(node: fx.Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):  # of graphs of its own
+        return True
     if node.op == "call_method":
         return node.target.endswith("_") and not node.target.endswith("__")
     name = getattr(node.target, "__name__", "")
@@ -303,6 +323,22 @@ class AttentionBackwardVariable(TorchHigherOrderOperatorVariable):
         return arg.as_proxy()
 
 
+@add_hop_context
+class TorchAttentionVariable(FlexAttentionHigherOrderVariable):
+    """Torch's own op: it keeps the Functions on a score if query requires grad, and ours if key does as well."""
+
+    def _call_function(self, tx, args, kwargs):
+        query, key, *_ = args
+        known = query.requires_grad
+        if known is False:
+            query.requires_grad = key.requires_grad
+        try:
+            return super()._call_function(tx, args, kwargs)
+        finally:
+            query.requires_grad = known
+
+
 trace_rules.add(__package__)  # after a graph break the op runs as it is
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)
+compat.register_dynamo_variable(torch.ops.higher_order.flex_attention, TorchAttentionVariable)

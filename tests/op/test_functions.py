@@ -4,9 +4,10 @@ import pytest
 import torch
 from op.calls import close, draw
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 
 import flex_inductor
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import FlexError, create_block_mask, flex_attention
 
 MASK = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 6, 6, "cpu", BLOCK_SIZE=2)
 
@@ -185,3 +186,46 @@ def test_no_gradient_then_gradient_then_none():
     again = torch.utils.checkpoint.checkpoint(compiled, *inputs[:3], mod, use_reentrant=True)
     again.sin().sum().backward()
     close([inputs[n].grad for n in (0, 1, 3)], list(grads))
+
+
+def test_through_torchs_own_op(monkeypatch):
+    """Its wrapper refuses gradients on CPU before there is an op: not here, as on a GPU."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    compiled = torch.compile(torch_flex.flex_attention, backend="flex_inductor", fullgraph=True)
+    inputs = inputs_for("k")
+    got = gradients(lambda q, k, v, mod: compiled(q, k, v, mod, MASK), MODS["score"], inputs)
+    assert [decision.chosen for decision in flex_inductor.decisions(clear=True)] == ["chunked", "chunked"]
+    close(got, gradients(dense, MODS["score"], inputs))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_refused_inside_a_compiled_transform(fullgraph):
+    q, k, v, t = (tensor.detach() for tensor in inputs_for(""))
+    grad = torch.func.grad(lambda q: attend(q, k, v, MODS["score"](t)).sum())
+    with pytest.raises(
+        FlexError, match=r"^score_mod applies the autograd.Function `Rounded` inside a torch.func tran"
+    ):
+        torch.compile(grad, backend="aot_eager", fullgraph=fullgraph)(q)
+
+
+class Counting(torch.autograd.Function):
+    """Writes to a tensor that it is given."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        seen.add_(1)
+        ctx.mark_dirty(seen)
+        return 2 * x, seen
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return 2 * grad, None
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_capture_that_a_function_changes(how):
+    q, k, v, _ = inputs_for("q")
+    seen = torch.zeros(6, dtype=torch.float64)
+    with pytest.raises(Exception, match="score_mod changes the captured tensor `seen` in place"):
+        HOW[how](q, k, v, lambda s, b, h, i, j: Counting.apply(s, seen)[0])
+    assert not seen.any()

@@ -1,31 +1,32 @@
-"""create_block_mask inside a compiled function, without a graph break.
+"""create_block_mask inside a compiled or exported function, without a graph break.
 
-Dynamo traces mask_mod into a graph and lifts what it captures, so a new value of a capture needs no new
-compile. What remains in the compiled graph is one custom op from captures to index lists, which AOTAutograd
+mask_mod is traced into a graph and what it captures is lifted, so a new value of a capture needs no new
+compile. What remains in the surrounding graph is one custom op from captures to index lists, which AOTAutograd
 and Inductor treat like any other: its lengths, and so its shapes, are known, only the values are computed.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
-from ..op.tracing import LaneIndexing
+from ..op import graph_text
+from ..op.lift import lift
+from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace
 from .lists import lists_from_runs
 from .tables import Extent
 
-# Traced mask functions of (b, h, q, kv, *captures) by the hash of their code, and what each capture is: a
-# tensor, an integer, or a float that comes as a tensor. Dynamo traces in every process, cached kernels or
-# not, so a graph that names a function here has always put it here first.
-_TRACED: dict[str, tuple[Callable, str]] = {}
-TENSOR, INTEGER, FLOAT = "tif"
+TENSOR, INTEGER, FLOAT = "tif"  # what a capture is; a float comes as a tensor
 _PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
@@ -54,14 +55,14 @@ def block_lists(
     """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
     from .blockmask import analysed
 
-    traced, kinds = _TRACED[mask_mod]
-    given, integers = iter(tensors), iter(numbers)
+    traced, kinds = _mask_from(mask_mod)
+    # Packaged code gives no list where it is empty.
+    given, integers = iter(tensors or ()), iter(numbers or ())
     captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
     captures = [c.item() if kind == FLOAT else c for c, kind in zip(captures, kinds, strict=True)]
 
     def bound(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        value = traced(b, h, q_idx, kv_idx, *captures)
-        return value[0] if isinstance(value, (tuple, list)) else value
+        return traced(b, h, q_idx, kv_idx, *captures)
 
     bound.__name__ = "mask_mod"
     extent = _extent(sizes)
@@ -86,6 +87,41 @@ def empty_block_lists(like: Tensor, sizes: Sequence[int], separate_full_blocks: 
     pairs = [[(rows,), (rows, columns)], [(columns,), (columns, rows)]]
     shapes = [shape for pair in pairs for shape in pair * (2 if separate_full_blocks else 1)]
     return [like.new_empty((*leading, *shape), dtype=torch.int32) for shape in shapes]
+
+
+def lists_in_trace(
+    mask_mod: Callable, like: Tensor, sizes: Sequence[int], separate_full_blocks: bool
+) -> list[Tensor]:
+    """What `block_lists` gives, where something traces that is not Dynamo."""
+    mod, captures = lift(mask_mod, MASK_LANES, like)
+    text = _mask_text(mod, like, captures, TENSOR * len(captures))
+    return torch.ops.flex_inductor.block_lists(like, text, captures, [], sizes, separate_full_blocks)
+
+
+def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds: str) -> str:
+    """A mask of (b, h, q_idx, kv_idx, *captures) as text."""
+
+    def flat(*args: Any) -> Any:
+        with LaneIndexing():
+            value = mask_mod(*args)
+        return value[0] if isinstance(value, (tuple, list)) else value
+
+    with apart_from_surrounding_trace():
+        fake_mode = detect_fake_mode([like, *captures]) or FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
+            lanes = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in MASK_LANES]
+            given = [_fake_like(capture, fake_mode) for capture in captures]
+            graph = make_fx(flat)(*lanes, *given)
+    return graph_text.dump({"captures": kinds, "mask": graph_text.graph_data(graph)})
+
+
+@functools.lru_cache(maxsize=1024)
+def _mask_from(text: str) -> tuple[Callable, str]:
+    kinds, mask = graph_text.fields(graph_text.load(text), "captures", "mask")
+    graph_text.expect(
+        isinstance(kinds, str) and set(kinds) <= {TENSOR, INTEGER, FLOAT}, f"captures are {str(kinds)[:80]}"
+    )
+    return graph_text.graph_function(mask), kinds
 
 
 def _extent(sizes: Sequence[int]) -> Extent:
@@ -133,10 +169,11 @@ def _register() -> None:
                     explanation="mask_mod captures something other than tensors and numbers that changes.",
                     hints=["Capture a tensor instead."],
                 )
-            name = _remember(graph, "".join(kinds))
+            examples = [proxy.node.meta["example_value"] for proxy in captures]
+            module = fx.GraphModule(torch.nn.Module(), graph)
             call = (
                 like.as_proxy(),
-                name,
+                _mask_text(module, like.as_proxy().node.meta["example_value"], examples, "".join(kinds)),
                 # The op cannot take a float that changes; as a tensor of its own precision it is the same.
                 [
                     float_to_tensor(tx, like, c, torch.float64)
@@ -156,14 +193,6 @@ def _register() -> None:
 def _kind_of(capture: Any) -> str | None:
     kinds = ((Tensor, TENSOR), (torch.SymInt, INTEGER), (torch.SymFloat, FLOAT))
     return next((kind for known, kind in kinds if isinstance(capture, known)), None)
-
-
-def _remember(graph: fx.Graph, kinds: str) -> str:
-    """Registers a traced mask under a name that depends on its code alone."""
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    name = hashlib.sha256(f"{kinds}\n{module.code}".encode()).hexdigest()
-    _TRACED[name] = module, kinds
-    return name
 
 
 compat.when_imported("torch._dynamo", lambda _: _register())

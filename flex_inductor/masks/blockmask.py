@@ -59,7 +59,7 @@ def create_block_mask(
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
         traced = traced_block_lists if torch.compiler.is_dynamo_compiling() else lists_in_trace
-        lists: list[Any] = list(traced(mask_mod, like, sizes, separate_full_blocks))
+        lists: list[Any] = list(traced(mask_mod, like, sizes, [*extent.tiles], separate_full_blocks))
         if not separate_full_blocks:
             lists = [*lists[:2], None, None, *lists[2:], None, None]
         block_mask = block_mask_of(lists, extent, mask_mod)

@@ -26,6 +26,9 @@ from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrou
 from .lists import lists_from_runs
 from .tables import Extent
 
+# Lists whose length changes have room for so many tiles: torch takes a size that may be 1 for another case, for
+# which it compiles again and which it does not export.
+LEAST_ROOM = 2
 TENSOR, INTEGER, FLOAT = "tif"  # what a capture is; a float comes as a tensor
 _PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
@@ -36,8 +39,10 @@ class _BlockLists(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")
 
-    def __call__(self, mask_mod: Callable, like: Tensor, sizes: list[int], separate_full_blocks: bool) -> Any:
-        return super().__call__(mask_mod, like, sizes, separate_full_blocks)
+    def __call__(
+        self, mask_mod: Callable, like: Tensor, sizes: list[int], tiles: list[int], separate_full_blocks: bool
+    ) -> Any:
+        return super().__call__(mask_mod, like, sizes, tiles, separate_full_blocks)
 
 
 traced_block_lists = _BlockLists()
@@ -50,9 +55,13 @@ def block_lists(
     tensors: Sequence[Tensor],
     numbers: Sequence[int],
     sizes: Sequence[int],
+    room: Sequence[int],
     separate_full_blocks: bool,
 ) -> list[Tensor]:
-    """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
+    """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes.
+
+    They have `room` for that many rows and columns of tiles.
+    """
     from .blockmask import analysed
 
     traced, kinds = _mask_from(mask_mod)
@@ -69,33 +78,38 @@ def block_lists(
     # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
         runs, grids = analysed(bound, extent, like.device)
-    lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
+    lists = [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
+    shapes = _list_shapes(extent, room, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
-    return [x.contiguous() for x in lists if x is not None]
+    return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
 
 
 @block_lists.register_fake
-def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
-    return empty_block_lists(like, sizes, separate_full_blocks)
+def _(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks):
+    shapes = _list_shapes(_extent(sizes), room, separate_full_blocks)
+    return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
-def empty_block_lists(like: Tensor, sizes: Sequence[int], separate_full_blocks: bool) -> list[Tensor]:
-    """The tensors of a BlockMask without their values."""
-    extent = _extent(sizes)
-    rows, columns = extent.tiles
-    leading = (extent.batch, extent.heads)
+def _list_shapes(extent: Extent, room: Sequence[int], separate_full_blocks: bool) -> list[tuple[int, ...]]:
+    rows, columns = room
     pairs = [[(rows,), (rows, columns)], [(columns,), (columns, rows)]]
     shapes = [shape for pair in pairs for shape in pair * (2 if separate_full_blocks else 1)]
-    return [like.new_empty((*leading, *shape), dtype=torch.int32) for shape in shapes]
+    return [(extent.batch, extent.heads, *shape) for shape in shapes]
+
+
+def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    padding = [n for size, wanted in zip(tensor.shape, shape, strict=True) for n in (wanted - size, 0)]
+    return torch.nn.functional.pad(tensor, padding[::-1]) if any(padding) else tensor
 
 
 def lists_in_trace(
-    mask_mod: Callable, like: Tensor, sizes: Sequence[int], separate_full_blocks: bool
+    mask_mod: Callable, like: Tensor, sizes: Sequence[int], tiles: Sequence[int], separate_full_blocks: bool
 ) -> list[Tensor]:
     """What `block_lists` gives, where something traces that is not Dynamo."""
     mod, captures = lift(mask_mod, MASK_LANES, like)
     text = _mask_text(mod, like, captures, TENSOR * len(captures))
-    return torch.ops.flex_inductor.block_lists(like, text, captures, [], sizes, separate_full_blocks)
+    room = [torch.sym_max(n, LEAST_ROOM) if isinstance(n, torch.SymInt) else n for n in tiles]
+    return torch.ops.flex_inductor.block_lists(like, text, captures, [], sizes, room, separate_full_blocks)
 
 
 def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds: str) -> str:
@@ -143,7 +157,7 @@ def _register() -> None:
         _HOP_NAME = "flex_inductor.masks.traced_block_lists"
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
-            mask_mod, like, sizes, separate_full_blocks = args
+            mask_mod, like, sizes, tiles, separate_full_blocks = args
             build = VariableTracker.build
             with higher_order_ops.discard_graph_changes(tx):
                 indices = [
@@ -182,12 +196,23 @@ def _register() -> None:
                 ],
                 [c for c, kind in zip(captures, kinds, strict=True) if kind == INTEGER],
                 sizes.as_proxy(),
+                [_room_in_graph(tx, count) for count in tiles.items],
                 separate_full_blocks.as_proxy(),
             )
             target = torch.ops.flex_inductor.block_lists.default
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))
 
     compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
+
+
+def _room_in_graph(tx: Any, tiles: Any) -> Any:
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    if not isinstance(tiles, SymNodeVariable):
+        return tiles.as_proxy()
+    proxy = tx.output.create_proxy("call_function", torch.sym_max, (tiles.as_proxy(), LEAST_ROOM), {})
+    return wrap_fx_proxy(tx=tx, proxy=proxy).as_proxy()
 
 
 def _kind_of(capture: Any) -> str | None:

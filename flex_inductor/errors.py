@@ -239,6 +239,35 @@ def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
         f"{mod} applies the autograd.Function `{function}` inside a torch.func transform that torch.compile traces, "
         f"which would lose its backward. Do not compile the transform, or compile the function without it and call "
         f".backward() on its result."
+# ---- Mods as text, in the ops of compiled and saved graphs -----------------------------------------
+
+
+def bad_mod_text(what: str) -> FlexValueError:
+    return FlexValueError(
+        f"A mod in a compiled or saved graph cannot be read: {what}. Make the graph again with this version of "
+        f"flex_inductor, and load no files that you do not trust."
+    )
+
+
+def operator_refused(name: str, why: str, functions: Iterable[str]) -> FlexValueError:
+    return FlexValueError(
+        f"A mod uses {name[:80]!r}, which {why}. In a compiled or saved graph a mod may use operators that are "
+        f"registered with torch, give tensors or numbers, draw no random numbers and write into nothing but what the "
+        f"mod itself made, and these functions of numbers: {', '.join(functions)}."
+    )
+
+
+def argument_refused(value: Any) -> FlexValueError:
+    return FlexValueError(
+        f"A mod gives an operator a {type(value).__name__}, which cannot be written into a compiled graph. Expected "
+        f"tensors, numbers, text, dtypes, devices, layouts, memory formats, and lists of them."
+    )
+
+
+def constant_refused(name: str, value: Any) -> FlexValueError:
+    return FlexValueError(
+        f"A mod holds `{name}`, a {type(value).__name__}, which cannot be written into a compiled graph. Expected a "
+        f"plain dense tensor; capture anything else from outside the mod as one."
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from ..compat import outside_graphs
 from .errors import MaskArgumentError, MaskModError
-from .in_graph import empty_block_lists, traced_block_lists
+from .in_graph import lists_in_trace, traced_block_lists
 from .lists import block_mask_from_runs, block_mask_of, without_full
 from .refine import tile_runs
 from .runs import Runs
@@ -55,14 +55,11 @@ def create_block_mask(
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     if compact:
         return _compact(mask_mod, extent, device, separate_full_blocks)
-    compiling = torch.compiler.is_compiling()
-    if compiling or _values_are_fake():
+    if torch.compiler.is_compiling() or _values_are_fake():
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
-        if compiling:
-            lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
-        else:
-            lists = empty_block_lists(like, sizes, separate_full_blocks)
+        traced = traced_block_lists if torch.compiler.is_dynamo_compiling() else lists_in_trace
+        lists: list[Any] = list(traced(mask_mod, like, sizes, [*extent.tiles], separate_full_blocks))
         if not separate_full_blocks:
             lists = [*lists[:2], None, None, *lists[2:], None, None]
         block_mask = block_mask_of(lists, extent, mask_mod)
@@ -120,7 +117,7 @@ def check_arguments(
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in sizes.items():
         least = 1 if name in ("B", "H") else 0
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < least:
             raise MaskArgumentError(
                 f"{name}: expected an integer of at least {least}, got {value!r}."
                 + (" Pass None for a mask that is the same for all of them." if least else "")

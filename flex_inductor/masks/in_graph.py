@@ -1,31 +1,35 @@
-"""create_block_mask inside a compiled function, without a graph break.
+"""create_block_mask inside a compiled or exported function, without a graph break.
 
-Dynamo traces mask_mod into a graph and lifts what it captures, so a new value of a capture needs no new
-compile. What remains in the compiled graph is one custom op from captures to index lists, which AOTAutograd
+mask_mod is traced into a graph and what it captures is lifted, so a new value of a capture needs no new
+compile. What remains in the surrounding graph is one custom op from captures to index lists, which AOTAutograd
 and Inductor treat like any other: its lengths, and so its shapes, are known, only the values are computed.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
-from ..op.tracing import LaneIndexing
+from ..op import graph_text
+from ..op.lift import lift
+from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace
 from .lists import lists_from_runs
 from .tables import Extent
 
-# Traced mask functions of (b, h, q, kv, *captures) by the hash of their code, and what each capture is: a
-# tensor, an integer, or a float that comes as a tensor. Dynamo traces in every process, cached kernels or
-# not, so a graph that names a function here has always put it here first.
-_TRACED: dict[str, tuple[Callable, str]] = {}
-TENSOR, INTEGER, FLOAT = "tif"
+# Lists whose length changes have room for so many tiles: torch takes a size that may be 1 for another case, for
+# which it compiles again and which it does not export.
+LEAST_ROOM = 2
+TENSOR, INTEGER, FLOAT = "tif"  # what a capture is; a float comes as a tensor
 _PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
@@ -35,8 +39,10 @@ class _BlockLists(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")
 
-    def __call__(self, mask_mod: Callable, like: Tensor, sizes: list[int], separate_full_blocks: bool) -> Any:
-        return super().__call__(mask_mod, like, sizes, separate_full_blocks)
+    def __call__(
+        self, mask_mod: Callable, like: Tensor, sizes: list[int], tiles: list[int], separate_full_blocks: bool
+    ) -> Any:
+        return super().__call__(mask_mod, like, sizes, tiles, separate_full_blocks)
 
 
 traced_block_lists = _BlockLists()
@@ -49,43 +55,87 @@ def block_lists(
     tensors: Sequence[Tensor],
     numbers: Sequence[int],
     sizes: Sequence[int],
+    room: Sequence[int],
     separate_full_blocks: bool,
 ) -> list[Tensor]:
-    """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
+    """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes.
+
+    They have `room` for that many rows and columns of tiles.
+    """
     from .blockmask import analysed
 
-    traced, kinds = _TRACED[mask_mod]
-    given, integers = iter(tensors), iter(numbers)
+    traced, kinds = _mask_from(mask_mod)
+    # Packaged code gives no list where it is empty.
+    given, integers = iter(tensors or ()), iter(numbers or ())
     captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
     captures = [c.item() if kind == FLOAT else c for c, kind in zip(captures, kinds, strict=True)]
 
     def bound(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        value = traced(b, h, q_idx, kv_idx, *captures)
-        return value[0] if isinstance(value, (tuple, list)) else value
+        return traced(b, h, q_idx, kv_idx, *captures)
 
     bound.__name__ = "mask_mod"
     extent = _extent(sizes)
     # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
         runs, grids = analysed(bound, extent, like.device)
-    lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
+    lists = [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
+    shapes = _list_shapes(extent, room, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
-    return [x.contiguous() for x in lists if x is not None]
+    return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
 
 
 @block_lists.register_fake
-def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
-    return empty_block_lists(like, sizes, separate_full_blocks)
+def _(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks):
+    shapes = _list_shapes(_extent(sizes), room, separate_full_blocks)
+    return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
 
-def empty_block_lists(like: Tensor, sizes: Sequence[int], separate_full_blocks: bool) -> list[Tensor]:
-    """The tensors of a BlockMask without their values."""
-    extent = _extent(sizes)
-    rows, columns = extent.tiles
-    leading = (extent.batch, extent.heads)
+def _list_shapes(extent: Extent, room: Sequence[int], separate_full_blocks: bool) -> list[tuple[int, ...]]:
+    rows, columns = room
     pairs = [[(rows,), (rows, columns)], [(columns,), (columns, rows)]]
     shapes = [shape for pair in pairs for shape in pair * (2 if separate_full_blocks else 1)]
-    return [like.new_empty((*leading, *shape), dtype=torch.int32) for shape in shapes]
+    return [(extent.batch, extent.heads, *shape) for shape in shapes]
+
+
+def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    padding = [n for size, wanted in zip(tensor.shape, shape, strict=True) for n in (wanted - size, 0)]
+    return torch.nn.functional.pad(tensor, padding[::-1]) if any(padding) else tensor
+
+
+def lists_in_trace(
+    mask_mod: Callable, like: Tensor, sizes: Sequence[int], tiles: Sequence[int], separate_full_blocks: bool
+) -> list[Tensor]:
+    """What `block_lists` gives, where something traces that is not Dynamo."""
+    mod, captures = lift(mask_mod, MASK_LANES, like)
+    text = _mask_text(mod, like, captures, TENSOR * len(captures))
+    room = [torch.sym_max(n, LEAST_ROOM) if isinstance(n, torch.SymInt) else n for n in tiles]
+    return torch.ops.flex_inductor.block_lists(like, text, captures, [], sizes, room, separate_full_blocks)
+
+
+def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds: str) -> str:
+    """A mask of (b, h, q_idx, kv_idx, *captures) as text."""
+
+    def flat(*args: Any) -> Any:
+        with LaneIndexing():
+            value = mask_mod(*args)
+        return value[0] if isinstance(value, (tuple, list)) else value
+
+    with apart_from_surrounding_trace():
+        fake_mode = detect_fake_mode([like, *captures]) or FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_mode:
+            lanes = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in MASK_LANES]
+            given = [_fake_like(capture, fake_mode) for capture in captures]
+            graph = make_fx(flat)(*lanes, *given)
+    return graph_text.dump({"captures": kinds, "mask": graph_text.graph_data(graph)})
+
+
+@functools.lru_cache(maxsize=1024)
+def _mask_from(text: str) -> tuple[Callable, str]:
+    kinds, mask = graph_text.fields(graph_text.load(text), "captures", "mask")
+    graph_text.expect(
+        isinstance(kinds, str) and set(kinds) <= {TENSOR, INTEGER, FLOAT}, f"captures are {str(kinds)[:80]}"
+    )
+    return graph_text.graph_function(mask), kinds
 
 
 def _extent(sizes: Sequence[int]) -> Extent:
@@ -107,7 +157,7 @@ def _register() -> None:
         _HOP_NAME = "flex_inductor.masks.traced_block_lists"
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
-            mask_mod, like, sizes, separate_full_blocks = args
+            mask_mod, like, sizes, tiles, separate_full_blocks = args
             build = VariableTracker.build
             with higher_order_ops.discard_graph_changes(tx):
                 indices = [
@@ -133,10 +183,11 @@ def _register() -> None:
                     explanation="mask_mod captures something other than tensors and numbers that changes.",
                     hints=["Capture a tensor instead."],
                 )
-            name = _remember(graph, "".join(kinds))
+            examples = [proxy.node.meta["example_value"] for proxy in captures]
+            module = fx.GraphModule(torch.nn.Module(), graph)
             call = (
                 like.as_proxy(),
-                name,
+                _mask_text(module, like.as_proxy().node.meta["example_value"], examples, "".join(kinds)),
                 # The op cannot take a float that changes; as a tensor of its own precision it is the same.
                 [
                     float_to_tensor(tx, like, c, torch.float64)
@@ -145,6 +196,7 @@ def _register() -> None:
                 ],
                 [c for c, kind in zip(captures, kinds, strict=True) if kind == INTEGER],
                 sizes.as_proxy(),
+                [_room_in_graph(tx, count) for count in tiles.items],
                 separate_full_blocks.as_proxy(),
             )
             target = torch.ops.flex_inductor.block_lists.default
@@ -153,17 +205,19 @@ def _register() -> None:
     compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
 
 
+def _room_in_graph(tx: Any, tiles: Any) -> Any:
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    if not isinstance(tiles, SymNodeVariable):
+        return tiles.as_proxy()
+    proxy = tx.output.create_proxy("call_function", torch.sym_max, (tiles.as_proxy(), LEAST_ROOM), {})
+    return wrap_fx_proxy(tx=tx, proxy=proxy).as_proxy()
+
+
 def _kind_of(capture: Any) -> str | None:
     kinds = ((Tensor, TENSOR), (torch.SymInt, INTEGER), (torch.SymFloat, FLOAT))
     return next((kind for known, kind in kinds if isinstance(capture, known)), None)
-
-
-def _remember(graph: fx.Graph, kinds: str) -> str:
-    """Registers a traced mask under a name that depends on its code alone."""
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    name = hashlib.sha256(f"{kinds}\n{module.code}".encode()).hexdigest()
-    _TRACED[name] = module, kinds
-    return name
 
 
 compat.when_imported("torch._dynamo", lambda _: _register())

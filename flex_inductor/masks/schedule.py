@@ -232,8 +232,8 @@ def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
     grids = tuple(1 if alone else size for alone, size in zip(expanded, shapes[0], strict=True))
     kinds = torch.zeros(*grids, rows, columns + 1, dtype=torch.int8, device=pairs[0][0].device)
     for counts, indices, kind in pairs:
-        counts = counts.view(*shapes[0], rows)[: grids[0], : grids[1]]
-        indices = indices.view(*shapes[0], rows, -1)[: grids[0], : grids[1]]
+        counts = counts.view(*shapes[0], -1)[: grids[0], : grids[1], :rows]
+        indices = indices.view(*shapes[0], *indices.shape[-2:])[: grids[0], : grids[1], :rows, :columns]
         used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         kinds.scatter_(-1, torch.where(used, indices, columns).long(), kind)
     return from_grid(kinds[..., :columns].reshape(-1, columns)), (grids[0], grids[1])

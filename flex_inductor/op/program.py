@@ -12,14 +12,13 @@ tensor code. `LaneProgram.to_text` is the same as a string, for ops that take no
 from __future__ import annotations
 
 import functools
-import json
-import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from . import graph_text
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -103,23 +102,60 @@ class LaneProgram(NamedTuple):
     epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
 
     def to_text(self) -> str:
-        data = {
-            "lanes": self.lanes,
-            "guards": self.guards,
-            "leaves": self.leaves,
-            "gradients": self.gradients,
-            **{part: _code_of(getattr(self, part)) for part in ("prologue", "lane", "epilogue")},
-        }
-        return json.dumps(data)
+        parts = {part: graph_text.graph_data(getattr(self, part)) for part in _PARTS}
+        return graph_text.dump(
+            {
+                "lanes": self.lanes,
+                "guards": self.guards,
+                "leaves": self.leaves,
+                "gradients": self.gradients,
+                **parts,
+            }
+        )
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_text(text: str) -> LaneProgram:
-        data = json.loads(text)
-        leaves = tuple(Leaf(tuple(s), tuple(i), n, tuple(axes)) for s, i, n, axes in data["leaves"])
-        guards = tuple(tuple(axes) for axes in data["guards"])
-        parts = [_function_from(data[part]) for part in ("prologue", "lane", "epilogue")]
-        return LaneProgram(tuple(data["lanes"]), guards, leaves, tuple(data["gradients"]), *parts)
+        names = ("lanes", "guards", "leaves", "gradients", *_PARTS)
+        lanes, guards, leaves, gradients, *parts = graph_text.fields(graph_text.load(text), *names)
+        return LaneProgram(
+            _names(lanes, ("score", *AXES, "grad_score")),
+            tuple(_names(axes, AXES) for axes in _list(guards)),
+            tuple(_leaf_from(leaf) for leaf in _list(leaves)),
+            _tuple_of(bool, gradients),
+            *map(graph_text.graph_function, parts),
+        )
+
+
+_PARTS = ("prologue", "lane", "epilogue")
+
+
+def _list(data: Any) -> list[Any]:
+    graph_text.expect(isinstance(data, list), f"expected a list, found {str(data)[:80]}")
+    return data
+
+
+def _tuple_of(kind: type, data: Any) -> tuple:
+    graph_text.expect(
+        all(type(item) is kind for item in _list(data)),
+        f"expected a list of {kind.__name__}, found {str(data)[:80]}",
+    )
+    return tuple(data)
+
+
+def _names(data: Any, known: Sequence[str]) -> tuple[str, ...]:
+    names = _tuple_of(str, data)
+    graph_text.expect(set(names) <= set(known), f"expected names of {known}, found {str(data)[:80]}")
+    return names
+
+
+def _leaf_from(data: Any) -> Leaf:
+    graph_text.expect(len(_list(data)) == len(Leaf._fields), f"expected a leaf, found {str(data)[:80]}")
+    shape, is_invariant, indices, axes = data
+    graph_text.expect(
+        all(map(graph_text.is_count, [*_list(shape), indices])), f"expected sizes in {str(data)[:80]}"
+    )
+    return Leaf(tuple(shape), _tuple_of(bool, is_invariant), indices, _names(axes, AXES))
 
 
 def split(module: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:
@@ -475,45 +511,3 @@ def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
         for part in parts:
             _compose_scatter(graph, part)
         node.replace_all_uses_with(total)
-
-
-def _code_of(module: fx.GraphModule) -> dict[str, Any]:
-    """`forward`'s source, with the tensors it holds as attributes given as lists."""
-    code = module.graph.python_code("self")
-    unknown = set(code.globals) - set(_CODE_GLOBALS) - {"torch"}
-    assert not unknown, f"graph code uses names that cannot be restored: {unknown}"
-    constants = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            tensor = getattr(module, node.target)
-            constants[node.target] = (tensor.tolist(), str(tensor.dtype), str(tensor.device))
-    return {"source": code.src, "constants": constants}
-
-
-_CODE_GLOBALS = {
-    "torch": torch,
-    "device": torch.device,
-    "inf": math.inf,
-    "nan": math.nan,
-    "math": math,
-    "operator": operator,
-    "_operator": operator,
-    "NoneType": type(None),
-    "pytree": torch.utils._pytree,
-    "fx_pytree": torch.fx._pytree,
-}
-
-
-class _Constants:
-    """Stands for the module that the source was generated from."""
-
-    def __init__(self, constants: dict[str, Any]):
-        for name, (values, dtype, device) in constants.items():
-            dtype = getattr(torch, dtype.removeprefix("torch."))
-            setattr(self, name, torch.tensor(values, dtype=dtype, device=device))
-
-
-def _function_from(code: dict[str, Any]) -> Callable:
-    namespace = dict(_CODE_GLOBALS)
-    exec(code["source"], namespace)
-    return functools.partial(namespace["forward"], _Constants(code["constants"]))

@@ -386,6 +386,25 @@ def kernel_differs(
     )
 
 
+def captures_not_verified(shapes: Sequence[Sequence[int]], lanes: int, limit: int) -> str:
+    """A warning's text."""
+    return (
+        f"verify: gradients of captured tensors of shapes {', '.join(map(str, shapes))} are not checked: the call has "
+        f"{lanes:,} scores, and more than {limit:,} of them add to every element. Check a shorter call."
+    )
+
+
+def blocks_not_for_all(names: Sequence[str], place: Sequence[int]) -> FlexValueError:
+    """`place` is b, h, q_idx and kv_idx of a lane."""
+    sizes = " and ".join(f"{name}=1" for name in names)
+    b, h, q, kv = place
+    return FlexValueError(
+        f"verify: block_mask has {sizes}, and its mask_mod differs between those that share its blocks: at b={b}, "
+        f"h={h}, q_idx={q}, kv_idx={kv} it does not say what the blocks do. Pass the sizes of the call to "
+        f"create_block_mask as {' and '.join(names)}."
+    )
+
+
 # ---- Derivatives ----------------------------------------------------------------------------------
 
 

@@ -30,7 +30,8 @@ def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
         out, lse, max_scores = outputs
         read = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
         # A kernel need not write what nobody reads.
-        out = checked(torch.ops.flex_inductor.verified_forward.default, out, lse if 1 in read else None)
+        rows = [stat if i in read else None for i, stat in enumerate((lse, max_scores), 1)]
+        out = checked(torch.ops.flex_inductor.verified_forward.default, out, *rows)
         return out, lse, max_scores
     *d_qkv, d_captures = outputs
     wanted = wanted_gradients(problem.joint, len(call.score_captures))

@@ -93,7 +93,7 @@ def test_large_calls_are_sampled_at_both_ends(row, monkeypatch):
     monkeypatch.setattr(verify, "WHOLE_LANES", 0)
     arguments, out, lse = op_arguments()
     state = torch.get_rng_state()
-    checked = torch.ops.flex_inductor.verified_forward(*arguments, out, lse)
+    checked = torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
     assert torch.equal(checked, out) and checked is not out
     assert torch.equal(torch.get_rng_state(), state)
     lse[0, 1, row] += 1e-3
@@ -101,14 +101,14 @@ def test_large_calls_are_sampled_at_both_ends(row, monkeypatch):
     with pytest.raises(
         FlexError, match=rf"^verify: lse is wrong in batch 0, head 1, queries {first} to {first + 127}\."
     ):
-        torch.ops.flex_inductor.verified_forward(*arguments, out, lse)
+        torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
 
 
 def test_what_is_not_a_number_is_wrong():
     arguments, out, lse = op_arguments(128)
     out[0, 1, 5, 3] = torch.nan
     with pytest.raises(FlexError, match=r"At \[0, 1, 5, 3\] the kernel gives nan and"):
-        torch.ops.flex_inductor.verified_forward(*arguments, out, lse)
+        torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
 
 
 def test_bad_option():

@@ -1,28 +1,28 @@
-"""Compiled attention checked as it runs: what a kernel gave against this file's fp64, and an error where it differs.
+"""Compiled attention checked as it runs: what a kernel gave against float64, and an error where it differs.
 
-Small calls are checked whole, large ones in some rows of queries and, for the gradients of key and value, in some
-columns of keys; the gradients of captured tensors of large calls are not.
+Calls of up to WHOLE_LANES scores are checked whole. Of larger ones some rows of queries are, for the gradients of key
+and value some columns of keys, and of a captured tensor's gradient the elements that some batches, heads, rows or
+columns alone add to.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import errors
-from . import chunked
-from .chunked_ops import mods_from, program_from, schedule_from
-from .tracing import score_dtype
+from .chunked_ops import schedule_from
+from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
+from .program import AXES
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # of each kind of tile in larger calls
 TILE = 128  # what a message calls a tile
-# In units of eps times the terms that were summed: results are rounded, and so are weights before the products.
-ROUNDINGS, GRADIENT_ROUNDINGS = 4, 16
 
 _places = random.Random(0)  # of its own: what is verified draws the same numbers as without
 
@@ -31,7 +31,7 @@ _CALL = (
     "Tensor query, Tensor key, Tensor value, str form, int[] blocks, Tensor?[] schedule, str score_mod, "
     "str mask_mod, float scale, Tensor[] score_captures, Tensor[] mask_captures, str code"
 )
-_library.define(f"verified_forward({_CALL}, Tensor out, Tensor? lse) -> Tensor")
+_library.define(f"verified_forward({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor")
 _library.define(
     f"verified_backward({_CALL}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, str joint, str wants, "
     "bool[] wanted_captures, Tensor[] grads) -> Tensor[]"
@@ -53,79 +53,70 @@ class _Call(NamedTuple):
     code: str  # of the mods, for the message
 
     @property
-    def lanes(self) -> int:
-        return self.query.size(0) * self.query.size(1) * self.query.size(2) * self.key.size(2)
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Along AXES."""
+        return (*self.query.shape[:3], self.key.size(2))
 
-    def given(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What the chunked functions take, the inputs in `dtype`."""
-        return {
-            **{name: getattr(self, name).to(dtype) for name in ("query", "key", "value")},
-            "schedule": schedule_from(self.form, self.blocks, self.schedule),
-            "mods": mods_from(self.score_mod, self.mask_mod, self.score_captures, self.mask_captures),
-            "scale": self.scale,
-        }
+    @property
+    def lanes(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+    @property
+    def whole(self) -> bool:
+        return self.lanes <= WHOLE_LANES
+
+    def exact(self) -> Exact:
+        return Exact(
+            self.query,
+            self.key,
+            self.value,
+            schedule_from(self.form, self.blocks, self.schedule),
+            Mod(self.score_mod, self.score_captures) if self.score_mod else None,
+            Mod(self.mask_mod, self.mask_captures) if self.mask_mod else None,
+            self.scale,
+        )
+
+    def region(self, **part: Any) -> Region:
+        """Everything, but for what `part` says."""
+        b, h, m, n = (slice(0, size) for size in self.sizes)
+        return Region(b, h, [m], [n])._replace(**part)
 
 
 @torch.library.impl(_library, "verified_forward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _forward(*args: Any) -> Tensor:
-    call, (out, lse) = _Call(*args[:12]), args[12:]
-    part = _sampled(call, "queries")
-    exact = call.given(torch.float64)
-    gold, gold_lse, _ = chunked.forward(**exact, part=part)
-    plain, plain_lse, _ = chunked.forward(**call.given(score_dtype(call.query.dtype)), part=part)
-    terms, _, _ = chunked.forward(**{**exact, "value": exact["value"].abs()}, part=part)
-    rounding = ROUNDINGS * _eps(call.query)
-    _compare(call, "out", out, gold, plain, rounding * terms, part.queries)
-    if lse is not None:
-        _compare(
-            call,
-            "lse",
-            lse,
-            gold_lse,
-            plain_lse,
-            rounding * (1 + gold_lse.abs().nan_to_num(posinf=0.0)),
-            part.queries,
-        )
-    return out.clone()
+    call, given = _Call(*args[:12]), dict(zip(("out", "lse", "max_scores"), args[12:], strict=True))
+    rows = _sampled(call, call.query.size(2))
+    exact, region = call.exact(), call.region(m=rows)
+    _check_blocks(exact, region)
+    gold = exact.forward(region)
+    for name, tensor in given.items():
+        if tensor is not None:
+            _compare(call, name, tensor, gold[name], rows)
+    return given["out"].clone()
 
 
 @torch.library.impl(_library, "verified_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _backward(*args: Any) -> list[Tensor]:
     call = _Call(*args[:12])
-    out, lse, grad_out, grad_lse, joint, wants, wanted_captures, grads = args[12:]
+    *upstream, joint, wants, wanted_captures, grads = args[12:]
     found = iter(grads)
     got = {f"d_{name}": next(found) for name in wants}
-    captured = {f"d_captures[{i}]": next(found) for i, wanted in enumerate(wanted_captures) if wanted}
-
-    def reference(dtype: torch.dtype, part: chunked.Part) -> dict[str, Tensor]:
-        upstream = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
-        *d_qkv, d_captures = chunked.backward(
-            **call.given(dtype),
-            **{name: None if tensor is None else tensor.to(dtype) for name, tensor in upstream.items()},
-            joint=program_from(joint),
-            wants=[name in wants for name in "qkv"],
-            part=part,
-        )
-        named = {f"d_{name}": grad for name, grad in zip("qkv", d_qkv, strict=True)}
-        return named | {f"d_captures[{i}]": grad for i, grad in enumerate(d_captures)}
-
-    whole = call.lanes <= WHOLE_LANES
-    checks = [("queries", ["d_q"]), ("keys", ["d_k", "d_v"])]
-    for side, names in [("", [*got, *captured])] if whole else checks:
-        part = _sampled(call, side)
-        gold, plain = reference(torch.float64, part), reference(score_dtype(call.query.dtype), part)
-        largest = max(
-            (t.abs().max() for t in gold.values() if t is not None and t.numel()), default=torch.zeros(())
-        )
-        for name in names:
-            if name not in got and name not in captured:
-                continue
-            rounding = GRADIENT_ROUNDINGS * _eps(call.query) * largest
-            tensor = {**got, **captured}[name]
-            inside = part.queries if name == "d_q" else part.keys
-            _compare(call, name, tensor, gold[name], plain[name], rounding.expand(tensor.shape), inside)
+    captured = {i: next(found) for i, wanted in enumerate(wanted_captures) if wanted}
+    exact = call.exact()
+    mod = Mod(joint, call.score_captures) if joint else None
+    rows, keys = (_sampled(call, size) for size in call.sizes[2:])
+    parts = [({"m": rows}, "q"), ({"n": keys}, "kv")]
+    for part, names in [({}, "qkv")] if call.whole else parts:
+        wanted = "".join(name for name in names if name in wants)
+        results, leaves = exact.backward(call.region(**part), upstream, mod, wanted)
+        for name, gold in results.items():
+            _compare(call, name, got[name], gold, rows if name == "d_q" else keys)
+        if call.whole and captured:
+            _compare_captured(call, captured, leaves)
+    if captured and not call.whole:
+        _check_some_captured(call, exact, mod, upstream, captured)
     return [grad.clone() for grad in grads]
 
 
@@ -139,57 +130,154 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return [torch.empty_like(grad) for grad in args[-1]]
 
 
-def _sampled(call: _Call, side: str) -> chunked.Part:
-    """Everything in small calls; else some of the chunks along one side, the first and the last among them."""
-    if call.lanes <= WHOLE_LANES or not side:
-        return chunked.EVERYTHING
-    length = call.query.size(2) if side == "queries" else call.key.size(2)
-    starts = [0, *(_places.randrange(length) for _ in range(SAMPLES - 2)), length - 1]
-    tiles = [start // TILE * TILE for start in starts]
-    return chunked.Part(**{side: lambda at: any(at.start < tile + TILE and tile < at.stop for tile in tiles)})
+def _sampled(call: _Call, length: int) -> list[slice]:
+    """Tiles of rows or keys: all of them in small calls, else some, the first and the last among them."""
+    starts: Sequence[int] = range(0, length, TILE)
+    if not call.whole:
+        chosen = [0, *(_places.randrange(length) for _ in range(SAMPLES - 2)), length - 1]
+        starts = sorted({start // TILE * TILE for start in chosen})
+    return [slice(start, min(start + TILE, length)) for start in starts]
 
 
-def _eps(query: Tensor) -> float:
-    tf32 = (
-        query.is_cuda and query.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    )
-    return 2.0**-10 if tf32 else torch.finfo(query.dtype).eps
-
-
-def _compare(
-    call: _Call, name: str, got: Tensor, gold: Tensor, plain: Tensor, rounding: Tensor, inside: Any
+def _check_some_captured(
+    call: _Call, exact: Exact, mod: Mod, upstream: Sequence[Tensor | None], captured: dict[int, Tensor]
 ) -> None:
-    """Raise for the first tile where `got` is off by more than the same sum in plain fp32, and rounding."""
-    for where in _tiles(got, inside):
-        part, want = got[where].double(), gold[where]
-        same = (part == want) | (part.isnan() & want.isnan())
-        allowed = 2 * (plain[where].double() - want).abs().nan_to_num(0.0) + rounding[where]
-        off = (part - want).abs()
-        wrong = ~same & ~(off <= allowed)
-        if wrong.any():
-            worst = torch.where(wrong, off.nan_to_num(torch.inf), -1.0).argmax()
-            at = [int(i) for i in torch.unravel_index(worst, off.shape)]
-            place = [s.start + i for s, i in zip(where, at, strict=True)]
-            raise errors.kernel_differs(
-                name,
-                [(s.start, s.stop) for s in where],
-                place,
-                part[tuple(at)].item(),
-                want[tuple(at)].item(),
-                allowed[tuple(at)].item(),
-                call.code,
-            )
+    """Of a large call's captured gradients, those elements that only a bounded number of lanes add to."""
+    left = set(captured)
+    for axes in dict.fromkeys(leaf.axes for leaf in mod.wide.leaves):
+        region = _region_along(call, axes)
+        incomplete = None if region is None else _incomplete(call, mod, axes, region)
+        if incomplete is not None:
+            _, leaves = exact.backward(region, upstream, mod, "")
+            leaves.forget(incomplete)
+            left -= _compare_captured(call, captured, leaves)
+    if left:
+        shapes = [list(captured[i].shape) for i in sorted(left)]
+        warnings.warn(errors.captures_not_verified(shapes, call.lanes, WHOLE_LANES), stacklevel=2)
 
 
-def _tiles(tensor: Tensor, inside: Any) -> Iterator[tuple[slice, ...]]:
-    """Tiles of TILE rows of one batch and head, those that were computed; a captured tensor is one tile."""
-    if tensor.dim() < 3:
-        yield tuple(slice(0, size) for size in tensor.shape)
+def _region_along(call: _Call, axes: Sequence[str]) -> Region | None:
+    """What adds to the elements for some positions along `axes`, if that is few enough lanes."""
+    spans = [slice(0, size) for size in call.sizes]
+    for axis in ("q_idx", "kv_idx", "h", "b"):
+        i = AXES.index(axis)
+        lanes = _lanes(spans)
+        if axis in axes and lanes > WHOLE_LANES:
+            length = max(1, call.sizes[i] * WHOLE_LANES // lanes)
+            start = _places.randrange(call.sizes[i] - length + 1)
+            spans[i] = slice(start, start + length)
+    b, h, m, n = spans
+    return Region(b, h, [m], [n]) if _lanes(spans) <= WHOLE_LANES else None
+
+
+def _incomplete(call: _Call, mod: Mod, axes: Sequence[str], region: Region) -> list[Tensor] | None:
+    """For each leaf, the elements to which lanes outside of the region add; None if that takes too long to find."""
+    spans = [region.b, region.h, *region.m, *region.n]
+    flags = []
+    for i, leaf in enumerate(mod.wide.leaves):
+        if leaf.axes != axes or not leaf.indices:
+            flags.append(torch.ones((), dtype=torch.bool, device=call.query.device))
+            continue
+        everywhere = [slice(0, n if axis in axes else 1) for axis, n in zip(AXES, call.sizes, strict=True)]
+        inside = [span if axis in axes else slice(0, 1) for axis, span in zip(AXES, spans, strict=True)]
+        if _lanes(everywhere) > WHOLE_LANES:
+            return None
+        try:
+            counts = [_additions(call, mod, i, part) for part in (everywhere, inside)]
+        except (IndexError, RuntimeError):  # lanes that are masked out may hold any index
+            return None
+        flags.append(counts[0] != counts[1])
+    return flags
+
+
+def _additions(call: _Call, mod: Mod, i: int, spans: Sequence[slice]) -> Tensor:
+    """How many positions in `spans` add to each element of a leaf."""
+    device = call.query.device
+    lanes = {
+        axis: torch.arange(at.start, at.stop, dtype=torch.int32, device=device)
+        for axis, at in zip(AXES, spans, strict=True)
+    }
+    score = torch.zeros([len(t) for t in lanes.values()], dtype=torch.float64, device=device)
+    outputs = mod.exact({"score": score, "grad_score": score, **lanes}, None)
+    before = sum(1 + leaf.indices for leaf in mod.wide.leaves[:i])
+    first = 1 + before + 1
+    shape = Leaves(mod, torch.float64).shapes[i]
+    at = offsets(outputs[first : first + mod.wide.leaves[i].indices], shape).reshape(-1)
+    size = torch.Size(shape).numel()
+    return torch.bincount(at[(at >= 0) & (at < size)], minlength=size)
+
+
+def _lanes(spans: Sequence[slice]) -> int:
+    total = 1
+    for span in spans:
+        total *= span.stop - span.start
+    return total
+
+
+def _check_blocks(exact: Exact, region: Region) -> None:
+    """Blocks that all heads or batches share must be right for each of them, as far as mask_mod says."""
+    if exact.schedule is None or exact.mask_mod is None:
         return
-    rest = tuple(slice(0, size) for size in tensor.shape[3:])
-    for b in range(tensor.size(0)):
-        for h in range(tensor.size(1)):
-            for start in range(0, tensor.size(2), TILE):
-                rows = slice(start, min(start + TILE, tensor.size(2)))
-                if inside(rows):
-                    yield (slice(b, b + 1), slice(h, h + 1), rows, *rest)
+    shared = [i for i in (0, 1) if exact.schedule[2].size(i) == 1 < exact.query.size(i)]
+    for tile in exact.tiles(region) if shared else ():
+        first = tile._replace(**{"bh"[i]: slice(0, 1) for i in shared})
+        try:
+            each, one = (
+                exact.mask_mod.rounded(exact.indices(t), None, exact.dtype)[0] for t in (tile, first)
+            )
+        except (IndexError, RuntimeError):  # lanes that are not visited may hold any index
+            return
+        if all(each.stride(i) == 0 or each.size(i) == 1 for i in shared):
+            continue
+        visited, full = exact.schedule.band(tile.b, tile.h, tile.m).lanes(tile.n)
+        decided = torch.where(one, full, ~visited)
+        wrong = (each != one) & decided
+        if wrong.any():
+            place = [int(i[0]) + at.start for i, at in zip(wrong.nonzero(as_tuple=True), tile, strict=True)]
+            raise errors.blocks_not_for_all(["BH"[i] for i in shared], place)
+
+
+def _compare(call: _Call, name: str, got: Tensor, gold: Bounded, rows: Sequence[slice]) -> None:
+    """Raise for the first tile of `rows` in which `got` is not within the bounds."""
+    for b in range(got.size(0)):
+        for h in range(got.size(1)):
+            for at in rows:
+                _compare_tile(call, name, got, gold, (slice(b, b + 1), slice(h, h + 1), at))
+
+
+def _compare_captured(call: _Call, captured: dict[int, Tensor], leaves: Leaves) -> set[int]:
+    """Which of the captured gradients have been compared; not a number, in a large call, is not known."""
+    eps = torch.finfo(leaves.dtype).eps
+    golds = leaves.gradients(call.score_captures, sum(call.sizes[2:]), eps)
+    compared = set()
+    for i, got in captured.items():
+        gold = golds[i]
+        if not call.whole:
+            known = ~gold.value.isnan()
+            gold = Bounded(gold.value.where(known, got.double()), gold.error.where(known, 0.0))
+            if not known.any():
+                continue
+        compared.add(i)
+        _compare_tile(call, f"d_captures[{i}]", got, gold, tuple(slice(0, size) for size in got.shape))
+    return compared
+
+
+def _compare_tile(call: _Call, name: str, got: Tensor, gold: Bounded, where: tuple[slice, ...]) -> None:
+    gold = gold.rounded(got.dtype)
+    part, want, allowed = got[where].double(), gold.value[where], gold.error[where]
+    off = (part - want).abs()
+    # What does not fit the dtype is infinite, and bounds that are not numbers say nothing.
+    right = torch.where(want.isfinite(), off <= allowed, ~part.isfinite())
+    right |= (part == want.to(got.dtype).double()) | (want.isfinite() & allowed.isnan())
+    if not right.all():
+        worst = torch.where(right, -1.0, (off - allowed).nan_to_num(torch.inf)).argmax()
+        at = tuple(int(i) for i in torch.unravel_index(worst, off.shape))
+        raise errors.kernel_differs(
+            name,
+            [(s.start, s.stop) for s in where],
+            [s.start + i for s, i in zip(where, at, strict=False)] + list(at[len(where) :]),
+            part[at].item(),
+            want[at].item(),
+            allowed[at].item(),
+            call.code,
+        )

@@ -1,0 +1,542 @@
+"""Attention in float64, and how far from it a right kernel may be.
+
+A kernel rounds in few places, and each bound is made of what is rounded there:
+
+    scores    sums over head_dim in fp32, then what score_mod makes of scores that are off by that much
+    weights   exp turns an absolute error of a score into a relative error of its weight
+    products  weights and gradients of scores enter them in the inputs' dtype, each rounded by itself: such errors
+              add up like the root of the sum of squares
+    sums      in fp32
+    results   rounded once, to their own dtype
+
+So a bound knows about every element: it is small where little was summed, and large where scores are.
+
+    b, h, m, n  ranges of batches, query heads, queries and keys: a tile
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunked import run_lanes
+from .program import AXES, LaneProgram
+from .schedule import Schedule
+from .tracing import INDEX_DTYPE, score_dtype
+
+LANES = 1 << 19  # of a tile
+OPERATIONS = 8  # roundings of a mod, of exp and of what surrounds them
+SPREAD = (
+    6  # errors of products, in standard deviations and more: rounding is off by 0.6 of its bound at the most
+)
+NEIGHBOURS = 8  # on either side: how well a mod computes in fp32 is judged by the worst of these lanes
+TINY = 2.0**-120  # a weight below may be 0
+
+
+class Bounded(NamedTuple):
+    value: Tensor
+    error: Tensor  # how far from `value` a right result may be
+
+    def rounded(self, dtype: torch.dtype) -> Bounded:
+        """With what rounding to `dtype` adds."""
+        finfo = torch.finfo(dtype)
+        return self._replace(error=self.error + 0.6 * finfo.eps * _size(self.value) + finfo.tiny * finfo.eps)
+
+
+class Region(NamedTuple):
+    """What is looked at: ranges of batches, heads, queries and keys."""
+
+    b: slice
+    h: slice
+    m: Sequence[slice]
+    n: Sequence[slice]
+
+
+class _Tile(NamedTuple):
+    b: slice
+    h: slice
+    m: slice
+    n: slice
+
+
+class Units(NamedTuple):
+    """The roundings of a call."""
+
+    scores: float  # eps of scores and sums
+    operands: float  # of a product of two operands, where reading them rounds
+    weights: float  # half an eps of what weights are rounded to
+    least: float  # half of the smallest number above 0 that they may be rounded to
+
+    @staticmethod
+    def of(query: Tensor) -> Units:
+        finfo, scores = torch.finfo(query.dtype), torch.finfo(score_dtype(query.dtype)).eps
+        least = finfo.tiny * finfo.eps / 2
+        fp32 = query.is_cuda and query.dtype == torch.float32
+        if fp32 and torch.get_float32_matmul_precision() != "highest":
+            return Units(scores, 2.0**-10, 2.0**-11, least)
+        return Units(scores, 0.0, finfo.eps / 2, least)
+
+
+class _Scores(NamedTuple):
+    """A tile of scores: [b, h, m, n]."""
+
+    live: Tensor
+    raw: Tensor  # before score_mod
+    off: Tensor  # by how much they may be off
+    value: Tensor
+    low: Tensor
+    high: Tensor
+
+
+class Mod:
+    """A mod in two ways: everything in float64, and in the dtypes it is written in."""
+
+    def __init__(self, text: str, captures: Sequence[Tensor]):
+        self.wide, self.plain = LaneProgram.from_text(_widened(text)), LaneProgram.from_text(text)
+        self.wide_captures = tuple(c.double() if c.is_floating_point() else c for c in captures)
+        self.plain_captures = tuple(captures)
+        self.wide_invariants = self.wide.prologue(*self.wide_captures)
+        self.plain_invariants = self.plain.prologue(*self.plain_captures)
+
+    def exact(self, lanes: dict[str, Tensor], live: Tensor | None) -> tuple[Tensor, ...]:
+        return run_lanes(self.wide, lanes, live, self.wide_captures, self.wide_invariants)
+
+    def rounded(
+        self, lanes: dict[str, Tensor], live: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        lanes = {name: t.to(dtype) if t.is_floating_point() else t for name, t in lanes.items()}
+        return run_lanes(self.plain, lanes, live, self.plain_captures, self.plain_invariants)
+
+    def error(
+        self, lanes: dict[str, Tensor], live: Tensor, dtype: torch.dtype, exact: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each value: in `dtype`, and how far it is off there or in the lanes beside it."""
+        for value, plain in zip(exact, self.rounded(lanes, live, dtype), strict=True):
+            if not value.is_floating_point():
+                yield plain, plain
+                continue
+            plain = plain.double()
+            yield plain, 2 * _worst_near(_apart(plain, value).where(live, 0.0))
+
+
+def _widened(text: str) -> str:
+    return re.sub(r"torch\.(float32|bfloat16|float16)\b", "torch.float64", text)
+
+
+class Exact:
+    """One call, tile by tile."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        schedule: Schedule | None,
+        score_mod: Mod | None,
+        mask_mod: Mod | None,
+        scale: float,
+    ):
+        self.query, self.key, self.value, self.schedule, self.scale = query, key, value, schedule, scale
+        self.score_mod, self.mask_mod = score_mod, mask_mod
+        self.dtype = score_dtype(query.dtype)
+        self.units = Units.of(query)
+        self.group = query.size(1) // max(key.size(1), 1)
+        self.sizes = dict(zip(AXES, (*query.shape[:3], key.size(2)), strict=True))
+
+    # ---- Tiles
+
+    def tiles(self, region: Region) -> Iterator[_Tile]:
+        if 0 in self.sizes.values():
+            return
+        for n in region.n:
+            for m in region.m:
+                keys, rows = _length(n), _length(m)
+                step = max(1, min(rows, LANES // keys))
+                heads = max(1, min(_length(region.h), LANES // (step * keys)))
+                batches = max(1, min(_length(region.b), LANES // (heads * step * keys)))
+                for b in _cut(region.b, batches):
+                    for h in _cut(region.h, heads):
+                        for part in _cut(m, step):
+                            yield _Tile(b, h, part, n)
+
+    def rows(self, tensor: Tensor, tile: _Tile) -> Tensor:
+        return tensor[tile.b, tile.h, tile.m].double()
+
+    def of_keys(self, tensor: Tensor, tile: _Tile) -> Tensor:
+        """What the KV head of each query head has: [b, h, n, x]."""
+        b = tile.b if tensor.size(0) == self.query.size(0) else slice(None)
+        return tensor[b, :, tile.n].index_select(1, self.kv_heads(tile)).double()
+
+    def kv_heads(self, tile: _Tile) -> Tensor:
+        return torch.arange(tile.h.start, tile.h.stop, device=self.query.device) // self.group
+
+    def indices(self, tile: _Tile) -> dict[str, Tensor]:
+        return {
+            axis: torch.arange(at.start, at.stop, dtype=INDEX_DTYPE, device=self.query.device)
+            for axis, at in zip(AXES, tile, strict=True)
+        }
+
+    def live(self, tile: _Tile) -> Tensor:
+        shape = [_length(at) for at in tile]
+        visited = full = None
+        if self.schedule is not None:
+            visited, full = self.schedule.band(tile.b, tile.h, tile.m).lanes(tile.n)
+        if self.mask_mod is not None:
+            partial = None if visited is None else visited & ~full
+            (allowed,) = self.mask_mod.rounded(self.indices(tile), partial, self.dtype)
+            visited = allowed if visited is None else visited & (full | allowed)
+        if visited is None:
+            visited = torch.ones((), dtype=torch.bool, device=self.query.device)
+        return visited.expand(shape)
+
+    # ---- Scores
+
+    def scores(self, tile: _Tile) -> _Scores:
+        query, key = self.rows(self.query, tile) * self.scale, self.of_keys(self.key, tile)
+        live = self.live(tile)
+        raw = query @ key.transpose(-1, -2)
+        off = self._of_products(query, key)
+        if self.score_mod is None:
+            value, low, high = raw, raw - off, raw + off
+            rounding = raw.abs()
+        else:
+            lanes = {"score": raw, **self.indices(tile)}
+            (value,) = self.score_mod.exact(lanes, live)
+            ends = [self.score_mod.exact({**lanes, "score": raw + by}, live)[0] for by in (off, -off)]
+            ((_, error),) = self.score_mod.error(lanes, live, self.dtype, [value])
+            value, *ends = (t.double() for t in (value, *ends))
+            low, high = value.minimum(ends[0].minimum(ends[1])), value.maximum(ends[0].maximum(ends[1]))
+            low, high = low - error, high + error
+            rounding = raw.abs() + value.abs()
+        rounding = OPERATIONS * self.units.scores * rounding.nan_to_num(0.0, 0.0, 0.0)
+        dead = ~live
+        value, low, high = (t.masked_fill(dead, -math.inf) for t in (value, low - rounding, high + rounding))
+        return _Scores(live, raw, off, value, low, high)
+
+    def _of_products(self, left: Tensor, right: Tensor) -> Tensor:
+        """By how much left @ right^T may be off."""
+        terms = _size(left) @ _size(right).transpose(-1, -2)
+        return ((4 + math.sqrt(left.size(-1))) * self.units.scores + self.units.operands) * terms
+
+    def _weights(self, scores: _Scores, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(score - lse), and by how much it may be off."""
+        base = torch.where(lse == -math.inf, math.inf, lse)  # no lane of a dead row has weight
+        ulps = OPERATIONS * self.units.scores * (1 + lse.abs().nan_to_num(0.0, 0.0, 0.0))
+        weight, low, high = ((t - base).exp() for t in (scores.value, scores.low - ulps, scores.high + ulps))
+        weight = weight.where(scores.live, 0.0)
+        off = torch.maximum(high - weight, weight - low).nan_to_num(0.0)
+        return weight, off.where(scores.live, 0.0) + TINY
+
+    def _sums(self, count: int) -> float:
+        """What adding up `count` terms may lose, relative to the sum of their magnitudes."""
+        return (OPERATIONS + math.sqrt(count) / 2) * self.units.scores
+
+    def _products(self, squares: Tensor, terms: Tensor) -> Tensor:
+        """What is lost where one factor of each of the products that were summed is rounded."""
+        return self.units.weights * torch.minimum(SPREAD * squares.sqrt(), 1.2 * terms)
+
+    # ---- Forward
+
+    def forward(self, region: Region) -> dict[str, Bounded]:
+        """out, lse and max_scores, meaningful in the region's rows."""
+        rows = self.query.shape[:3]
+        shapes = ((*rows, self.value.size(-1)), rows, rows)
+        results = {
+            name: Bounded(*(self.query.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
+            for name, shape in zip(("out", "lse", "max_scores"), shapes, strict=True)
+        }
+        for name in ("lse", "max_scores"):
+            results[name].value.fill_(-math.inf)
+        for tile in self.tiles(region._replace(n=[slice(0, self.sizes["kv_idx"])])):
+            at = tile[:3]
+            scores = self.scores(tile)
+            lse = scores.value.logsumexp(-1, keepdim=True)
+            weight, off = self._weights(scores, lse)
+            value = self.of_keys(self.value, tile)
+            out = _times(weight, value, scores.live)
+            size = _size(value)
+            shift = off.sum(-1, keepdim=True)  # of the sum that weights are divided by
+            moved = (off @ size + shift * _size(out)) / (1 - shift).clamp(min=0.05)
+            terms = weight @ size
+            lost = self._products(weight.square() @ size.square(), terms) + self.units.least * (
+                scores.live.double() @ size
+            )
+            error = moved + lost + self._sums(_length(tile.n)) * terms
+            results["out"].value[at], results["out"].error[at] = out, error
+            shift = shift.squeeze(-1)
+            lse = lse.squeeze(-1)
+            results["lse"].value[at] = lse
+            results["lse"].error[at] = (
+                shift / (1 - shift).clamp(min=0.05)
+                + self._sums(_length(tile.n))
+                + OPERATIONS * self.units.scores * _size(lse)
+            )
+            peak = scores.value.amax(-1)
+            ends = [_apart(end.amax(-1), peak) for end in (scores.low, scores.high)]
+            results["max_scores"].value[at] = peak
+            results["max_scores"].error[at] = torch.maximum(*ends)
+        return results
+
+    # ---- Backward
+
+    def backward(
+        self,
+        region: Region,
+        upstream: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        joint: Mod | None,
+        wants: str,
+    ) -> tuple[dict[str, Bounded], Leaves | None]:
+        """Gradients of those of query, key and value that `wants` names, and what lanes add into leaves.
+
+        The region's rows for the query, its keys for the others: all that adds to these must be in it.
+        """
+        sums = {
+            f"d_{name}": _Sum.like(tensor)
+            for name, tensor in zip("qkv", (self.query, self.key, self.value), strict=True)
+            if name in wants
+        }
+        leaves = None if joint is None else Leaves(joint, self.dtype)
+        for tile in self.tiles(region):
+            scores = self.scores(tile)
+            weight, off, grad, grad_off, d_out = self._gradients(tile, scores, upstream)
+            if joint is not None:
+                grad, grad_off = leaves.add(self, tile, scores, grad, grad_off)
+            query, key = self.rows(self.query, tile) * self.scale, self.of_keys(self.key, tile) * self.scale
+            across = [t.transpose(-1, -2) for t in (scores.live, weight, off, grad, grad_off)]
+            if "d_q" in sums:
+                sums["d_q"].add(tile[:3], *_product(scores.live, grad, grad_off, key, self.units))
+            for name, (factor, factor_off), other in (
+                ("d_k", (across[3], across[4]), query),
+                ("d_v", (across[1], across[2]), d_out),
+            ):
+                if name in sums:
+                    parts = _product(across[0], factor, factor_off, other, self.units)
+                    self._add_to_keys(sums[name], tile, parts)
+        keys, rows = self.sizes["kv_idx"], self.sizes["q_idx"] * self.group
+        results = {}
+        for name, total in sums.items():
+            lost = self._sums(keys if name == "d_q" else rows) * total.terms + total.linear
+            error = lost + self._products(total.squares, total.terms)
+            results[name] = Bounded(total.value, error)
+        return results, leaves
+
+    def _add_to_keys(self, into: _Sum, tile: _Tile, parts: Sequence[Tensor]) -> None:
+        """The query heads that share a KV head add up, and so do batches that share keys."""
+        for tensor, part in zip(into, parts, strict=True):
+            if tensor.size(0) != self.query.size(0):
+                part, b = part.sum(0, keepdim=True), slice(None)
+            else:
+                b = tile.b
+            tensor[b, :, tile.n].index_add_(1, self.kv_heads(tile), part)
+
+    def _gradients(
+        self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Weights and the gradients of scores, each with how far it may be off, and the gradient of out."""
+        out, lse, grad_out, grad_lse = upstream
+        value = self.of_keys(self.value, tile)
+        out = self.rows(out, tile)
+        d_out = torch.zeros_like(out) if grad_out is None else self.rows(grad_out, tile)
+        eps = self.units.scores
+        delta = (d_out * out).sum(-1, keepdim=True)
+        delta_off = self._sums(out.size(-1)) * (_size(d_out) * _size(out)).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            d_lse = self.rows(grad_lse, tile).unsqueeze(-1)
+            delta, delta_off = delta - d_lse, delta_off + OPERATIONS * eps * _size(d_lse)
+        weight, off = self._weights(scores, self.rows(lse, tile).unsqueeze(-1))
+        slope = d_out @ value.transpose(-1, -2) - delta
+        grad = (weight * slope).where(scores.live, 0.0)
+        slope_off = self._of_products(d_out, value) + delta_off
+        grad_off = (
+            off * _size(slope) + (weight + off).nan_to_num(0.0) * slope_off + OPERATIONS * eps * _size(grad)
+        )
+        return weight, off, grad, grad_off.where(scores.live, 0.0), d_out
+
+
+class _Sum(NamedTuple):
+    """A product of matrices as it adds up, and what is needed to bound its error."""
+
+    value: Tensor
+    linear: Tensor  # errors that factors came with
+    squares: Tensor  # of the terms
+    terms: Tensor  # their magnitudes
+
+    @staticmethod
+    def like(tensor: Tensor) -> _Sum:
+        return _Sum(*(tensor.new_zeros(tensor.shape, dtype=torch.float64) for _ in range(4)))
+
+    def add(self, at: tuple[slice, ...], *parts: Tensor) -> None:
+        for tensor, part in zip(self, parts, strict=True):
+            tensor[at] += part
+
+
+def _product(
+    live: Tensor, factor: Tensor, factor_off: Tensor, other: Tensor, units: Units
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size, magnitude = _size(other), _size(factor)
+    return (
+        _times(factor, other, live),
+        (factor_off + units.least * live) @ size,
+        magnitude.square() @ size.square(),
+        magnitude @ size,
+    )
+
+
+class Leaves:
+    """What lanes add into the leaves of a joint program."""
+
+    def __init__(self, joint: Mod, dtype: torch.dtype):
+        self.joint, self.dtype = joint, dtype
+        self.shapes: list[list[int]] = [
+            [
+                int(joint.wide_invariants[size] if invariant else size)
+                for size, invariant in zip(leaf.shape, leaf.shape_is_invariant, strict=True)
+            ]
+            for leaf in joint.wide.leaves
+        ]
+        # For each leaf: exact, as the mod's own dtypes make it, errors, magnitudes.
+        self.sums: list[list[Tensor] | None] = [None] * len(self.shapes)
+
+    def add(
+        self, exact: Exact, tile: _Tile, scores: _Scores, grad: Tensor, grad_off: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Adds up what a tile contributes; gives the gradient of its raw scores and how far that may be off."""
+        live = scores.live
+        lanes = {"score": scores.raw, "grad_score": grad, **exact.indices(tile)}
+        found = self.joint.exact(lanes, live)
+        ends = [
+            self.joint.exact({**lanes, "score": scores.raw + by}, live) for by in (scores.off, -scores.off)
+        ]
+        scaled = self.joint.exact({**lanes, "grad_score": grad_off}, live)  # it is linear in grad_score
+        bounded = []
+        errors = self.joint.error(lanes, live, self.dtype, found)
+        for value, first, second, by_grad, (plain, error) in zip(found, *ends, scaled, errors, strict=True):
+            if not value.is_floating_point():
+                bounded.append((value, plain, None))
+                continue
+            shape = (..., *(None,) * (value.dim() - 4))
+            ulps = OPERATIONS * exact.units.scores * (_size(value) + _size(grad)[shape])
+            off = torch.maximum(_apart(first, value), _apart(second, value)) + _size(by_grad) + error + ulps
+            bounded.append(tuple(t.double().where(live[shape], 0.0) for t in (value, plain, off)))
+        rest = bounded[1:]
+        for i, leaf in enumerate(self.joint.wide.leaves):
+            contribution, indices, rest = rest[0], rest[1 : 1 + leaf.indices], rest[1 + leaf.indices :]
+            self._put(i, contribution, [index for index, _, _ in indices], live)
+        value, _, off = bounded[0]
+        return value, off
+
+    def _put(
+        self, i: int, contribution: tuple[Tensor, Tensor, Tensor], indices: list[Tensor], live: Tensor
+    ) -> None:
+        value, plain, off = contribution
+        parts = (value, plain, off, value.abs())
+        if not indices:
+            parts = tuple(part.sum((0, 1, 2, 3)) for part in parts)
+            self.sums[i] = (
+                [a + b for a, b in zip(self.sums[i], parts, strict=True)] if self.sums[i] else [*parts]
+            )
+            return
+        at = torch.where(live, offsets(indices, self.shapes[i]), 0).reshape(-1)
+        if self.sums[i] is None:
+            size = math.prod(self.shapes[i])
+            self.sums[i] = [value.new_zeros(size) for _ in parts]
+        for total, part in zip(self.sums[i], parts, strict=True):
+            total.index_add_(0, at, part.expand(live.shape).reshape(-1))
+
+    def forget(self, incomplete: Sequence[Tensor | None]) -> None:
+        """Makes NaN of the elements of each leaf that other lanes add to as well, and so of what follows from them."""
+        for parts, flags in zip(self.sums, incomplete, strict=True):
+            for part in parts or ():
+                part.masked_fill_(flags, math.nan)
+
+    def gradients(self, captures: Sequence[Tensor], count: int, eps: float) -> list[Bounded | None]:
+        """Of the captured tensors; `count` is the most numbers that are added up one after another."""
+        joint = self.joint
+        if None in self.sums:  # no lane is live anywhere
+            nothing = [torch.zeros(c.shape, dtype=torch.float64, device=c.device) for c in captures]
+            return [
+                Bounded(t, t) if want else None for t, want in zip(nothing, joint.wide.gradients, strict=True)
+            ]
+        exact, plain, errors, magnitudes = (
+            [
+                part.view(shape) if shape or leaf.indices else part
+                for part, shape, leaf in zip(parts, self.shapes, joint.wide.leaves, strict=True)
+            ]
+            for parts in zip(*self.sums, strict=True)
+        )
+        lost = (OPERATIONS + math.sqrt(count) / 2) * eps
+        errors = [error + lost * magnitude for error, magnitude in zip(errors, magnitudes, strict=True)]
+
+        def through(sums: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            return joint.wide.epilogue(*sums, *joint.wide_captures, *joint.wide_invariants)
+
+        value = through(exact)
+        rounded = joint.plain.epilogue(
+            *(total.to(self.dtype) for total in plain), *joint.plain_captures, *joint.plain_invariants
+        )
+        # The epilogue is linear: errors of either sign, in some combinations, show how far they reach.
+        probes = [through(errors), *(through([e * _signs(e, seed) for e in errors]) for seed in range(3))]
+        results: list[Bounded | None] = []
+        for i, (capture, wanted) in enumerate(zip(captures, joint.wide.gradients, strict=True)):
+            if not wanted:
+                results.append(None)
+                continue
+            grad = value[i].double().expand(capture.shape)
+            off = torch.stack([_size(probe[i]).expand(capture.shape) for probe in probes]).amax(0)
+            off = off + 2 * _apart(rounded[i].double().expand(capture.shape), grad)
+            results.append(Bounded(grad, off))
+        return results
+
+
+def offsets(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Where in a tensor of `shape`, laid out in a row, the element at `indices` is."""
+    flat = torch.zeros((), dtype=torch.int64, device=indices[0].device)
+    for index, size in zip(indices, shape, strict=True):
+        flat = flat * size + torch.where(index < 0, index + size, index)
+    return flat
+
+
+def _times(left: Tensor, right: Tensor, live: Tensor) -> Tensor:
+    """left @ right, where a lane that is not live adds nothing, and one that meets what is not finite NaN."""
+    finite = right.isfinite()
+    if bool(finite.all()):
+        return left @ right
+    met = live.double() @ (~finite).double() > 0
+    return (left @ right.where(finite, 0.0)).masked_fill(met, math.nan)
+
+
+def _size(tensor: Tensor) -> Tensor:
+    """Magnitudes, 0 for what is not finite: bounds say nothing about that."""
+    return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _apart(left: Tensor, right: Tensor) -> Tensor:
+    """How far apart; infinities of one sign and NaN are not."""
+    return (left - right).abs().nan_to_num(0.0, math.inf, math.inf)
+
+
+def _worst_near(lanes: Tensor) -> Tensor:
+    if lanes.dim() != 4:
+        return lanes
+    rows = lanes.reshape(1, -1, lanes.size(-1))
+    return torch.nn.functional.max_pool1d(rows, 2 * NEIGHBOURS + 1, 1, NEIGHBOURS).view(lanes.shape)
+
+
+def _signs(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, like.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    return signs.to(like.device)
+
+
+def _cut(span: slice, step: int) -> Iterator[slice]:
+    for start in range(span.start, span.stop, step):
+        yield slice(start, min(start + step, span.stop))
+
+
+def _length(span: slice) -> int:
+    return span.stop - span.start

@@ -1,0 +1,148 @@
+"""Attention as a kernel computes it, in dense fp32 with its roundings, and with faults that kernels have had."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flex_inductor.op.program import split
+from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
+
+LENGTH, HEADS, HEAD_DIM = 192, 2, 32
+ROWS = slice(64, 128)  # of queries, and a block of keys that they see
+KEYS = slice(32, 64)
+
+
+def score_mod(score, b, h, q_idx, kv_idx, slopes, table):
+    return score - slopes[h] * (q_idx - kv_idx) + table[kv_idx // 8]
+
+
+def mask_mod(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+class Call(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor
+    table: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor
+    scale: float
+
+    @staticmethod
+    def of(dtype: torch.dtype, seed: int = 0) -> Call:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (1, HEADS, LENGTH, HEAD_DIM)
+        query, key, value, grad_out = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+        slopes = torch.tensor([0.25, 0.0625])
+        table, grad_lse = (torch.randn(size, generator=generator) for size in (LENGTH // 8, shape[:3]))
+        return Call(query, key, value, slopes, table, grad_out, grad_lse, HEAD_DIM**-0.5)
+
+    def forward_arguments(self) -> list:
+        """What both ops of verify begin with."""
+        captures = [self.slopes, self.table]
+        graphs = (
+            trace_mod(score_mod, SCORE_LANES, self.query, captures),
+            trace_mod(mask_mod, MASK_LANES, self.query, ()),
+        )
+        texts = [
+            split(graph, lanes, guarded=True).to_text()
+            for graph, lanes in zip(graphs, (SCORE_LANES, MASK_LANES), strict=True)
+        ]
+        return [*self[:3], "", [], [], *texts, self.scale, captures, [], ""]
+
+    def joint(self) -> str:
+        graph = trace_joint(score_mod, self.query, [self.slopes, self.table], [True, True])
+        return split(graph, JOINT_LANES, guarded=True).to_text()
+
+
+FORWARD_FAULTS = ("QK", "PV", "QK block", "PV block", "PV row", "lse", "max_scores")
+BACKWARD_FAULTS = {
+    "weights": "d_q",
+    "P^T dO": "d_v",
+    "dO V^T": "d_q",
+    "dS K": "d_q",
+    "dS^T Q": "d_k",
+}
+
+
+class Kernel:
+    """One forward and one backward; `fault` names a place where it goes wrong by `amount`, or as the name says."""
+
+    def __init__(self, call: Call, fault: str = "", amount: float = 1.01):
+        self.call, self.fault, self.amount = call, fault, amount
+        place = torch.arange(LENGTH)
+        self.distance = place[:, None] - place
+        self.dead = self.distance < 0
+        self.bucket = place // 8
+
+    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right, the left factor a tile of what the kernel holds."""
+        right = right.float()
+        if self.fault == f"{name} row":  # one row of the right factor stands where its neighbour should
+            right = right.clone()
+            right[0, 1, 40] = right[0, 1, 41]
+        result = left @ right
+        if self.fault == f"{name} block":
+            rows, summed = (KEYS, ROWS) if "^T" in name else (ROWS, KEYS)
+            result[:, :, rows] -= left[:, :, rows, summed] @ right[:, :, summed]
+        return result * (self.amount if self.fault == name else 1.0)
+
+    def scores(self, name: str) -> Tensor:
+        call = self.call
+        key = call.key.float()
+        if self.fault == f"{name} block":  # the tile before is still there
+            key = key.clone()
+            key[:, :, KEYS] = key[:, :, :32]
+        raw = call.query.float() @ key.transpose(-1, -2) * call.scale
+        raw = raw * (self.amount if self.fault == name else 1.0)
+        bias = call.slopes[:, None, None] * self.distance - call.table[self.bucket]
+        return (raw - bias).masked_fill(self.dead, -math.inf)
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        scores = self.scores("QK")
+        peak = scores.amax(-1, keepdim=True)
+        weight = (scores - peak).exp()
+        total = weight.sum(-1, keepdim=True)
+        out = self.product("PV", weight.to(self.call.value.dtype).float(), self.call.value) / total
+        lse, peak = (peak + total.log()).squeeze(-1), peak.squeeze(-1)
+        if self.fault in ("lse", "max_scores"):
+            (lse if self.fault == "lse" else peak)[0, 1, 70] += 1e-3
+        return out.to(self.call.query.dtype), lse, peak
+
+    def backward(self, out: Tensor, lse: Tensor) -> list[Tensor]:
+        call, dtype = self.call, self.call.query.dtype
+        weight = (self.scores("weights") - lse.unsqueeze(-1)).exp()
+        d_out = call.grad_out.float()
+        delta = (d_out * out.float()).sum(-1) - call.grad_lse
+        delta = self.changed("delta", delta)
+        slope = (
+            d_out @ call.value.float().transpose(-1, -2) * (self.amount if self.fault == "dO V^T" else 1.0)
+        )
+        grad = weight * (slope - delta.unsqueeze(-1))
+        rounded = grad.to(dtype).float()
+        d_query = self.product("dS K", rounded, call.key) * call.scale
+        d_key = self.product("dS^T Q", rounded.transpose(-1, -2), call.query) * call.scale
+        d_value = self.product("P^T dO", weight.to(dtype).float().transpose(-1, -2), call.grad_out)
+        d_slopes = -(grad * self.distance).sum((0, 2, 3))
+        d_table = torch.zeros_like(call.table).index_add_(0, self.bucket, grad.sum((0, 1, 2)))
+        grads = [t.to(dtype) for t in (d_query, d_key, d_value)]
+        names = ("d_q", "d_k", "d_v", "d_captures[0]", "d_captures[1]")
+        return [
+            self.changed(name, grad) for name, grad in zip(names, (*grads, d_slopes, d_table), strict=True)
+        ]
+
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        if self.fault == name:
+            tensor *= self.amount
+        elif self.fault == f"{name} part":
+            tensor[..., -1] *= self.amount
+        elif self.fault == f"{name} stale":
+            tensor = tensor.roll(1, min(2, tensor.dim() - 1))
+        return tensor

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flex_inductor import AuxRequest, BlockMask, create_block_mask, flex_attention
+from flex_inductor import AuxRequest, BlockMask, create_block_mask, decisions, flex_attention
 from flex_inductor.op.tracing import score_dtype
 from flex_inductor.reference import reference
 
@@ -331,3 +332,20 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "head_dim_stride": _head_dim_stride,
     "expanded": _expanded,  # every head has the values of the first
 }
+
+
+# ---- Routes ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served_by(*routes: str) -> Iterator[None]:
+    """What is compiled inside is served by these routes, in this order; by a single one however often.
+
+    A compiled call falls to another route without a word, and then a test would be of something else.
+    """
+    decisions(clear=True)
+    yield
+    found = decisions()
+    chosen = [decision.chosen for decision in found]
+    expected = list(routes) if len(routes) > 1 else list(routes) * max(1, len(found))
+    assert chosen == expected, f"served by {chosen}, not {expected}\n" + "\n\n".join(map(str, found))

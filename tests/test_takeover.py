@@ -7,11 +7,12 @@ from torch.nn.attention.flex_attention import flex_attention as torchs
 import flex_inductor
 from flex_inductor import AuxRequest, create_block_mask
 from flex_inductor.reference import reference
+from tests.support import attention_of, dense_of, judge, served_by
 
 
 @pytest.fixture(scope="module")
 def qkv():
-    return [torch.randn(2, 4, 40, 8, dtype=torch.float64) for _ in range(3)]
+    return [torch.randn(2, 4, 40, 8) for _ in range(3)]
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -19,25 +20,20 @@ def causal(b, h, q_idx, kv_idx):
 
 
 MASK = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
-BIAS = torch.randn(40, dtype=torch.float64)
+BIAS = torch.randn(40)
 
 
 def biased(score, b, h, q_idx, kv_idx):
     return score + BIAS[q_idx] * BIAS[kv_idx]
 
 
-def routes():
-    return [decision.chosen for decision in flex_inductor.decisions(clear=True)]
-
-
 @pytest.mark.parametrize(("mod", "mask"), [(None, None), (biased, MASK)], ids=["plain", "mods"])
 def test_torchs_nodes_are_replaced_in_compiled_code(qkv, mod, mask):
-    routes()
     compiled = torch.compile(
         lambda q, k, v: torchs(q, k, v, mod, mask), backend="flex_inductor", fullgraph=True
     )
-    torch.testing.assert_close(compiled(*qkv), reference(*qkv, mod, mask)[0])
-    assert len(routes()) == 1
+    with served_by("cpu"):
+        torch.testing.assert_close(compiled(*qkv), reference(*qkv, mod, mask)[0])
 
 
 def test_torch_refuses_without_the_switch_and_after_it(qkv):
@@ -51,19 +47,14 @@ def test_torch_refuses_without_the_switch_and_after_it(qkv):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_switch_gives_gradients_and_aux(qkv, compiled):
-    leaves = [t.clone().requires_grad_() for t in qkv]
-
-    def attend(q, k, v):
-        out, aux = torchs(q, k, v, biased, MASK, return_aux=AuxRequest(lse=True, max_scores=True))
-        return out, aux.lse, aux.max_scores
-
+    attend = attention_of(lambda: biased, attention=torchs)
     with flex_inductor.take_over():
-        attend = torch.compile(attend, backend="flex_inductor", fullgraph=True) if compiled else attend
-        results = attend(*leaves)
-        grads = torch.autograd.grad(results[0].sin().sum() + results[1].sum(), leaves)
-    gold = reference(*leaves, biased, MASK)
-    torch.testing.assert_close(results, gold)
-    torch.testing.assert_close(grads, torch.autograd.grad(gold[0].sin().sum() + gold[1].sum(), leaves))
+        if not compiled:
+            judge(attend, dense_of(lambda: biased), qkv, (), MASK)
+            return
+        with served_by("cpu", "cpu"):
+            attend = torch.compile(attend, backend="flex_inductor", fullgraph=True)
+            judge(attend, dense_of(lambda: biased), qkv, (), MASK)
 
 
 def test_lse_in_natural_logarithm_through_torchs_op(qkv):
@@ -71,4 +62,5 @@ def test_lse_in_natural_logarithm_through_torchs_op(qkv):
     compiled = torch.compile(
         lambda q, k, v: torchs(q, k, v, return_aux=AuxRequest(lse=True))[1].lse, backend="flex_inductor"
     )
-    torch.testing.assert_close(compiled(*qkv), reference(*qkv)[1])
+    with served_by("cpu"):
+        torch.testing.assert_close(compiled(*qkv), reference(*qkv)[1])

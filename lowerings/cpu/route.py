@@ -38,6 +38,8 @@ class CpuRoute:
         if problem.dtype not in DTYPES:
             names = ", ".join(_name(dtype) for dtype in DTYPES)
             return False, f"no {_name(problem.dtype)}; {names} only"
+        if any(size == 0 for _, shape in (*problem.score_captures, *problem.mask_captures) for size in shape):
+            return False, "a captured tensor has no elements to look up"
         usable, why = self.available()
         if not usable:
             return False, why

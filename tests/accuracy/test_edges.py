@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,18 +13,29 @@ from torch.nn import functional as F
 from flex_inductor import BlockMask, create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor
 from flex_inductor.op import chunked
-from tests.support import Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
+from tests.support import Sizes, assert_accurate, attention_of, causal, dense_of, judge, run, served_by
 
 SMALL = Sizes(batch=1, heads=2, kv_heads=2, queries=24, keys=24, head_dim=8, value_dim=8)
 
 
-@pytest.fixture(params=["eager", "compiled"])
-def compiled(request):
-    if request.param == "eager":
-        yield lambda attend: attend
-        return
+class Way(NamedTuple):
+    """How a call is made: eagerly, or compiled and then served by the route."""
+
+    route: str | None
+    dtype: torch.dtype
+
+    def compiled(self, attend):
+        return torch.compile(attend, backend=flex_inductor, fullgraph=True) if self.route else attend
+
+
+EAGER, CHUNKED, FUSED = Way(None, torch.float64), Way("chunked", torch.float64), Way("cpu", torch.float32)
+
+
+@pytest.fixture(params=[EAGER, CHUNKED, FUSED], ids=["eager", "chunked", "cpu"])
+def way(request):
     torch._dynamo.reset()
-    yield lambda attend: torch.compile(attend, backend=flex_inductor, fullgraph=True)
+    with served_by(request.param.route) if request.param.route else nullcontext():
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +53,7 @@ def normal(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
-def test_masked_lanes_may_hold_any_index(compiled):
+def test_masked_lanes_may_hold_any_index(way):
     """Lanes above the diagonal read far behind the end of `bias`, forward and backward."""
     bias = normal(SMALL.queries)
 
@@ -52,12 +65,11 @@ def test_masked_lanes_may_hold_any_index(compiled):
     def safe(bias):
         return lambda score, b, h, q_idx, kv_idx: score + bias[(q_idx - kv_idx).clamp(min=0)]
 
-    judge(
-        compiled(attention_of(unsafe)), dense_of(safe), SMALL.inputs(torch.float64), [bias], mask_of(causal)
-    )
+    inputs = SMALL.inputs(way.dtype)
+    judge(way.compiled(attention_of(unsafe)), dense_of(safe), inputs, [bias], mask_of(causal))
 
 
-def test_mask_mod_reads_only_where_its_block_is_visited(compiled):
+def test_mask_mod_reads_only_where_its_block_is_visited(way):
     """`visible` is too short for keys from 16 on, in blocks that are either whole or not visited."""
     visible = torch.arange(16) % 3 != 0
     counts, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.tensor([1, 0, 2], dtype=torch.int32)
@@ -71,38 +83,41 @@ def test_mask_mod_reads_only_where_its_block_is_visited(compiled):
 
     unsafe = mask_with(lambda b, h, q_idx, kv_idx: visible[kv_idx])
     safe = mask_with(lambda b, h, q_idx, kv_idx: visible[kv_idx.clamp(max=15)])
-    inputs = SMALL.inputs(torch.float64)
-    gold = run(dense_of(None), inputs, (), safe)
-    ours = run(compiled(attention_of(None)), inputs, (), unsafe)
-    assert_accurate(ours.named(), gold.named(), gold.named(), torch.float64)
+    inputs = SMALL.inputs(way.dtype)
+    gold = run(dense_of(None), [t.double() for t in inputs], (), safe)
+    eager = run(dense_of(None), inputs, (), safe)
+    ours = run(way.compiled(attention_of(None)), inputs, (), unsafe)
+    assert_accurate(ours.named(), eager.named(), gold.named(), way.dtype)
 
 
-def test_empty_captures_in_a_fully_masked_call(compiled):
-    nothing = torch.zeros(0, dtype=torch.float64)
+# The CPU kernels leave a tensor without elements to the chunks.
+@pytest.mark.parametrize(
+    "way", [EAGER, CHUNKED, Way("chunked", torch.float32)], indirect=True, ids=["fp64", "chunked", "fp32"]
+)
+def test_empty_captures_in_a_fully_masked_call(way):
+    nothing, inputs = torch.zeros(0, dtype=way.dtype), SMALL.inputs(way.dtype)
     never = mask_of(lambda b, h, q_idx, kv_idx: q_idx < -1)
 
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
 
-    ours = run(
-        compiled(attention_of(build)), SMALL.inputs(torch.float64), [nothing], never, allow_unused=False
-    )
+    ours = run(way.compiled(attention_of(build)), inputs, [nothing], never, allow_unused=False)
     assert (ours.out == 0).all() and (ours.lse == -math.inf).all() and (ours.d_query == 0).all()
     assert ours.d_captures[0].shape == (0,)
 
 
-def test_live_out_of_range_raises(compiled):
+def test_live_out_of_range_raises(way):
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
 
-    attend, short = compiled(attention_of(build)), (torch.zeros(SMALL.keys - 1),)
+    attend, short = way.compiled(attention_of(build)), (torch.zeros(SMALL.keys - 1, dtype=way.dtype),)
     for mask in (None, mask_of(causal)):
         # Kernels that Inductor generates raise RuntimeError, as its own indexing does.
         with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
-            attend(*SMALL.inputs(torch.float32), short, mask)
+            attend(*SMALL.inputs(way.dtype), short, mask)
 
 
-def test_negative_indices_wrap(compiled):
+def test_negative_indices_wrap(way):
     def wrapping(table):
         return lambda score, b, h, q_idx, kv_idx: score + table[-1 - h, kv_idx - q_idx]
 
@@ -111,7 +126,7 @@ def test_negative_indices_wrap(compiled):
         return lambda score, b, h, q_idx, kv_idx: score + table[1 - h, (kv_idx - q_idx + size) % size]
 
     table = normal(2, 2 * SMALL.keys)
-    judge(compiled(attention_of(wrapping)), dense_of(plain), SMALL.inputs(torch.float64), [table])
+    judge(way.compiled(attention_of(wrapping)), dense_of(plain), SMALL.inputs(way.dtype), [table])
 
 
 LOOKUPS = {
@@ -153,22 +168,28 @@ def test_other_ways_to_look_up(name):
     judge(attention_of(unsafe), dense_of(safe), inputs, [table], mask_of(causal))
 
 
-def test_other_ways_to_look_up_compiled():
-    torch._dynamo.reset()
-
+@pytest.mark.parametrize(
+    "way, names",
+    [(CHUNKED, ["embedding", "take"]), (FUSED, ["take"])],
+    indirect=["way"],
+    ids=["chunked", "cpu"],
+)
+def test_other_ways_to_look_up_compiled(way, names):
     def unsafe(table):
         def mod(score, b, h, q_idx, kv_idx):
             i = torch.where(q_idx >= kv_idx, q_idx - kv_idx, 10**6)
-            return score + F.embedding(i, table.unsqueeze(1)).squeeze(-1) * torch.take(table, i.long())
+            found = 1.0
+            for name in names:
+                found = found * LOOKUPS[name](table, i)
+            return score + found
 
         return mod
 
     def safe(table):
-        return lambda score, b, h, q_idx, kv_idx: score + table[(q_idx - kv_idx).clamp(min=0)] ** 2
+        return lambda score, b, h, q_idx, kv_idx: score + table[(q_idx - kv_idx).clamp(min=0)] ** len(names)
 
-    compiled = torch.compile(attention_of(unsafe), backend=flex_inductor, fullgraph=True)
-    inputs, table = SMALL.inputs(torch.float64), normal(SMALL.keys)
-    judge(compiled, dense_of(safe), inputs, [table], mask_of(causal))
+    inputs, table = SMALL.inputs(way.dtype), normal(SMALL.keys)
+    judge(way.compiled(attention_of(unsafe)), dense_of(safe), inputs, [table], mask_of(causal))
 
 
 def rows_with_nan(tensor) -> set[int]:
@@ -242,40 +263,43 @@ def assert_dead(result, rows, keys):
     assert (result.d_key[:, :, keys] == 0).all() and (result.d_value[:, :, keys] == 0).all()
 
 
-def test_row_that_score_mod_kills(compiled):
+def test_row_that_score_mod_kills(way):
     def build(bias):
         def mod(score, b, h, q_idx, kv_idx):
             return torch.where((q_idx < 5) | (kv_idx >= 20), -math.inf, score + bias[q_idx])
 
         return mod
 
-    inputs, bias = SMALL.inputs(torch.float64), normal(SMALL.queries)
-    result = judge(compiled(attention_of(build)), dense_of(build), inputs, [bias])
+    inputs, bias = SMALL.inputs(way.dtype), normal(SMALL.queries)
+    result = judge(way.compiled(attention_of(build)), dense_of(build), inputs, [bias])
     assert_dead(result, slice(0, 5), slice(20, None))
     assert (result.d_captures[0][:5] == 0).all()
 
 
-def test_rows_that_the_mask_kills(compiled):
+def test_rows_that_the_mask_kills(way):
     mask = mask_of(lambda b, h, q_idx, kv_idx: (q_idx >= 5) & (kv_idx < 20))
 
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score * bias[q_idx]
 
-    inputs, bias = SMALL.inputs(torch.float64), normal(SMALL.queries)
-    result = judge(compiled(attention_of(build)), dense_of(build), inputs, [bias], mask)
+    inputs, bias = SMALL.inputs(way.dtype), normal(SMALL.queries)
+    result = judge(way.compiled(attention_of(build)), dense_of(build), inputs, [bias], mask)
     assert_dead(result, slice(0, 5), slice(20, None))
     assert (result.d_captures[0][:5] == 0).all()
 
 
-def test_gradient_of_lse_alone(compiled):
-    attend = compiled(attention_of(None))
-    inputs = [t.requires_grad_() for t in SMALL.inputs(torch.float64)]
+def test_gradient_of_lse_alone(way):
+    inputs = [t.requires_grad_() for t in SMALL.inputs(way.dtype)]
     grads, gold = (
-        torch.autograd.grad(f(*inputs, (), mask_of(causal))[1].square().sum(), inputs[:2])
-        for f in (attend, dense_of(None))
+        torch.autograd.grad(f(*given, (), mask_of(causal))[1].square().sum(), given[:2])
+        for f, given in (
+            (way.compiled(attention_of(None)), inputs),
+            (dense_of(None), [t.detach().double().requires_grad_() for t in inputs]),
+        )
     )
+    few = 1e-12 if way.dtype == torch.float64 else 1e-5
     for got, want in zip(grads, gold, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got.double(), want, rtol=few, atol=few)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +313,12 @@ def test_gradient_of_lse_alone(compiled):
     ],
     ids=["B", "S", "KV", "S and KV", "B but not KV's"],
 )
-def test_zero_lengths(sizes, compiled):
+def test_zero_lengths(sizes, way):
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score + (bias.exp() * 2).sum() * h
 
-    attend, captures = compiled(attention_of(build)), [torch.ones(3)]
-    ours = run(attend, sizes.inputs(torch.float32), captures, None, allow_unused=False)
+    attend, captures = way.compiled(attention_of(build)), [torch.ones(3, dtype=way.dtype)]
+    ours = run(attend, sizes.inputs(way.dtype), captures, None, allow_unused=False)
     assert ours.out.shape == (sizes.batch, sizes.heads, sizes.queries, sizes.value_dim)
     assert (ours.out == 0).all() and (ours.lse == -math.inf).all()
     for grad in (*ours[3:6], ours.d_captures[0]):

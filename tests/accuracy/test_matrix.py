@@ -21,6 +21,7 @@ from tests.support import (
     dense_of,
     judge,
     run,
+    served_by,
 )
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,8 +43,8 @@ def block_mask_of(mask: str, sizes: Sizes):
 
 @functools.cache
 def compiled(mod: str):
-    attend = attention_of(MODS[mod].build)
-    return torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=False)
+    attend, options = attention_of(MODS[mod].build), {"route": "chunked"}
+    return torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=False, options=options)
 
 
 def check(mod: str, mask: str, dtype: str, layout: str = "contiguous", sizes: Sizes = SIZES, attend=None):
@@ -135,11 +136,15 @@ def test_scores_of_large_magnitude():
     ],
 )
 def test_compiled(mod, mask, dtype, layout):
-    check(mod, mask, dtype, layout, attend=compiled(mod))
+    """By the chunks, whatever the dtype; lowerings/cpu/test_matrix.py has the fused kernels."""
+    with served_by("chunked", "chunked"):
+        check(mod, mask, dtype, layout, attend=compiled(mod))
 
 
 def test_compiled_grouped_heads_for_every_batch():
-    check("plain", "none", "fp32", sizes=Sizes(heads=6, kv_heads=2, kv_batch=1), attend=compiled("plain"))
+    sizes = Sizes(heads=6, kv_heads=2, kv_batch=1)
+    with served_by("chunked", "chunked"):
+        check("plain", "none", "fp32", sizes=sizes, attend=compiled("plain"))
 
 
 @pytest.mark.slow
@@ -157,7 +162,8 @@ def test_everything(mod, mask, dtype, layout):
 @pytest.mark.parametrize("mod", MODS)
 def test_everything_compiled(mod, mask, dtype):
     torch._dynamo.reset()
-    check(mod, mask, dtype, "bshd", attend=compiled(mod))
+    with served_by("chunked", "chunked"):
+        check(mod, mask, dtype, "bshd", attend=compiled(mod))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -103,15 +104,20 @@ def test_refusals_are_recorded_with_their_reason():
     def per_lane_tensor(score, b, h, q_idx, kv_idx):
         return score + (table[q_idx] * table[kv_idx]).sum()
 
-    table = torch.randn(64, 3)
+    def from_nothing(score, b, h, q_idx, kv_idx):
+        return score + nothing[kv_idx]
+
+    table, nothing = torch.randn(64, 3), torch.zeros(0)
     q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
     for inputs, mod, reason in (
         ([t.double() for t in (q, k, v)], None, "no float64; float32, bfloat16, float16 only"),
         ((q, k, v), per_lane_tensor, "score_mod computes a tensor for each score"),
+        ((q, k, v), from_nothing, "a captured tensor has no elements to look up"),
     ):
         flex_inductor.decisions(clear=True)
         with torch.no_grad():
-            torch.compile(flex_attention, backend=backend)(*inputs, mod)
+            with contextlib.suppress(IndexError):  # there is nothing to find
+                torch.compile(flex_attention, backend=backend)(*inputs, mod)
             (decision,) = flex_inductor.decisions()
             assert decision.chosen == "chunked" and reason in dict(decision.rejected)["cpu"]
             with pytest.raises(Exception, match=reason):

@@ -181,7 +181,7 @@ class Builder:
             time=None,
             estimate=lambda config: estimate(config, cost, device, shape),
         )
-        if not demanded(self.problem, kind):
+        if demanded(self.problem, kind) is None:
             plain = {*axes_of(chosen)}
             self.spare = [c for c in others if c not in chosen and plain.issuperset(axes_of([c]))]
         return chosen

@@ -32,8 +32,10 @@ def serves(problem: AttentionProblem) -> bool:
     if splits(problem, config, heads) > 1:
         return True
     tile = first_choice("forward", problem).block_m
-    asked = demanded(problem, "forward") or {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.keys()
-    return not asked and config.block_m < heads * tile * int(tiles(problem.M, tile))
+    asked = {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.keys()
+    if asked or demanded(problem, "forward") is not None:
+        return False
+    return config.block_m < heads * tile * int(tiles(problem.M, tile))
 
 
 def splits(problem: AttentionProblem, config: Config, heads: int) -> int:

@@ -37,7 +37,7 @@ from .configs import (
     without_choice,
 )
 from .hints import hinted
-from .kernel import Arguments, Tensor
+from .kernel import Arguments, Launch, Tensor, launch
 from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
 from .packing import packed
 
@@ -124,6 +124,10 @@ class Builder:
 
     def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
         return self.arguments.tensor(name, value, written=written)
+
+    def launch(self, firsts: str, second: Any) -> Launch:
+        """How the kernel's programs are numbered, the batch last."""
+        return launch(firsts, second, self.problem.B, self.size)
 
     def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
         """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values.

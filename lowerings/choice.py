@@ -21,9 +21,10 @@ Config = TypeVar("Config", bound=Any)  # a NamedTuple of whole numbers
 WORTH_CHANGING = 0.03  # timings that differ by less are the same
 
 
-def demanded(problem: AttentionProblem, kernel: str) -> dict[str, int]:
-    """What the backend's option `configs` says about a kernel."""
-    return dict(dict(problem.options.get("configs", ())).get(kernel, ()))
+def demanded(problem: AttentionProblem, kernel: str) -> dict[str, int] | None:
+    """What the backend's option `configs` says about a kernel, maybe nothing but its name; None if it is not named."""
+    configs = dict(problem.options.get("configs", ()))
+    return dict(configs[kernel]) if kernel in configs else None
 
 
 def refusal(
@@ -64,7 +65,7 @@ def choose(
     others: tuple[tuple[str, str], ...] = ()
     times: dict[Config, float] = {}
     wanted = demanded(problem, kernel)
-    if wanted:
+    if wanted is not None:
         chosen, why = [fitting[0]._replace(**wanted)], "asked for"
     elif not inductor_config.max_autotune or len(fitting) == 1:
         chosen, why = [fitting[0]], f"first of {len(fitting)} that fit; not timed"

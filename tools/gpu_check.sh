@@ -1,8 +1,5 @@
 #!/bin/sh
-# On a machine with a card, from the repository's root: are the Triton kernels right, and how fast are they?
-# PYTHON names an interpreter that has torch with CUDA or ROCm, triton and pytest.
-set -eu
-python=${PYTHON:-python3}
-$python -m flex_inductor.tools.cli env
-$python -m pytest -m gpu tests/lowerings/triton
-$python -m flex_inductor.tools.cli bench gpu
+# On a machine with a card: how fast are the Triton kernels, which configs are best, are the results right?
+# Needs torch with CUDA or ROCm, triton, and no install of this project. PYTHON names the interpreter.
+# tools/gpu_check.sh --help lists the parts; docs/triton.md says what to look at in which order.
+exec "${PYTHON:-python3}" "$(dirname "$0")/gpu_check.py" "$@"

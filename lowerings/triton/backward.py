@@ -130,6 +130,7 @@ def _dq(
         "sums": placed,
         "H": builder.size(problem.H),
     }
+    values["launch"] = launch = builder.launch(f"tl.cdiv({values['M']}, BLOCK_M)", problem.H)
     measuring = any(total.how == "magnitude" for total in sums)
     kind = "backward_magnitudes" if measuring else "backward_dq"
     configs = builder.configs(kind)
@@ -138,7 +139,7 @@ def _dq(
         lambda name: builder.render("backward_dq.jinja", name, configs, values),
         builder.arguments,
         configs,
-        lambda config: (tiles(problem.M, config.block_m), problem.H, problem.B),
+        lambda config: launch.grid(tiles(problem.M, config.block_m), problem.H, problem.B),
         accumulated=_accumulated(placed),
         spare=builder.spare,
     )
@@ -188,12 +189,13 @@ def _dkdv(
         "wants": list(written),
         "heads": heads,
     }
+    values["launch"] = launch = builder.launch(f"tl.cdiv({values['N']}, BLOCK_N)", parts)
     KernelCall(
         kind,
         lambda name: builder.render("backward_dkdv.jinja", name, configs, values),
         builder.arguments,
         configs,
-        lambda config: (tiles(problem.N, config.block_n), parts, problem.B),
+        lambda config: launch.grid(tiles(problem.N, config.block_n), parts, problem.B),
         accumulated=_accumulated(placed) + (["d_query_sum"] if kind == ONE_PASS else []),
         spare=builder.spare,
     )

@@ -37,7 +37,7 @@ from .configs import (
     without_choice,
 )
 from .hints import hinted
-from .kernel import Arguments, Tensor
+from .kernel import Arguments, Launch, Tensor, launch
 from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
 from .packing import packed
 
@@ -125,6 +125,10 @@ class Builder:
     def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
         return self.arguments.tensor(name, value, written=written)
 
+    def launch(self, firsts: str, second: Any) -> Launch:
+        """How the kernel's programs are numbered, the batch last."""
+        return launch(firsts, second, self.problem.B, self.size)
+
     def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
         """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values.
 
@@ -181,7 +185,7 @@ class Builder:
             time=None,
             estimate=lambda config: estimate(config, cost, device, shape),
         )
-        if not demanded(self.problem, kind):
+        if demanded(self.problem, kind) is None:
             plain = {*axes_of(chosen)}
             self.spare = [c for c in others if c not in chosen and plain.issuperset(axes_of([c]))]
         return chosen

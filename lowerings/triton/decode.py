@@ -32,8 +32,10 @@ def serves(problem: AttentionProblem) -> bool:
     if splits(problem, config, heads) > 1:
         return True
     tile = first_choice("forward", problem).block_m
-    asked = demanded(problem, "forward") or {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.keys()
-    return not asked and config.block_m < heads * tile * int(tiles(problem.M, tile))
+    asked = {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.keys()
+    if asked or demanded(problem, "forward") is not None:
+        return False
+    return config.block_m < heads * tile * int(tiles(problem.M, tile))
 
 
 def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
@@ -42,7 +44,8 @@ def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
     if hint(problem.N, fallback=0) < WORTH_SPLITTING:
         return 1
     programs = hint(problem.B * (problem.H // heads), fallback=1)
-    wanted = -(-current_device(problem.device).multiprocessors * PROGRAMS_EACH // max(programs, 1))
+    # Rounded down: programs that are too many for a first wave would be a second, mostly idle.
+    wanted = current_device(problem.device).multiprocessors * PROGRAMS_EACH // max(programs, 1)
     return max(1, min(wanted, hint(tiles(problem.N, config.block_n), fallback=1), 128))
 
 
@@ -65,13 +68,14 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),
+        "launch": (launch := builder.launch(str(count), int(problem.H) // heads)),
     }
     KernelCall(
         "decode",
         lambda name: builder.render("decode.jinja", name, configs, values),
         builder.arguments,
         configs,
-        lambda config: (count, int(problem.H) // heads, problem.B),
+        lambda config: launch.grid(count, int(problem.H) // heads, problem.B),
         spare=builder.spare,
     )
     if count > 1:
@@ -102,11 +106,12 @@ def _combine(problem: AttentionProblem, parts: dict[str, Any], outputs: dict[str
         "H": builder.size(problem.H),
         "ln_2": repr(LN_2),
     }
+    values["launch"] = launch = builder.launch(values["M"], problem.H)
     config = Config(1, 1, 4, 1)
     KernelCall(
         "combine",
         lambda name: builder.render("combine.jinja", name, [config], values),
         builder.arguments,
         [config],
-        lambda config: (problem.M, problem.H, problem.B),
+        lambda config: launch.grid(problem.M, problem.H, problem.B),
     )

@@ -32,6 +32,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         name: None if output is None else builder.tensor(name, output, written=True)
         for name, output in outputs.items()
     }
+    values["launch"] = launch = builder.launch(f"tl.cdiv({values['M']}, BLOCK_M)", problem.H)
     fields = call.schedule[2:6]
     values["walks"] = builder.walks(fields, "keys")
     configs = builder.configs("forward")
@@ -42,7 +43,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
     def grid(config: Config) -> tuple[Any, ...]:
         if config.persistent:
             return (persistent.programs(problem), 1, 1)
-        return (tiles(problem.M, config.block_m), problem.H, problem.B)
+        return launch.grid(tiles(problem.M, config.block_m), problem.H, problem.B)
 
     KernelCall(
         "forward",

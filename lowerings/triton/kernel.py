@@ -83,6 +83,48 @@ def fits_int32(expression: Any) -> bool:
     return True
 
 
+LARGEST_GRID = 65535  # programs that CUDA numbers along the second and third axis of a launch, each
+
+
+class Launch(NamedTuple):
+    """Programs numbered along three axes, or along one where the second or third is too long for CUDA: what a
+    template writes for a program's place on each, and for the lengths of the first and the last."""
+
+    folded: bool
+    first: str = "tl.program_id(0)"
+    second: str = "tl.program_id(1)"
+    third: str = "tl.program_id(2)"
+    firsts: str = "tl.num_programs(0)"
+    thirds: str = "tl.num_programs(2)"
+
+    def grid(self, first: Any, second: Any, third: Any) -> tuple[Any, ...]:
+        return (first * second * third, 1, 1) if self.folded else (first, second, third)
+
+
+def launch(firsts: str, second: Any, third: Any, size: Callable[[Any], str]) -> Launch:
+    """How programs are numbered; `firsts` is the length of the first axis as the template spells it."""
+    if _numbered(second) and _numbered(third):
+        return Launch(False)
+    place, seconds = "tl.program_id(0)", size(second)
+    return Launch(
+        True,
+        f"({place} % {firsts})",
+        f"({place} // {firsts} % {seconds})",
+        f"({place} // ({firsts} * {seconds}))",
+        firsts,
+        size(third),
+    )
+
+
+def _numbered(length: Any) -> bool:
+    """Whether the second or third axis of a launch has room for so many, whatever sizes this compilation serves."""
+    length = sympy.sympify(length)
+    if V.graph.sizevars.optimization_hint(length, fallback=LARGEST_GRID + 1) > LARGEST_GRID:
+        return False
+    V.graph.sizevars.check_leq(length, sympy.Integer(LARGEST_GRID))
+    return True
+
+
 def empty(size: Sequence[Any], stride: Sequence[Any] | None, dtype: torch.dtype, device: torch.device) -> Any:
     """An unfilled buffer for a kernel to write."""
     from torch._inductor.lowering import empty_strided

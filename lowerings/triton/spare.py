@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import triton
 from torch._inductor.runtime.triton_compat import PTXASError
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict
 
@@ -52,6 +54,16 @@ class WithSpare(CachingAutotuner):
     spare: list[dict[str, int]]
     better: list[dict[str, int]]
     tried: list[tuple[str, str]]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        # Descriptors take memory from Triton's allocator, which is a setting of each thread. Inductor sets it at a
+        # kernel's first call alone.
+        if "DESCRIPTORS" in self.inductor_meta["declared_constexpr_names"]:
+            triton.set_allocator(self._scratch)
+        return super().run(*args, **kwargs)
+
+    def _scratch(self, size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device=self.device_props.type)
 
     def _precompile_config(self, config: Any) -> Any:
         try:

@@ -5,6 +5,7 @@ import torch
 from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 from flex_inductor import BlockMask, create_block_mask, decisions, flex_attention
+from flex_inductor.lowerings.triton import kernel
 from flex_inductor.tools import interpret
 
 SHAPES = {
@@ -50,6 +51,17 @@ def test_wide_heads_have_a_kernel_for_each_gradient(kinds):
     sizes = Sizes(batch=1, queries=40, keys=48, head_dim=130, value_dim=24)
     judge_interpreted("position_bias", sizes, "causal")
     assert sorted(kinds) == ["backward_dk", "backward_dq", "backward_dv", "forward"]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_more_heads_and_batches_than_a_grid_has_room_for(few, monkeypatch):
+    monkeypatch.setattr(kernel, "LARGEST_GRID", 1)
+    sizes, mask = FEW_QUERIES["one KV batch"] if few else (Sizes(queries=40, keys=50), "per_head")
+    places = []
+    call = kernel.Launch.grid
+    monkeypatch.setattr(kernel.Launch, "grid", lambda *args: places.append(call(*args)) or places[-1])
+    judge_interpreted("position_bias", sizes, mask)
+    assert len(places) >= 3 and {place[1:] for place in places} == {(1, 1)}
 
 
 @pytest.mark.parametrize("length", [200, 250])

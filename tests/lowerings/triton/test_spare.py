@@ -2,20 +2,22 @@
 
 import pickle
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch._inductor.runtime.triton_heuristics as heuristics
+import triton
 from torch._inductor.codecache import PyCodeCache
 
 import flex_inductor
 from flex_inductor import FlexError, flex_attention
 
 
-def autotuner(**options):
+def autotuner(target="sm_80", **options):
     """Inductor's own for a forward, as its generated module makes it and another process hands it on."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
-    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="sm_80", **options).kernels
+    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target=target, **options).kernels
     made = getattr(PyCodeCache.load(kernel.source), kernel.name)
     left_out = made.prepare_for_pickle()
     received = pickle.loads(pickle.dumps(made))
@@ -146,3 +148,14 @@ def test_other_errors_are_left_alone(card, monkeypatch):
     monkeypatch.setattr(heuristics.CachingAutotuner, "_precompile_config", broken)
     with pytest.raises(NotImplementedError, match="no such device"):
         launched(autotuner())
+
+
+def test_descriptors_have_memory_in_every_thread(monkeypatch):
+    def run(self, *_args, **_kwargs):
+        return triton.runtime._allocation._allocator.get()(64, 16, None)
+
+    monkeypatch.setattr(heuristics.CachingAutotuner, "run", run)
+    kernel = autotuner("sm_90", options={"configs": {"forward": {"descriptors": 1}}})
+    kernel.device_props = types.SimpleNamespace(type="cpu")
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(kernel.run, stream=0).result().nbytes == 64

@@ -1,0 +1,130 @@
+"""Everything a card is asked the first time, in order of importance, in ten minutes.
+
+    speed     the most telling calls, ours next to torch's kernels and SDPA
+    compare   configs and axes of our kernels against each other
+    correct   calls and gradients against dense attention in fp64, those in fp32 last
+
+It needs torch, triton and Python's own library. What is found is in the folder of --out after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Run by its path, Python looks beside this file first; the package and the tests' cases are elsewhere.
+sys.path[:] = [str(ROOT), str(ROOT / "tests"), *(p for p in sys.path if Path(p).resolve() != ROOT / "tools")]
+
+EXTRAS = ("pytest", "expecttest", "hypothesis", "rich", "pygments", "matplotlib", "flash_attn")
+PARTS = ("speed", "compare", "correct")
+SHARE = {"speed": 0.5, "compare": 0.3, "correct": 0.2}  # of the minutes, where several parts run
+CORRECT = 150.0  # seconds that one call may take
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--minutes", type=float, default=9.0, help="end after these (default 9)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, default=Path("gpu_check"), help="default gpu_check"
+    )
+    parser.add_argument("--only", metavar="TEXT", help="cases and calls whose title contains TEXT")
+    parser.add_argument(
+        "--kernel", metavar="NAME", help="the one kernel whose configs to compare; all by default"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="how often each side is timed (default 5)")
+    parser.add_argument("--calls", type=int, metavar="N", help="check the first N calls; all by default")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="tiny calls on the CPU by Triton's interpreter: a test of this script",
+    )
+    arguments = parser.parse_args()
+    parts = arguments.parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if arguments.dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in the workers
+    missing = [name for name in EXTRAS if not importlib.util.find_spec(name)]
+
+    import torch
+
+    from flex_inductor.tools.gpu.measure import Setting
+    from flex_inductor.tools.gpu.table import Bench, Report
+    from flex_inductor.tools.workers import Deadline
+
+    if not arguments.dry and not torch.cuda.is_available():
+        print("this machine has no GPU that torch can use; --dry runs without one", file=sys.stderr)
+        return 2
+    setting = Setting("cpu" if arguments.dry else "cuda", arguments.rounds)
+    report = Report(arguments.out)
+    begin = time.monotonic()
+    if missing:
+        report.say(f"not installed, and not needed: {', '.join(missing)}")
+    with Bench(setting, report, Deadline(arguments.minutes), workers=1 if arguments.dry else None) as bench:
+        bench.start()
+        left = sum(SHARE[part] for part in parts)
+        for part in PARTS:
+            if part in parts:
+                spent = (time.monotonic() - begin) / 60
+                bench.deadline = Deadline((arguments.minutes - spent) * SHARE[part] / left)
+                left -= SHARE[part]
+                report.say("", f"## {part}", "")
+                globals()[part](bench, arguments)
+    wrong = report.found.get("wrong", [])
+    report.say("", f"{len(report.found.get('right', []))} calls right, {len(wrong)} wrong")
+    return 1 if wrong else 0
+
+
+def speed(bench, arguments) -> None:
+    from flex_inductor.tools.gpu.cases import CASES
+
+    bench.table(_chosen(CASES, arguments))
+
+
+def compare(bench, arguments) -> None:
+    from flex_inductor.tools.gpu.cases import CASES
+    from flex_inductor.tools.gpu.compare import PASS_OF
+    from flex_inductor.tools.gpu.compare import compare as compare_configs
+
+    for case in _chosen(CASES, arguments)[:3]:
+        for kernel in [arguments.kernel] if arguments.kernel else PASS_OF:
+            if bench.deadline.left > 0:
+                compare_configs(bench, case, kernel)
+            else:
+                bench.report.say("", f"No time left for {case.title}: {kernel}")
+
+
+def correct(bench, arguments) -> None:
+    import torch
+    from card import CALLS, check, without
+
+    from flex_inductor.tools.workers import Call, Failed, Late
+
+    capability = (9, 0) if arguments.dry else torch.cuda.get_device_capability()
+    calls = _chosen([call for call in CALLS if without(call, capability) is None], arguments)
+    calls = calls[: arguments.calls]
+    jobs = [Call(check, (call, bench.setting), CORRECT) for call in calls]
+    for job, answer in bench.workers.run_all(jobs, bench.deadline):
+        title = job.arguments[0].title
+        if isinstance(answer, Late):
+            bench.report.say(f"No time left for: {title}")
+        elif isinstance(answer, Failed):
+            bench.report.keep("wrong", {"call": title, "reason": str(answer)})
+            bench.report.say(f"WRONG  {title}: {answer}")
+        else:
+            bench.report.keep("right", title)
+
+
+def _chosen(cases, arguments):
+    found = [case for case in cases if not arguments.only or arguments.only in case.title]
+    return [*{case.small().title: case.small() for case in found}.values()] if arguments.dry else found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""Functions run in processes of their own: one that crashes or takes too long costs its own result alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+
+class Failed(Exception):
+    """A call that gave no result, and why in one line."""
+
+
+class Late(Failed):
+    """A call that was not begun, or not ended, before the deadline."""
+
+
+class Deadline:
+    def __init__(self, minutes: float):
+        self.end = time.monotonic() + minutes * 60
+
+    @property
+    def left(self) -> float:
+        """Seconds; below 0 once it has passed."""
+        return self.end - time.monotonic()
+
+
+class Call(NamedTuple):
+    """`function(*arguments)`, a function that other processes find by its name, and the seconds it may take."""
+
+    function: Callable
+    arguments: tuple
+    limit: float
+
+
+class Workers:
+    """`count` processes, started when they are first needed. After a failure a new one takes the place of the old."""
+
+    def __init__(self, count: int = 1):
+        self.count = count
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._all = [_Worker() for _ in range(count)]
+        for worker in self._all:
+            self._idle.put(worker)
+
+    def run(self, call: Call, deadline: Deadline) -> Any:
+        """What the call returns. Raises Failed."""
+        worker = self._idle.get()
+        try:
+            return worker.run(call, deadline)
+        finally:
+            self._idle.put(worker)
+
+    def run_all(self, calls: Iterable[Call], deadline: Deadline) -> Iterator[tuple[Call, Any]]:
+        """Each call with its result or its Failed, as they come in."""
+        with ThreadPoolExecutor(self.count) as threads:
+            waiting = {threads.submit(self._result_of, call, deadline): call for call in calls}
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+
+    def _result_of(self, call: Call, deadline: Deadline) -> Any:
+        try:
+            return self.run(call, deadline)
+        except Failed as failure:
+            return failure
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for worker in self._all:
+            worker.stop()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self.process: Any = None
+        self.pipe: Any = None
+
+    def run(self, call: Call, deadline: Deadline) -> Any:
+        if deadline.left <= 0:
+            raise Late("no time left")
+        if self.process is None:
+            self._start()
+        try:
+            self.pipe.send((call.function, call.arguments))
+            if not self.pipe.poll(min(call.limit, max(deadline.left, 0))):
+                raise (
+                    Late("no time left")
+                    if deadline.left <= 0
+                    else Failed(f"took longer than {call.limit:g} s")
+                )
+            done, answer = self.pipe.recv()
+        except Failed:
+            self.stop()
+            raise
+        except (EOFError, ConnectionError):
+            self.process.join()
+            code = self.process.exitcode
+            self.stop()
+            raise Failed(f"its process ended with exit code {code}") from None
+        if not done:
+            self.stop()  # an error on a card may leave the process unable to use it
+            raise Failed(answer)
+        return answer
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+            self.process = None
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*arguments))
+        except Exception as error:
+            answer = (False, in_one_line(error))
+        pipe.send(answer)
+
+
+def in_one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]

@@ -239,6 +239,9 @@ def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
         f"{mod} applies the autograd.Function `{function}` inside a torch.func transform that torch.compile traces, "
         f"which would lose its backward. Do not compile the transform, or compile the function without it and call "
         f".backward() on its result."
+    )
+
+
 # ---- Mods as text, in the ops of compiled and saved graphs -----------------------------------------
 
 

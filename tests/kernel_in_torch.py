@@ -57,7 +57,7 @@ class Call(NamedTuple):
         return [*self[:3], "", [], [], *texts, self.scale, captures, [], ""]
 
     def joint(self) -> str:
-        graph = trace_joint(score_mod, self.query, [self.slopes, self.table], [True, True])
+        graph = trace_joint(score_mod, self.query, [self.slopes, self.table], [True] * 3)
         return split(graph, JOINT_LANES, guarded=True).to_text()
 
 

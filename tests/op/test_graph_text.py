@@ -23,7 +23,7 @@ def programs_of(build, captures, query):
     def mod(score, b, h, q_idx, kv_idx, *captures):
         return build(*captures)(score, b, h, q_idx, kv_idx)
 
-    wanted = [capture.is_floating_point() for capture in captures]
+    wanted = [True, *(capture.is_floating_point() for capture in captures)]
     return (
         split(trace_mod(mod, SCORE_LANES, query, captures), SCORE_LANES, guarded=True),
         split(trace_joint(mod, query, captures, wanted), JOINT_LANES, guarded=True),

@@ -234,6 +234,13 @@ def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
     )
 
 
+def mod_is_random(mod: str, op: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"{mod} draws random numbers ({op}). It runs again in the backward and would draw others there. Draw a "
+        f"tensor before the call and capture it: noise = torch.rand(heads, keys), then noise[h, kv_idx] in {mod}."
+    )
+
+
 def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"{mod} applies the autograd.Function `{function}` inside a torch.func transform that torch.compile traces, "

@@ -234,6 +234,20 @@ def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
     )
 
 
+def tensor_in_lane(mod: str, size: int, most: int) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"{mod} makes a tensor of {size:,} elements for every score; at most {most:,} are served. Compute it before "
+        f"the call for all positions, capture the result as a table, and look single numbers up in {mod}."
+    )
+
+
+def mod_is_random(mod: str, op: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"{mod} draws random numbers ({op}). It runs again in the backward and would draw others there. Draw a "
+        f"tensor before the call and capture it: noise = torch.rand(heads, keys), then noise[h, kv_idx] in {mod}."
+    )
+
+
 def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"{mod} applies the autograd.Function `{function}` inside a torch.func transform that torch.compile traces, "

@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
 from .hop import AttentionCall, BackwardCall, attention, attention_backward, prepare, with_score_graph
-from .tracing import trace_joint
+from .tracing import random_op, trace_joint
 from .vmap import fold_backward, fold_forward
 
 _SAVED = object()  # where a saved tensor of the schedule goes
@@ -87,6 +87,8 @@ def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor
     joint = None
     if call.score_mod is not None:
         joint = trace_joint(call.score_mod, call.query, call.score_captures, wanted)
+        if drawn := random_op(joint):  # also in the backward of a Function
+            raise errors.mod_is_random("score_mod", drawn)
         call = with_score_graph(call)
     return _AttentionFunction.apply(
         call.query, call.key, call.value, _without_inputs(call), joint, *call.score_captures

@@ -1,6 +1,7 @@
 """Attention in chunks with an online softmax: the route that serves every device, dtype and mod.
 
-Memory is bounded by CHUNK_ELEMENTS scores at a time. What the schedule rules out is not computed.
+Memory is bounded by CHUNK_ELEMENTS scores at a time, or as many elements of a tensor that a mod makes for each score.
+What the schedule rules out is not computed.
 
     B batch  H query heads  K key/value heads  G = H / K  M queries  N keys  D, V head dims
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
+from .. import errors
 from .layout import empty_like_layout
 from .program import AXES, LaneProgram, Leaf
 from .schedule import Band, Schedule
@@ -25,6 +27,7 @@ from .tracing import INDEX_DTYPE, score_dtype
 CHUNK_ELEMENTS = 1 << 20
 MAX_CHUNK_KEYS = 512
 MAX_CHUNK_QUERIES = 256
+MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
 class Mods(NamedTuple):
@@ -76,7 +79,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value)
-    run = _Run(query, key, value, schedule, mods, scale, (value,), part)
+    run = _Run(query, key, value, schedule, mods, None, scale, (value,), part)
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
         total = run.zeros(rows, 1)
@@ -114,7 +117,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
     factors = (query, key) if grad_out is None else (query, key, grad_out)
-    run = _Run(query, key, value, schedule, mods, scale, factors, part)
+    run = _Run(query, key, value, schedule, mods, joint, scale, factors, part)
     d_query, d_key, d_value = (
         torch.zeros(t.shape, dtype=run.dtype, device=t.device) if want else None
         for t, want in zip((query, key, value), wants, strict=True)
@@ -173,6 +176,7 @@ class _Run:
         value: Tensor,
         schedule: Schedule | None,
         mods: Mods,
+        joint: LaneProgram | None,
         scale: float,
         factors: Sequence[Tensor],
         part: Part,
@@ -186,19 +190,37 @@ class _Run:
         self.width = max(query.size(-1), value.size(-1))
         self.score_invariants = mods.score.prologue(*mods.score_captures) if mods.score else ()
         self.mask_invariants = mods.mask.prologue(*mods.mask_captures) if mods.mask else ()
+        programs = (("score_mod", mods.score), ("mask_mod", mods.mask), ("score_mod", joint))
+        self.tensors = [tensor for _, program in programs if program for tensor in program.tensors]
+        for name, program in programs:
+            for _, size in program.tensors if program else ():
+                if size > MAX_LANE_ELEMENTS:
+                    raise errors.tensor_in_lane(name, size, MAX_LANE_ELEMENTS)
+        self.tile = self._tile_sizes()
         masked = schedule is not None or mods.mask is not None
         self.all_finite = not masked or _all_finite(factors)
 
-    def row_tiles(self) -> Iterator[_Tile]:
-        """Tiles of batches, heads and queries; each is walked along the keys."""
-        if 0 in (self.batch, self.heads, self.queries):
-            return
+    def _tile_sizes(self) -> tuple[int, int, int, int]:
+        """How many batches, KV heads, queries and keys a tile has, within what CHUNK_ELEMENTS allows."""
         keys = min(max(self.keys, 1), MAX_CHUNK_KEYS)
         queries = max(1, min(self.queries, MAX_CHUNK_QUERIES, CHUNK_ELEMENTS // (keys * self.group)))
         rows = queries * self.group
         per_head = max(rows * keys, rows * self.width, keys * self.width)
         kv_heads = max(1, min(self.kv_heads, CHUNK_ELEMENTS // per_head))
         batches = max(1, min(self.batch, CHUNK_ELEMENTS // (per_head * kv_heads)))
+        sizes = dict(zip(AXES, (batches, kv_heads, queries, keys), strict=True))
+        for axes, size in self.tensors:
+            group = self.group if "h" in axes else 1
+            for axis in axes:
+                while sizes[axis] > 1 and size * group * math.prod(sizes[a] for a in axes) > CHUNK_ELEMENTS:
+                    sizes[axis] = -(-sizes[axis] // 2)
+        return tuple(sizes.values())  # type: ignore[return-value]
+
+    def row_tiles(self) -> Iterator[_Tile]:
+        """Tiles of batches, heads and queries; each is walked along the keys."""
+        if 0 in (self.batch, self.heads, self.queries):
+            return
+        batches, kv_heads, queries, _ = self.tile
         for b in _ranges(self.batch, batches):
             for k in _ranges(self.kv_heads, kv_heads):
                 h = slice(k.start * self.group, k.stop * self.group)
@@ -210,8 +232,8 @@ class _Run:
     ) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor | None]]:
         """Tiles of `rows` with any live lane: scores before and after score_mod, live lanes (None for all)."""
         band = None if self.schedule is None else self.schedule.band(rows.b, rows.h, rows.m)
-        everything = _ranges(self.keys, MAX_CHUNK_KEYS)
-        for n in everything if band is None else band.key_tiles(self.keys, MAX_CHUNK_KEYS):
+        step = self.tile[3]
+        for n in _ranges(self.keys, step) if band is None else band.key_tiles(self.keys, step):
             if not self.part.keys(n):
                 continue
             tile = rows._replace(n=n)
@@ -383,8 +405,11 @@ class _Accumulators:
         for leaf in joint.leaves:
             sizes = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
             self.shapes.append([self.invariants[size] if invariant else size for size, invariant in sizes])
-            flat = torch.zeros(math.prod(self.shapes[-1]), dtype=dtype, device=device)
-            self.sums.append(flat if leaf.indices else None)
+            places, row = self.shapes[-1][: leaf.indices], self.shapes[-1][leaf.indices :]
+            flat = (
+                torch.zeros((math.prod(places), *row), dtype=dtype, device=device) if leaf.indices else None
+            )
+            self.sums.append(flat)
 
     def add(self, run: _Run, tile: _Tile, raw: Tensor, d_score: Tensor, live: Tensor | None) -> Tensor:
         """Run the joint graph on a tile: returns d(raw score), adds up d(captures)."""
@@ -408,16 +433,15 @@ class _Accumulators:
         still = [dim for dim, axis in enumerate(AXES) if axis not in leaf.axes]
         value = _sum(value, still)
         flat = torch.zeros((), dtype=torch.int64, device=value.device)
-        for index, size in zip(indices, self.shapes[i], strict=True):
+        for index, size in zip(indices, self.shapes[i][: leaf.indices], strict=True):
             for dim in still:
                 index = index.narrow(dim, 0, 1)
             index = _unexpanded(index).to(torch.int64)
             flat = flat * size + torch.where(index < 0, index + size, index)
         if live is not None:
             flat = torch.where(live.any(still, keepdim=True) if still else live, flat, 0)
-        self.sums[i].index_add_(
-            0, flat.expand(value.shape).reshape(-1), value.reshape(-1).to(self.sums[i].dtype)
-        )
+        places = flat.expand(value.shape[:4]).reshape(-1)
+        self.sums[i].index_add_(0, places, value.flatten(0, 3).to(self.sums[i].dtype))
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         if None in self.sums:  # no lane is live anywhere

@@ -34,7 +34,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._ops import HigherOrderOperator
 
 from .. import compat, errors
-from .hop import CAPTURE_NAME, attention, attention_backward, readable_name
+from .hop import CAPTURE_NAME, attention, attention_backward, check_ops, readable_name
 from .lift import names_in
 from .tracing import (
     INDEX_DTYPE,
@@ -43,7 +43,6 @@ from .tracing import (
     LaneIndexing,
     score_dtype,
     trace_mod,
-    written_placeholder,
 )
 
 
@@ -72,7 +71,12 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             mask_captures,
         )
         proxy = tx.output.create_proxy("call_function", self.value, args=call, kwargs={})
-        return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        try:
+            return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+        except Exception as error:
+            if ours := errors.own_error_in(error):
+                self._refuse(str(ours))
+            raise
 
     def _subgraph(self, tx, query, key, mod, name, lanes, given) -> tuple[Any, tuple]:
         if mod.is_python_constant() and mod.as_python_constant() is None:
@@ -199,8 +203,7 @@ def _check_captures(name: str, mod: fx.GraphModule, names: Sequence[str], query:
     if any(_may_write(node) for node in mod.graph.nodes):
         lane_names = SCORE_LANES if name == "score_mod" else MASK_LANES
         tensors = [e if isinstance(e, Tensor) else query.new_zeros(()) for e in examples]
-        if written := written_placeholder(trace_mod(mod, lane_names, query, tensors)):
-            raise errors.capture_mutated(name, [*lane_names, *names][written[0]], written[1])
+        check_ops(trace_mod(mod, lane_names, query, tensors), name, [*lane_names, *names])
 
 
 def _may_write(node: fx.Node) -> bool:

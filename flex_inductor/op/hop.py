@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from .. import errors
 from .lift import LiftedMod, lift
-from .tracing import MASK_LANES, SCORE_LANES, score_dtype, trace_mod, written_placeholder
+from .tracing import MASK_LANES, SCORE_LANES, random_op, score_dtype, trace_mod, written_placeholder
 
 
 class AttentionCall(NamedTuple):
@@ -130,18 +130,24 @@ _CHECKED = "flex_inductor_lane_graph"
 
 
 def lane_graph(mod: Callable, field: str, query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
-    """`mod` as an FX graph of aten ops, checked: what it returns, and that it mutates nothing."""
+    """`mod` as an FX graph of aten ops, checked: what it returns, and that it only computes."""
     if isinstance(mod, fx.GraphModule) and mod.meta.get(_CHECKED):
         return mod
     lanes = SCORE_LANES if field == "score_mod" else MASK_LANES
     graph = trace_mod(mod, lanes, query, captures)
     (output,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
     errors.check_mod_result(field, output.meta["val"] if isinstance(output, fx.Node) else output)
+    check_ops(graph, field, (*lanes, *capture_names(mod, len(captures))))
+    return mark_checked(graph)
+
+
+def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:
+    """Refuse what must not happen anew for every score; `names` are those of the graph's arguments."""
     if written := written_placeholder(graph):
         position, op = written
-        names = (*lanes, *capture_names(mod, len(captures)))
         raise errors.capture_mutated(field, names[position], op)
-    return mark_checked(graph)
+    if drawn := random_op(graph):
+        raise errors.mod_is_random(field, drawn)
 
 
 def mark_checked(graph: fx.GraphModule) -> fx.GraphModule:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from . import graph_text
 
@@ -82,7 +83,10 @@ _BILINEAR = {aten.mul.Tensor, aten.mm.default, aten.matmul.default}
 
 
 class Leaf(NamedTuple):
-    """Lanes add their value at `indices` into zeros of `shape`; without indices, whole values add up."""
+    """Lanes add their value at `indices` into zeros of `shape`; without indices, whole values add up.
+
+    The indices are of the first dimensions: the value is a number, or a row where there are more.
+    """
 
     shape: tuple[int, ...]  # positions among the invariants where a size is only known at run time
     shape_is_invariant: tuple[bool, ...]
@@ -95,6 +99,9 @@ class LaneProgram(NamedTuple):
     guards: tuple[tuple[str, ...], ...]  # one `live` argument for each: the axes along which it varies
     leaves: tuple[Leaf, ...]
     gradients: tuple[bool, ...]  # which captures the epilogue gives a gradient for
+    tensors: tuple[
+        tuple[tuple[str, ...], int], ...
+    ]  # (axes it varies along, size) of what lanes hold beside numbers
     prologue: fx.GraphModule | Callable  # (*captures) -> invariants
     lane: (
         fx.GraphModule | Callable
@@ -109,6 +116,7 @@ class LaneProgram(NamedTuple):
                 "guards": self.guards,
                 "leaves": self.leaves,
                 "gradients": self.gradients,
+                "tensors": self.tensors,
                 **parts,
             }
         )
@@ -116,13 +124,14 @@ class LaneProgram(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def from_text(text: str) -> LaneProgram:
-        names = ("lanes", "guards", "leaves", "gradients", *_PARTS)
-        lanes, guards, leaves, gradients, *parts = graph_text.fields(graph_text.load(text), *names)
+        names = ("lanes", "guards", "leaves", "gradients", "tensors", *_PARTS)
+        lanes, guards, leaves, gradients, tensors, *parts = graph_text.fields(graph_text.load(text), *names)
         return LaneProgram(
             _names(lanes, ("score", *AXES, "grad_score")),
             tuple(_names(axes, AXES) for axes in _list(guards)),
             tuple(_leaf_from(leaf) for leaf in _list(leaves)),
             _tuple_of(bool, gradients),
+            tuple(_tensor_from(tensor) for tensor in _list(tensors)),
             *map(graph_text.graph_function, parts),
         )
 
@@ -147,6 +156,13 @@ def _names(data: Any, known: Sequence[str]) -> tuple[str, ...]:
     names = _tuple_of(str, data)
     graph_text.expect(set(names) <= set(known), f"expected names of {known}, found {str(data)[:80]}")
     return names
+
+
+def _tensor_from(data: Any) -> tuple[tuple[str, ...], int]:
+    graph_text.expect(len(_list(data)) == 2, f"expected axes and a size, found {str(data)[:80]}")
+    axes, size = data
+    graph_text.expect(graph_text.is_count(size), f"expected a size, found {str(size)[:80]}")
+    return _names(axes, AXES), size
 
 
 def _leaf_from(data: Any) -> Leaf:
@@ -189,13 +205,15 @@ class _Splitter:
         self._find_leaves()
         self.invariants = self._find_invariants()
         guards = self._guards() if self.guarded else ()
+        lane = self._lane(guards)
         return LaneProgram(
             self.lane_names,
             guards,
             tuple(self._leaf(node) for node in self.leaf_nodes),
             tuple(gradient is not None for gradient in self.outputs[1:]),
+            self._tensors(lane, guards),
             self._prologue(),
-            self._lane(guards),
+            lane,
             self._epilogue(),
         )
 
@@ -274,12 +292,14 @@ class _Splitter:
         return False
 
     def _lane_scatter(self, node: fx.Node) -> _Scatter | None:
-        """The parts of `node` if each lane adds one number into a tensor whose shape does not depend on it."""
+        """The parts of `node` if each lane adds a number or a row into a tensor whose shape does not depend on it."""
         scatter = _scatter(node)
         if scatter is None or any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
             return None
-        scalar = all(n.meta["val"].dim() == 0 for n in (scatter.value, *scatter.indices))
-        return scatter if scalar and len(scatter.shape) == len(scatter.indices) else None
+        row = scatter.shape[len(scatter.indices) :]
+        sizes = [size.meta["val"] if isinstance(size, fx.Node) else size for size in row]
+        one_place = all(index.meta["val"].dim() == 0 for index in scatter.indices)
+        return scatter if one_place and list(scatter.value.meta["val"].shape) == sizes else None
 
     def _leaf_parts(self, node: fx.Node) -> tuple[list[Any], list[fx.Node], fx.Node]:
         shape, indices, value = self._lane_scatter(node) or ([], [], node)
@@ -359,6 +379,23 @@ class _Splitter:
         if guards:
             self._guard_loads(graph, given)
         return self._module(graph, results)
+
+    def _tensors(
+        self, lane: fx.GraphModule, guards: Sequence[tuple[str, ...]]
+    ) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """The largest tensor that lanes hold of those that vary along the same axes, for each such set of axes."""
+        given = [*((name,) if name in AXES else AXES for name in self.lane_names), *guards]
+        placeholders = lane.graph.find_nodes(op="placeholder")
+        varies = {node: frozenset(axes) for node, axes in zip(placeholders, given, strict=False)}
+        largest: dict[tuple[str, ...], int] = {}
+        for node in lane.graph.nodes:
+            if node not in varies:
+                varies[node] = frozenset().union(*(varies[n] for n in node.all_input_nodes))
+            axes = tuple(axis for axis in AXES if axis in varies[node])
+            for value in pytree.tree_leaves(node.meta.get("val")) if axes else ():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    largest[axes] = max(largest.get(axes, 1), _typical(value.numel()))
+        return tuple(largest.items())
 
     def _epilogue(self) -> fx.GraphModule:
         graph = fx.Graph()
@@ -447,6 +484,11 @@ def _sums_lanes_alone(node: fx.Node, on_lanes: Sequence[int]) -> bool:
     if node.target in (aten.select_scatter.default, aten.slice_scatter.default):
         return 1 in on_lanes and (0 in on_lanes or _shape_of_zeros(node.args[0]) is not None)
     return True
+
+
+def _typical(size: int | torch.SymInt) -> int:
+    """A size that changes from call to call is what it was when the mod was traced."""
+    return size if isinstance(size, int) else size.node.hint or 1
 
 
 def _is_literal(node: fx.Node) -> bool:

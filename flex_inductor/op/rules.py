@@ -18,13 +18,22 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from .. import errors
 from . import chunked
 from .chunked_ops import wanted_gradients
 from .hop import AttentionCall, BackwardCall, attention, attention_backward, lane_graph, mark_checked, prepare
 from .layout import empty_like_layout
 from .program import split
 from .schedule import schedule_of
-from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, keeping_lines
+from .tracing import (
+    JOINT_LANES,
+    MASK_LANES,
+    SCORE_LANES,
+    LaneIndexing,
+    example_lanes,
+    keeping_lines,
+    random_op,
+)
 
 
 def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
@@ -104,10 +113,12 @@ def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, 
         with disable_proxy_modes_tracing():
             examples = example_lanes(call.query, lanes)
         with LaneIndexing():
-            graph = mark_checked(reenter_make_fx(keeping_lines(mod))(*examples, *captures))
+            graph = reenter_make_fx(keeping_lines(mod))(*examples, *captures)
+        if drawn := random_op(graph):  # in inference mode nobody has looked yet
+            raise errors.mod_is_random(field, drawn)
         name = mode.tracer.get_fresh_qualname(field)
         mode.tracer.root.register_module(name, graph)
-        graphs[field] = graph
+        graphs[field] = mark_checked(graph)
     traced = call._replace(**graphs)
     proxies = tree_map(mode.tracer.unwrap_proxy, tuple(traced))
     with set_original_aten_op(op):

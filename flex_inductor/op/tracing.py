@@ -271,6 +271,14 @@ def written_placeholder(module: fx.GraphModule) -> tuple[int, str] | None:
     return None
 
 
+def random_op(module: fx.GraphModule) -> str | None:
+    """The first op of the graph that draws random numbers."""
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return str(node.target)
+    return None
+
+
 def _storage_of(node: Any) -> Any:
     """The placeholder that `node` is a view of."""
     while isinstance(node, fx.Node) and node.op == "call_function":

@@ -94,6 +94,24 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attend, (*inputs, slopes, table, temperature), fast_mode=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_detect_anomaly(compiled):
+    """It looks for NaN in what every backward gives, and leaves that of a mod's trace alone."""
+    inputs, bias = qkv(), parameter(6)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * bias[kv_idx]
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, score_mod)
+
+    with torch.autograd.detect_anomaly():
+        check(torch.compile(attend, backend="aot_eager") if compiled else attend, inputs, [bias], score_mod)
+        out = attend(*inputs)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            torch.autograd.grad(out, bias, torch.full_like(out, torch.nan))
+
+
 def test_forward_mode_is_refused():
     q, k, v = (t.detach() for t in qkv())
     tangent = torch.ones_like(q)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from op.calls import draw, parameter, qkv
+from op.calls import check, draw, parameter, qkv
 
 from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.op import attention
@@ -106,6 +106,66 @@ def test_mutated_capture_of_mask_mod(how):
         "mask_mod changes the captured tensor `seen` in place",
         block_mask=mask_of(mask_mod),
     )
+
+
+class StochasticGradient(torch.autograd.Function):
+    """Draws in its backward alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.rand_like(grad)
+
+
+RANDOM = {
+    "bernoulli_": lambda s, b, h, q_idx, kv_idx: torch.nn.functional.dropout(s, 0.5),
+    "rand.default": lambda s, b, h, q_idx, kv_idx: s + torch.rand(()),
+    "normal_": lambda s, b, h, q_idx, kv_idx: s + torch.empty_like(s).normal_(),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("op", RANDOM)
+def test_random_score_mod(op, how):
+    # Dynamo may take the whole dropout for the op.
+    drawn = "(bernoulli_|native_dropout)" if op == "bernoulli_" else op
+    message = rf"score_mod draws random numbers \(aten\.{drawn}.*\)\. It runs again in the backward .* Draw a tensor"
+    refused(how, RuntimeError, message, RANDOM[op])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_random_mask_mod(how):
+    mask = mask_of(lambda b, h, q_idx, kv_idx: torch.rand(()) < 0.5)
+    message = r"mask_mod draws random numbers \(aten\.rand\.default\)\. .* noise\[h, kv_idx\] in mask_mod\."
+    refused(how, RuntimeError, message, block_mask=mask)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_random_backward_of_a_function(compiled):
+    attend = lambda *qkv: flex_attention(*qkv, lambda s, b, h, i, j: StochasticGradient.apply(s))  # noqa: E731
+    attend = torch.compile(attend, backend="aot_eager") if compiled else attend
+    with pytest.raises(FlexError, match=r"score_mod draws random numbers \(aten.rand_like.default\)"):
+        attend(*qkv())
+
+
+def test_random_mods_are_refused_below_autograd():
+    inputs = [t.detach() for t in qkv()]
+    attend = torch.compile(lambda *qkv: flex_attention(*qkv, RANDOM["rand.default"]), backend="aot_eager")
+    with torch.inference_mode(), pytest.raises(Exception, match="score_mod draws random numbers"):
+        attend(*inputs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_that_draws_nothing(compiled):
+    off = torch.nn.Dropout(0.5).eval()
+    attend = lambda *qkv: flex_attention(  # noqa: E731
+        *qkv, lambda s, b, h, i, j: off(torch.nn.functional.dropout(s, 0.0))
+    )
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    check(attend, qkv())
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
@@ -96,6 +97,11 @@ def outside_graphs(function: Callable) -> Callable:
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(function)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export makes a graph of what runs: it alone traces above autograd."""
+    return torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def recompile_reason() -> str | None:

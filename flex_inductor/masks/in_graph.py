@@ -48,12 +48,19 @@ class _BlockLists(HigherOrderOperator):
 traced_block_lists = _BlockLists()
 
 
-@torch.library.custom_op("flex_inductor::block_lists", mutates_args=())
-def block_lists(
+_library = torch.library.Library("flex_inductor", "FRAGMENT")
+_library.define(
+    "block_lists(Tensor like, str mask_mod, Tensor[] tensors, SymInt[] numbers, SymInt[] sizes, SymInt[] room, "
+    "bool separate_full_blocks) -> Tensor[]"
+)
+
+
+@torch.library.impl(_library, "block_lists", "CompositeExplicitAutograd")
+def _block_lists(
     like: Tensor,
     mask_mod: str,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[int],
+    tensors: Sequence[Tensor] | None,
+    numbers: Sequence[int] | None,
     sizes: Sequence[int],
     room: Sequence[int],
     separate_full_blocks: bool,
@@ -84,8 +91,8 @@ def block_lists(
     return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
 
 
-@block_lists.register_fake
-def _(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks):
+@torch.library.register_fake("flex_inductor::block_lists", lib=_library)
+def _fake_block_lists(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks):
     shapes = _list_shapes(_extent(sizes), room, separate_full_blocks)
     return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 

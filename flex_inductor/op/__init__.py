@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from .. import compat
-from . import autograd, rules  # noqa: F401 - their rules register themselves
+from . import autograd, chunked_ops, rules, saved  # noqa: F401 - their rules and ops register themselves
 from .hop import AttentionCall, attention, attention_backward
 
 __all__ = ["AttentionCall", "attention", "attention_backward"]

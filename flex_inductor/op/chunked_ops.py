@@ -34,10 +34,14 @@ def wanted_gradients(joint: Any, count: int) -> list[bool]:
 
 
 def mods_from(
-    score_mod: str, mask_mod: str, score_captures: list[Tensor], mask_captures: list[Tensor]
+    score_mod: str, mask_mod: str, score_captures: list[Tensor] | None, mask_captures: list[Tensor] | None
 ) -> chunked.Mods:
+    # Packaged code gives no list where it is empty.
     return chunked.Mods(
-        program_from(score_mod), program_from(mask_mod), tuple(score_captures), tuple(mask_captures)
+        program_from(score_mod),
+        program_from(mask_mod),
+        tuple(score_captures or ()),
+        tuple(mask_captures or ()),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map_only
 
-from .. import errors
+from .. import compat, errors
 from .lift import LiftedMod, lift
 from .tracing import MASK_LANES, SCORE_LANES, random_op, score_dtype, trace_mod, written_placeholder
 
@@ -63,7 +63,12 @@ class Attention(HigherOrderOperator):
         super().__init__("flex_inductor_attention", cacheable=True)
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return super().__call__(*_lift_captures(AttentionCall(*args)))
+        call = _lift_captures(AttentionCall(*args))
+        if compat.is_exporting():
+            from .saved import save  # which calls this op
+
+            return save(call)
+        return super().__call__(*call)
 
 
 class AttentionBackward(HigherOrderOperator):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C import _len_torch_function_stack
 from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .lookups import as_indexing
@@ -94,6 +95,7 @@ def apart_from_surrounding_trace() -> Iterator[None]:
     with (
         suspend_functionalization(),
         _disable_current_modes(),
+        _without_tracers_functions(),
         _plain_saved_tensors(),
         _plain_backward(),
         temporarily_clear_interpreter_stack(),
@@ -101,6 +103,17 @@ def apart_from_surrounding_trace() -> Iterator[None]:
         torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
         torch.inference_mode(False),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_tracers_functions() -> Iterator[None]:
+    """Takes away the torch function modes of an export, which would record switches of autograd and autocast."""
+    with contextlib.ExitStack() as stack:
+        modes = [stack.enter_context(_pop_mode_temporarily()) for _ in range(_len_torch_function_stack())]
+        for mode in reversed(modes):
+            if not type(mode).__module__.startswith(("torch.fx.", "torch._export.")):
+                stack.enter_context(mode)
         yield
 
 

@@ -48,7 +48,7 @@ class _BlockLists(HigherOrderOperator):
 traced_block_lists = _BlockLists()
 
 
-@torch.library.custom_op("flex_inductor::block_lists", mutates_args=())
+@torch.library.custom_op("flex_inductor::block_lists", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def block_lists(
     like: Tensor,
     mask_mod: str,

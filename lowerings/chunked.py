@@ -10,6 +10,7 @@ from flex_inductor.op import chunked_ops
 from flex_inductor.op.program import split
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
+from . import host_ops
 from .hints import unused_hints
 from .problem import AttentionProblem
 
@@ -32,12 +33,12 @@ class ChunkedRoute:
         call = inputs
         qkv, common, captures = op_arguments(problem, call)
         if problem.direction == "forward":
-            return _call(torch.ops.flex_inductor.chunked_forward.default, *qkv, *common, *captures)
+            return host_ops.call(torch.ops.flex_inductor.chunked_forward.default, *qkv, *common, *captures)
         return self._lower_backward(problem, call, qkv, common, captures, mod_texts(problem)["joint"])
 
     def _lower_backward(self, problem, call, qkv, common, captures, joint) -> Any:
         wanted = chunked_ops.wanted_gradients(problem.joint, len(call.score_captures))
-        grads = _call(
+        grads = host_ops.call(
             torch.ops.flex_inductor.chunked_backward.default,
             *qkv, call.out, call.lse, call.grad_out, call.grad_lse,
             *common, joint, call.options["wants"], wanted, *captures,
@@ -68,9 +69,3 @@ def op_arguments(problem: AttentionProblem, call: Any) -> tuple[tuple, tuple, tu
     common = (*schedule, texts["score_mod"], texts["mask_mod"], call.scale)
     captures = (list(call.score_captures), list(call.mask_captures))
     return (call.query, call.key, call.value), common, captures
-
-
-def _call(op: Any, *args: Any) -> Any:
-    from torch._inductor.lowering import fallback_handler
-
-    return fallback_handler(op, add_to_fallback_set=False)(*args)

@@ -12,18 +12,16 @@ from flex_inductor.op.chunked_ops import wanted_gradients
 from flex_inductor.op.program import split
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
+from . import host_ops
 from .chunked import mod_texts, op_arguments
 from .problem import AttentionProblem
 
 
 def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
     """`outputs`, through an op that raises where they are wrong."""
-    from torch._inductor.lowering import fallback_handler
 
     def checked(op: Any, *args: Any) -> Any:
-        return fallback_handler(op, add_to_fallback_set=False)(
-            *qkv, *common, *captures, _code(problem), *args
-        )
+        return host_ops.call(op, *qkv, *common, *captures, _code(problem), *args)
 
     qkv, common, captures = op_arguments(problem, call)
     if problem.direction == "forward":

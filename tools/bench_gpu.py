@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .gpu.cases import CASES
     from .gpu.compare import PASS_OF, compare
-    from .gpu.measure import Setting
+    from .gpu.measure import TUNED, Setting
     from .gpu.table import Bench, Report
     from .workers import Deadline
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    setting = Setting(rounds=arguments.rounds, tuned=arguments.max_autotune)
+    setting = Setting(rounds=arguments.rounds, mode=TUNED if arguments.max_autotune else None)
     with Bench(setting, Report(arguments.out), Deadline(arguments.minutes)) as bench:
         bench.start()
         if arguments.compare is None:

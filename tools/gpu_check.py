@@ -106,8 +106,8 @@ def correct(bench, arguments) -> None:
 
     from flex_inductor.tools.workers import Call, Failed, Late
 
-    capability = (9, 0) if arguments.dry else torch.cuda.get_device_capability()
-    calls = _chosen([call for call in CALLS if without(call, capability) is None], arguments)
+    there = ((9, 0), 2) if arguments.dry else (torch.cuda.get_device_capability(), torch.cuda.device_count())
+    calls = _chosen([call for call in CALLS if without(call, *there) is None], arguments)
     calls = calls[: arguments.calls]
     jobs = [Call(check, (call, bench.setting), CORRECT) for call in calls]
     for job, answer in bench.workers.run_all(jobs, bench.deadline):

@@ -51,7 +51,8 @@ traced_block_lists = _BlockLists()
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
     "block_lists(Tensor like, str mask_mod, Tensor[] tensors, SymInt[] numbers, SymInt[] sizes, SymInt[] room, "
-    "bool separate_full_blocks) -> Tensor[]"
+    "bool separate_full_blocks) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 

@@ -16,12 +16,14 @@ _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
     "chunked_forward(Tensor query, Tensor key, Tensor value, str form, int[] blocks, Tensor?[] schedule, "
     "str score_mod, str mask_mod, float scale, Tensor[] score_captures, Tensor[] mask_captures) "
-    "-> (Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 _library.define(
     "chunked_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_out, "
     "Tensor? grad_lse, str form, int[] blocks, Tensor?[] schedule, str score_mod, str mask_mod, float scale, "
-    "str joint, str wants, bool[] wanted_captures, Tensor[] score_captures, Tensor[] mask_captures) -> Tensor[]"
+    "str joint, str wants, bool[] wanted_captures, Tensor[] score_captures, Tensor[] mask_captures) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 

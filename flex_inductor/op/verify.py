@@ -31,10 +31,14 @@ _CALL = (
     "Tensor query, Tensor key, Tensor value, str form, int[] blocks, Tensor?[] schedule, str score_mod, "
     "str mask_mod, float scale, Tensor[] score_captures, Tensor[] mask_captures, str code"
 )
-_library.define(f"verified_forward({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor")
+_library.define(
+    f"verified_forward({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 _library.define(
     f"verified_backward({_CALL}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, str joint, str wants, "
-    "bool[] wanted_captures, Tensor[] grads) -> Tensor[]"
+    "bool[] wanted_captures, Tensor[] grads) -> Tensor[]",
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 

@@ -23,6 +23,8 @@ from flex_inductor import create_block_mask, decisions, flex_attention
 
 from .cases import BACKWARD, CUDNN, FLASH, FLEX_FLASH, FORWARD, OURS, Case, Side, mods_of, tensors_of
 
+TUNED = "max-autotune-no-cudagraphs"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -30,7 +32,7 @@ class Setting:
 
     device: str = "cuda"
     rounds: int = 5
-    tuned: bool = False
+    mode: str | None = None  # of torch.compile
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,8 +106,8 @@ def compiled(fn: Callable, setting: Setting, configs: dict[str, Any] | None = No
         from ..interpret import compiled as interpreted
 
         return interpreted(fn, options=options, dynamic=False)
-    mode = "max-autotune-no-cudagraphs" if setting.tuned else None
-    return torch.compile(fn, backend=partial(flex_inductor, mode=mode, options=options), dynamic=False)
+    backend = partial(flex_inductor, mode=setting.mode, options=options)
+    return torch.compile(fn, backend=backend, dynamic=False)
 
 
 def _apart(fn: Callable) -> Callable:
@@ -152,10 +154,9 @@ class _Call:
             only = partial(sdpa_kernel, backends[side.who]) if self.setting.device == "cuda" else nullcontext
             return partial(_sdpa, only, not self.case.decoding, self.options["enable_gqa"])
         hints = {"BACKEND": "FLASH"} if side.who == FLEX_FLASH else None
-        mode = "max-autotune-no-cudagraphs" if self.setting.tuned else None
         attend = _apart(partial(torch_flex_attention, **self.options, kernel_options=hints))
         backend = "inductor" if self.setting.device == "cuda" else "eager"  # which compiles nothing
-        return torch.compile(attend, backend=backend, mode=mode, dynamic=False)
+        return torch.compile(attend, backend=backend, mode=self.setting.mode, dynamic=False)
 
     def check(self, side: Side) -> None:
         """Raise where what the side gives is wrong, or comes from another route than is measured."""

@@ -149,7 +149,7 @@ def text_of(*steps, output=({"value": 0},), inputs=1, constants=()):
     """A program whose lane part has these steps."""
     empty = {"inputs": 0, "constants": [], "steps": [], "output": []}
     lane = {"inputs": inputs, "constants": list(constants), "steps": list(steps), "output": list(output)}
-    data = {"lanes": ["b"], "guards": [], "leaves": [], "gradients": []}
+    data = {"lanes": ["b"], "guards": [], "leaves": [], "gradients": [], "tensors": []}
     return graph_text.dump({**data, "prologue": empty, "lane": lane, "epilogue": empty})
 
 

@@ -102,6 +102,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise errors.unsupported_dtype(name, tensor.dtype)
     if query.device != key.device or query.device != value.device:
         raise errors.mixed("device", query.device, key.device, value.device)
+    if query.device.type == "meta":
+        raise errors.meta_tensors()
     if not torch.is_autocast_enabled(query.device.type) and (
         query.dtype != key.dtype or query.dtype != value.dtype
     ):

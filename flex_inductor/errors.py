@@ -79,6 +79,13 @@ def mixed(what: str, query: Any, key: Any, value: Any) -> FlexValueError:
     )
 
 
+def meta_tensors() -> FlexValueError:
+    return FlexValueError(
+        "query, key and value are on the meta device, which holds no values. Make them on the device that is to "
+        "compute, for example with model.to_empty(device='cpu'); for shapes alone use FakeTensorMode and a real device."
+    )
+
+
 def head_dims_differ(query: Tensor, key: Tensor) -> FlexValueError:
     return FlexValueError(
         f"query and key must have the same head_dim (last dimension), but query has {query.size(-1)} and key "
@@ -427,8 +434,9 @@ def blocks_not_for_all(names: Sequence[str], place: Sequence[int]) -> FlexValueE
 
 def second_derivative() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "flex_attention has no second derivative: a gradient of a gradient was asked for. Take create_graph=True "
-        "out of the backward call, or detach the gradient before using it."
+        "flex_attention has no second derivative: a gradient of a gradient was asked for (torch.func.hessian, grad of "
+        "grad, create_graph=True). Detach the first gradient before using it, or where both are needed write the "
+        "attention in plain torch operations."
     )
 
 

@@ -35,6 +35,7 @@ CASES = {
     "dtype": (lambda: {"value": make(dtype=torch.int64)}, ValueError),
     "mixed dtypes": (lambda: {"key": make(dtype=torch.float64)}, ValueError),
     "mixed devices": (lambda: {"key": make(device="meta")}, ValueError),
+    "meta": (lambda: dict.fromkeys(("query", "key", "value"), make(device="meta")), ValueError),
     "head dims": (lambda: {"key": make(2, 4, 32, 16)}, ValueError),
     "key and value": (lambda: {"value": make(2, 4, 31, 8)}, ValueError),
     "batch": (lambda: {"key": make(3, 4, 32, 8), "value": make(3, 4, 32, 8)}, ValueError),
@@ -116,6 +117,8 @@ mixed dtypes:
   query, key and value must have the same dtype, but query has torch.float32, key torch.float64 and value torch.float32. Convert them with .to().
 mixed devices:
   query, key and value must have the same device, but query has cpu, key meta and value cpu. Convert them with .to().
+meta:
+  query, key and value are on the meta device, which holds no values. Make them on the device that is to compute, for example with model.to_empty(device='cpu'); for shapes alone use FakeTensorMode and a real device.
 head dims:
   query and key must have the same head_dim (last dimension), but query has 8 and key 16. Only value's may differ.
 key and value:

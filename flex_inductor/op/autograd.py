@@ -67,6 +67,10 @@ class _AttentionFunction(torch.autograd.Function):
         return d_query, d_key, d_value, None, None, *d_captures
 
     @staticmethod
+    def jvp(ctx, *_tangents):
+        raise errors.second_derivative()  # forward mode over reverse mode, as in torch.func.hessian
+
+    @staticmethod
     def vmap(info, in_dims, query, key, value, call, joint, *score_captures):
         q_dim, k_dim, v_dim, call_dims, _, *capture_dims = in_dims
         call = call._replace(query=query, key=key, value=value, score_captures=tuple(score_captures))
@@ -124,6 +128,10 @@ class _BackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_grads):
+        raise errors.second_derivative()
+
+    @staticmethod
+    def jvp(ctx, *_tangents):
         raise errors.second_derivative()
 
     @staticmethod

@@ -79,6 +79,16 @@ def test_second_derivative_is_refused():
         torch.func.grad(lambda q: torch.func.grad(lambda q: flex_attention(q, k, v).sin().sum())(q).sum())(q)
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled", "fullgraph"])
+def test_hessian_is_refused(how):
+    q, k, v = (t.detach() for t in qkv())
+    hessian = torch.func.hessian(lambda q: flex_attention(q, k, v, lambda s, b, h, i, j: s * s).sum())
+    if how != "eager":
+        hessian = torch.compile(hessian, backend="eager", fullgraph=how == "fullgraph")
+    with pytest.raises(Exception, match=r"has no second derivative: .* \(torch.func.hessian, grad of grad"):
+        hessian(q)
+
+
 def test_gradcheck():
     inputs = qkv(1, 2, 4, 2)
     slopes, table, temperature = parameter(2), parameter(2, 4), parameter()

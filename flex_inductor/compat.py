@@ -104,6 +104,11 @@ def is_exporting() -> bool:
     return torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def is_untraced_number(error: Exception) -> bool:
+    """Whether a trace met a changing number that something else had made."""
+    return "is not tracked with proxy" in str(error)
+
+
 def recompile_reason() -> str | None:
     """Which guard made Dynamo compile again what it is compiling; None where it compiles for the first time."""
     from torch._dynamo.utils import get_metrics_context

@@ -1,7 +1,7 @@
 """Finding what a Python mod captures, so that captured tensors become inputs of the op.
 
 Dynamo does this for compiled calls. Without it the mod is run once on fake 0-d tensors, and every
-tensor it uses that it did not make itself is a capture.
+tensor it uses that it did not make itself is a capture. So is a number that changes, while an export traces.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .tracing import LaneIndexing, apart_from_surrounding_trace, example_lanes
 
+_CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
+
+
+def _identity(value: Any) -> Any:
+    """What makes it the same capture: arithmetic gives the same changing number as another object each time."""
+    return id(value) if isinstance(value, Tensor) else value.node.expr
+
 
 class LiftedMod:
-    """A mod as a function of its lanes and of the tensors it captures."""
+    """A mod as a function of its lanes and of what it captures."""
 
-    def __init__(self, mod: Callable, captures: Sequence[Tensor]):
+    def __init__(self, mod: Callable, captures: Sequence[Any]):
         self.mod = mod
-        self._ids = [id(capture) for capture in captures]
+        self._ids = [_identity(capture) for capture in captures]
         self._kept_alive = tuple(captures)
 
     @property
@@ -41,9 +48,10 @@ class LiftedMod:
     def __call__(self, *args: Any) -> Tensor:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
         given = dict(zip(self._ids, captures, strict=True))
-        with _Exchange(lambda tensor: given.get(id(tensor), tensor)):
+        with _Exchange(lambda value: given.get(_identity(value), value)):
             result = self.mod(*lanes)
-        return given.get(id(result), result)  # a mod may return what it captures
+        # A mod may return what it captures.
+        return given.get(_identity(result), result) if isinstance(result, _CAPTURED) else result
 
 
 class _Exchange(TorchFunctionMode):
@@ -55,7 +63,7 @@ class _Exchange(TorchFunctionMode):
         self.thread = threading.get_ident()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs or {}))
+        args, kwargs = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __enter__(self) -> Any:
@@ -88,14 +96,14 @@ class _Record(_Exchange):
         self.fake_mode = fake_mode
         self.device = query.device
         self.made = {id(tensor): tensor for tensor in made}
-        self.captures: dict[int, Tensor] = {}
+        self.captures: dict[Any, Any] = {}
         self.stand_ins: dict[int, Tensor] = {}
 
-    def capture(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self.made:
-            return tensor
-        self.captures[id(tensor)] = tensor
-        return self.stand_in(tensor)
+    def capture(self, value: Any) -> Any:
+        if id(value) in self.made:
+            return value
+        self.captures[_identity(value)] = value
+        return self.stand_in(value) if isinstance(value, Tensor) else value
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self.made:
@@ -116,12 +124,12 @@ class _Record(_Exchange):
         made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         # Whoever asks for a shape or a dtype computes with no tensor; `t[i] = x` gives None and does.
         if made or result is None:
-            tree_map_only(Tensor, self.capture, (args, kwargs))
+            tree_map_only(_CAPTURED, self.capture, (args, kwargs))
         self.made.update((id(tensor), tensor) for tensor in made)
         return result
 
 
-def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple[Tensor, ...]]:
+def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple]:
     """`mod` as a function of lanes and captures, and the captures."""
     with apart_from_surrounding_trace(), torch.no_grad():
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._functorch import utils as functorch_utils
 from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
@@ -79,6 +81,20 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
     waiting[0].callbacks.append(callback)
 
 
+def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
+    """Every autograd.Function gets `change(args)` for what its `apply` is called with, by whatever name it is called.
+
+    Not Function.apply itself is replaced, which others may have bound to a name, but what it hands its arguments to.
+    """
+    unwrap = functorch_utils.unwrap_dead_wrappers
+
+    @functools.wraps(unwrap)
+    def unwrap_dead_wrappers(args: tuple) -> tuple:
+        return unwrap(change(args))
+
+    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+
+
 def register_dynamo_variable(op: Any, variable_class: Any) -> None:
     from torch._dynamo.variables import higher_order_ops
 
@@ -102,6 +118,11 @@ def outside_graphs(function: Callable) -> Callable:
 def is_exporting() -> bool:
     """Whether torch.export makes a graph of what runs: it alone traces above autograd."""
     return torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_untraced_number(error: Exception) -> bool:
+    """Whether a trace met a changing number that something else had made."""
+    return "is not tracked with proxy" in str(error)
 
 
 def recompile_reason() -> str | None:

@@ -295,6 +295,13 @@ def constant_refused(name: str, value: Any) -> FlexValueError:
     )
 
 
+def number_in_mod() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "A mod computes with a number that changes from call to call, such as a length, which torch.export cannot "
+        "trace with strict=False. Compute it before the mod (half = length // 2), or export with strict=True."
+    )
+
+
 # ---- block_mask -----------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from flex_inductor.op.tracing import LaneIndexing
 from flex_inductor.reference import over_lanes
 
 from .cases import selected
+from .files import to_write
 
 OURS, FLEX, SDPA, MASKED, DENSE = "ours", "torch flex", "SDPA is_causal", "SDPA mask", "dense eager"
 DENSE_BYTES = 3 << 30  # no side may hold more than this in scores
@@ -118,8 +119,10 @@ CASES = (
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("cpu", help="the CPU kernels, next to others", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the results")
-    parser.add_argument("--plot", metavar="FILE", help="draw the ratios to a .png or .svg file")
+    parser.add_argument("--json", metavar="FILE", type=to_write, help="write the results")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=to_write, help="draw the ratios to a .png or .svg file"
+    )
     parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
     parser.add_argument("--rounds", type=int, default=7, help="how often each side runs (default 7)")
     parser.add_argument("--threads", type=int, help="threads to use (default: torch's)")

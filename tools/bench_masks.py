@@ -27,6 +27,7 @@ from flex_inductor.masks.algebra import or_masks
 from flex_inductor.masks.blockmask import create_block_mask
 
 from .cases import selected
+from .files import to_write
 
 SIDES = ("ours", "torch eager", "torch compiled")
 PLOT_LENGTHS = tuple(1 << n for n in range(12, 21))
@@ -108,8 +109,12 @@ CASES = (
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("masks", help="the cost of building block masks", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the results ('-': to standard output)")
-    parser.add_argument("--plot", metavar="FILE", help="draw cost over length to a .png or .svg file")
+    parser.add_argument(
+        "--json", metavar="FILE", type=to_write, help="write the results ('-': to standard output)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", type=to_write, help="draw cost over length to a .png or .svg file"
+    )
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch's function out (it takes minutes)"
     )

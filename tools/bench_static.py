@@ -18,6 +18,7 @@ from typing import Any
 from flex_inductor.lowerings.triton.configs import STACK_BYTES
 
 from .cases import selected
+from .files import to_write
 from .generated import GeneratedKernel
 
 LENGTH = 1024
@@ -101,7 +102,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS, help="default: all")
     parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
-    parser.add_argument("--json", metavar="FILE", help="write all that was found")
+    parser.add_argument("--json", metavar="FILE", type=to_write, help="write all that was found")
     parser.set_defaults(run=run)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from flex_inductor.errors import FlexError
 
+from .files import to_write
+
 DTYPES = {
     "f16": "float16",
     "bf16": "bfloat16",
@@ -65,8 +67,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--source-only", action="store_true", help="print kernels' whole sources and nothing else"
     )
-    parser.add_argument("--html", metavar="FILE", help="write the report as a web page")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--html", metavar="FILE", type=to_write, help="write the report as a web page")
+    parser.add_argument("--json", metavar="FILE", type=to_write, help="write the report as JSON")
     parser.add_argument(
         "--against", metavar="FILE", help="print what differs from a report saved with --json"
     )

@@ -15,6 +15,8 @@ from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.draw import draw_mask
 from flex_inductor.masks.errors import FlexError
 
+from .files import at_least_one, to_write
+
 CONSTRUCTORS = {
     f.__name__: f
     for f in (
@@ -44,10 +46,14 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "options", nargs="*", metavar="key=value", help="the constructor's; lists with commas"
     )
-    parser.add_argument("--length", type=int, default=4096, help="queries and keys (default %(default)s)")
-    parser.add_argument("--keys", type=int, help="keys, where they are not as many as the queries")
+    parser.add_argument(
+        "--length", type=at_least_one, default=4096, help="queries and keys (default %(default)s)"
+    )
+    parser.add_argument("--keys", type=at_least_one, help="keys, where they are not as many as the queries")
     parser.add_argument("--block", type=int, nargs="+", default=[128], help="one or two sizes (default 128)")
-    parser.add_argument("--out", help="a .png or .svg file; without it the mask is printed as text")
+    parser.add_argument(
+        "--out", type=to_write, help="a .png or .svg file; without it the mask is printed as text"
+    )
     parser.add_argument("--zoom", type=int, nargs=2, metavar=("ROW", "COLUMN"), help="show a tile's tokens")
     parser.set_defaults(run=run)
 

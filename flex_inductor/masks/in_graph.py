@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import compat
 from ..op import graph_text
 from ..op.lift import lift
-from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace
+from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace, numbers_known
 from .lists import lists_from_runs
 from .tables import Extent
 
@@ -115,9 +115,18 @@ def lists_in_trace(
 ) -> list[Tensor]:
     """What `block_lists` gives, where something traces that is not Dynamo."""
     mod, captures = lift(mask_mod, MASK_LANES, like)
-    text = _mask_text(mod, like, captures, TENSOR * len(captures))
+    kinds = "".join(map(_kind_of, captures))
+    tensors = [
+        torch.scalar_tensor(c, dtype=torch.float64, device=like.device) if kind == FLOAT else c
+        for c, kind in zip(captures, kinds, strict=True)
+        if kind != INTEGER
+    ]
+    numbers = [c for c, kind in zip(captures, kinds, strict=True) if kind == INTEGER]
+    text = _mask_text(mod, like, captures, kinds)
     room = [torch.sym_max(n, LEAST_ROOM) if isinstance(n, torch.SymInt) else n for n in tiles]
-    return torch.ops.flex_inductor.block_lists(like, text, captures, [], sizes, room, separate_full_blocks)
+    return torch.ops.flex_inductor.block_lists(
+        like, text, tensors, numbers, sizes, room, separate_full_blocks
+    )
 
 
 def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds: str) -> str:
@@ -130,7 +139,7 @@ def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds:
 
     with apart_from_surrounding_trace():
         fake_mode = detect_fake_mode([like, *captures]) or FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_mode:
+        with fake_mode, numbers_known():
             lanes = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in MASK_LANES]
             given = [_fake_like(capture, fake_mode) for capture in captures]
             graph = make_fx(flat)(*lanes, *given)

@@ -156,6 +156,8 @@ class RunSchedule:
         """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""
         rows, columns = self.extent.tiles
         shape = (min(cells, rows), min(cells, columns))
+        if 0 in shape:
+            return ""
         grid = min(b, self.grids[0] - 1) * self.grids[1] + min(h, self.grids[1] - 1)
         runs = self.row_runs()
         full, partial = (density(runs, grid * rows, rows, shape, kind) for kind in (FULL, PARTIAL))

@@ -1,14 +1,13 @@
 """Finding what a Python mod captures, so that captured tensors become inputs of the op.
 
 Dynamo does this for compiled calls. Without it the mod is run once on fake 0-d tensors, and every
-tensor it uses that it did not make itself is a capture.
+tensor it uses that it did not make itself is a capture. So is a number that changes, while an export traces.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,19 +16,26 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from .. import compat
 from .tracing import LaneIndexing, apart_from_surrounding_trace, example_lanes
+
+_CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
+
+
+def _identity(value: Any) -> Any:
+    """What makes it the same capture: arithmetic gives the same changing number as another object each time."""
+    return id(value) if isinstance(value, Tensor) else value.node.expr
 
 
 class LiftedMod:
-    """A mod as a function of its lanes and of the tensors it captures."""
+    """A mod as a function of its lanes and of what it captures."""
 
-    def __init__(self, mod: Callable, captures: Sequence[Tensor]):
+    def __init__(self, mod: Callable, captures: Sequence[Any]):
         self.mod = mod
-        self._ids = [id(capture) for capture in captures]
+        self._ids = [_identity(capture) for capture in captures]
         self._kept_alive = tuple(captures)
 
     @property
@@ -41,112 +47,87 @@ class LiftedMod:
     def __call__(self, *args: Any) -> Tensor:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
         given = dict(zip(self._ids, captures, strict=True))
-        with _Exchange(lambda tensor: given.get(id(tensor), tensor)):
+        with _Exchange(lambda value: given.get(_identity(value), value)):
             result = self.mod(*lanes)
-        return given.get(id(result), result)  # a mod may return what it captures
+        # A mod may return what it captures.
+        return given.get(_identity(result), result) if isinstance(result, _CAPTURED) else result
 
 
 class _Exchange(TorchFunctionMode):
     """Torch functions called inside get `instead_of(tensor)` for every tensor they are called with."""
 
-    def __init__(self, instead_of: Callable[[Tensor], Any]):
+    def __init__(self, instead_of: Callable[[Any], Any]):
         super().__init__()
         self.instead_of = instead_of
-        self.thread = threading.get_ident()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs or {}))
+        args, kwargs = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def apply(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs))
-        return _torchs_apply(function, *args, **kwargs)
 
-    def __enter__(self) -> Any:
-        _apply_lock.acquire()
-        self.outer = _SingleLevelFunction.__dict__.get("apply")
-
-        def apply(function, *args, **kwargs):
-            if threading.get_ident() == self.thread:
-                return self.apply(function, args, kwargs)
-            return _torchs_apply(function, *args, **kwargs)
-
-        # No torch function sees the tensors that autograd.Function.apply takes. It calls its parent's, here ours,
-        # also where a mod kept `apply = MyFunction.apply`.
-        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if self.outer is None:
-            del _SingleLevelFunction.apply
-        else:
-            _SingleLevelFunction.apply = self.outer
-        _apply_lock.release()
+def _exchanged(args: tuple) -> tuple:
+    """What an autograd.Function gets in this thread: no torch function sees the tensors that its `apply` takes."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, _Exchange):
+            args = tree_map_only(Tensor, mode.instead_of, args)
+    return args
 
 
-def _torchs_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return super(_SingleLevelFunction, function).apply(*args, **kwargs)
-
-
-_apply_lock = threading.RLock()
+compat.change_function_arguments(_exchanged)
 
 
 class _Record(_Exchange):
     """Collects the tensors that are computed with and that nothing inside has made."""
 
-    def __init__(self, fake_mode: FakeTensorMode, query: Tensor, lanes: Sequence[Tensor]):
+    def __init__(self, fake_mode: FakeTensorMode, query: Tensor):
         super().__init__(self.capture)
         self.fake_mode = fake_mode
         self.device = query.device
-        self.made: dict[int, Tensor] = {}
-        self.make(lanes)
-        self.captures: dict[int, Tensor] = {}
+        self.results: dict[int, Tensor] = {}
+        self.captures: dict[Any, Any] = {}
         self.stand_ins: dict[int, Tensor] = {}
 
-    def capture(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self.made:
-            return tensor
-        self.captures[id(tensor)] = tensor
-        return self.stand_in(tensor)
+    def capture(self, value: Any) -> Any:
+        if self.made_inside(value):
+            return value
+        self.captures[_identity(value)] = value
+        return self.stand_in(value) if isinstance(value, Tensor) else value
+
+    def made_inside(self, value: Any) -> bool:
+        """What functorch wraps around is known by where it came from, anything else by the fake mode it belongs to."""
+        return id(value) in self.results or getattr(value, "fake_mode", None) is self.fake_mode
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self.made:
+        if self.made_inside(tensor):
             return tensor
         if id(tensor) not in self.stand_ins:
             with temporarily_clear_interpreter_stack(), self.fake_mode:
                 # On the query's device, so that a capture that is elsewhere can be named in an error.
-                self.stand_ins[id(tensor)] = self.make(
-                    torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+                self.stand_ins[id(tensor)] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
         return self.stand_ins[id(tensor)]
-
-    def make(self, result: Any) -> Any:
-        """Note that the tensors of `result` are no captures."""
-        self.made.update((id(leaf), leaf) for leaf in tree_iter(result) if isinstance(leaf, Tensor))
-        return result
-
-    def apply(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self.make(super().apply(function, args, kwargs))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(
             *tree_map_only(Tensor, self.stand_in, args), **tree_map_only(Tensor, self.stand_in, kwargs)
         )
+        made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         # Whoever asks for a shape or a dtype computes with no tensor; `t[i] = x` gives None and does.
-        if result is None or any(isinstance(leaf, Tensor) for leaf in tree_iter(result)):
-            tree_map_only(Tensor, self.capture, (args, kwargs))
-        return self.make(result)
+        if made or result is None:
+            tree_map_only(_CAPTURED, self.capture, (args, kwargs))
+        self.results.update((id(tensor), tensor) for tensor in made)
+        return result
 
 
-def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple[Tensor, ...]]:
+def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple]:
     """`mod` as a function of lanes and captures, and the captures."""
     with apart_from_surrounding_trace(), torch.no_grad():
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             lanes = example_lanes(query, lane_names)
-        record = _Record(fake_mode, query, lanes)
+        record = _Record(fake_mode, query)
         with fake_mode, LaneIndexing(), record:
             result = mod(*lanes)
         if isinstance(result, Tensor):

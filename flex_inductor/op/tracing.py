@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import compat, errors
 from .lookups import as_indexing
 
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
@@ -214,9 +215,20 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
         with fake_mode:
             args = example_lanes(query, lanes)
         args += [_fake_like(capture, fake_mode) for capture in captures]
-        with fake_mode:
+        with fake_mode, numbers_known():
             module = make_fx(fn)(*args)
         return _tidy(module, len(lanes))
+
+
+@contextlib.contextmanager
+def numbers_known() -> Iterator[None]:
+    """Around a trace of a mod: refuses arithmetic inside it on numbers of a surrounding trace."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not compat.is_untraced_number(error):
+            raise
+        raise errors.number_in_mod() from error
 
 
 _COPIES = (

@@ -91,6 +91,7 @@ def rendered(
     """The template of this name with what every CPU kernel is given, and `values`."""
     given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
     return INCLUDES + template.source(name).render(
+        name=kernel.kernel_name,  # also of the namespace: a package has all its kernels in one file
         element=template.element_type(kernel.tensors[0]),
         is_bf16=int(problem.dtype == torch.bfloat16),
         has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),

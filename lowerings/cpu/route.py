@@ -20,6 +20,7 @@ class CpuRoute:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch._inductor.exc import InvalidCxxCompiler
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         if config.cpu_backend != "cpp":
             return False, f"Inductor's backend for CPUs is set to {config.cpu_backend!r}"
@@ -27,6 +28,11 @@ class CpuRoute:
             compiler = get_cpp_compiler()
         except (InvalidCxxCompiler, RuntimeError):
             return False, "no C++ compiler"
+        if any(letter.isspace() for letter in cache_dir()):
+            return False, (
+                f"the cache folder {cache_dir()!r} has a space in its name, at which torch cuts the compiler's command "
+                f"line: set TORCHINDUCTOR_CACHE_DIR to a folder without one"
+            )
         isa = pick_vec_isa()
         if not isa:
             return False, "no vector instructions that torch knows"

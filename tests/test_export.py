@@ -1,0 +1,247 @@
+"""torch.export of modules with attention: in memory, as files read by another process, as packages."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flex_inductor
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.errors import FlexNotImplementedError, FlexValueError
+from flex_inductor.reference import reference
+
+LENGTH = torch.export.Dim("length", min=2, max=140)
+DYNAMIC = ({2: LENGTH},) * 3
+
+
+def inputs(length=64):
+    return tuple(torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
+
+
+def saved_and_loaded(module, args, dynamic_shapes=None, strict=False):
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=strict), file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+class Documents(torch.nn.Module):
+    """A mask made in the graph, for as many tokens as there are, and a learnt bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 300))
+        self.register_buffer("document", torch.arange(140) // 40)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.bias[q_idx - kv_idx + 150]
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (self.document[q_idx] == self.document[kv_idx])
+
+    def mask_of(self, q, k):
+        return create_block_mask(self.mask_mod, None, None, q.shape[2], k.shape[2], q.device, BLOCK_SIZE=32)
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, self.score_mod, self.mask_of(q, k))
+
+    def expected(self, q, k, v):
+        return reference(q, k, v, self.score_mod, self.mask_of(q, k))[0]
+
+
+def unfused(score, b, h, q_idx, kv_idx):
+    return torch.special.polygamma(1, score.abs() + 1)
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 9
+
+
+class Packaged(Documents):
+    """Two calls more: one that no kernel inlines, and one of a mask; neither captures anything."""
+
+    def forward(self, q, k, v):
+        window = create_block_mask(near, None, None, q.shape[2], k.shape[2], q.device, BLOCK_SIZE=32)
+        return flex_attention(flex_attention(super().forward(q, k, v), k, v, unfused), k, v, None, window)
+
+    def expected(self, q, k, v):
+        window = create_block_mask(near, None, None, q.shape[2], k.shape[2], q.device, BLOCK_SIZE=32)
+        second = reference(super().expected(q, k, v), k, v, unfused)[0]
+        return reference(second, k, v, None, window)[0]
+
+
+LOAD = """
+import sys, torch, flex_inductor
+from pathlib import Path
+folder = Path(sys.argv[1])
+inputs = torch.load(folder / "inputs")
+found = {}
+for path in folder.glob("*.pt2"):
+    package = path.stem == "package"
+    run = torch._inductor.aoti_load_package(str(path)) if package else torch.export.load(path).module()
+    dynamic = package or path.stem.endswith("True")
+    found[path.stem] = {n: run(*args).detach() for n, args in inputs.items() if dynamic or n == 64}
+torch.save(found, folder / "found")
+"""
+
+
+def test_files_that_another_process_loads(tmp_path):
+    """Exported both ways, for one length and for many, and compiled into a package."""
+    args, module = inputs(), Documents()
+    for strict in (True, False):
+        for dynamic in (True, False):
+            program = torch.export.export(
+                module, args, dynamic_shapes=DYNAMIC if dynamic else None, strict=strict
+            )
+            torch.export.save(program, tmp_path / f"strict={strict} dynamic={dynamic}.pt2")
+    flex_inductor.decisions(clear=True)
+    packaged = Packaged()
+    with torch.no_grad():
+        program = torch.export.export(packaged, args, dynamic_shapes=DYNAMIC, strict=False)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "package.pt2"))
+    assert [decision.chosen for decision in flex_inductor.decisions()] == ["cpu", "chunked", "cpu"]
+
+    # One tile of queries, several with a rest, and no more than one query beside none.
+    by_length = {n: tuple(t.detach() for t in inputs(n)) for n in (64, 100, 20, 2)}
+    torch.save(by_length, tmp_path / "inputs")
+    command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found")
+    assert sorted(map(len, found.values())) == [1, 1, 4, 4, 4]
+    for name, outputs in found.items():
+        of = packaged if name == "package" else module
+        for n, out in outputs.items():
+            want = of.expected(*by_length[n]).detach()
+            assert torch.allclose(out, want, rtol=1e-5, atol=1e-5), (name, n, (out - want).abs().max())
+
+
+class Rounded(torch.autograd.Function):
+    """A derivative that no graph of its forward has."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Numbers(torch.nn.Module):
+    """Mods that close over numbers which change with the length, and one with a derivative of its own."""
+
+    def forward(self, q, k, v):
+        length = q.shape[2]
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return Rounded.apply(4 * score) + step * q_idx / 7 + kv_idx / half
+
+        width, step, slope, half = length // 3, length // 2, length * 0.01, length * 0.5
+        block_mask = create_block_mask(
+            lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() <= width) & (q_idx * slope < 90),
+            None, None, length, length, q.device, BLOCK_SIZE=16,
+        )  # fmt: skip
+        return flex_attention(q, k, v, score_mod, block_mask, scale=slope, return_lse=True)
+
+
+def check_with_gradients(ours, theirs, args):
+    got, want = ours(*args), theirs(*args)
+    assert len(got) == len(want)
+    upstream = [torch.randn_like(t) for t in want]
+    for one, other in zip(
+        (*got, *torch.autograd.grad(got, args, upstream)),
+        (*want, *torch.autograd.grad(want, args, upstream)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_changing_numbers_and_derivatives_of_their_own():
+    loaded = saved_and_loaded(Numbers(), inputs(48), DYNAMIC)
+    for length in (48, 7, 100):
+        check_with_gradients(loaded, Numbers(), inputs(length))
+
+
+class Halved(torch.nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, q, k, v):
+        length = q.shape[2]
+        if not self.masked:
+            return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score * (length // 2))
+        mask = create_block_mask(lambda b, h, q, kv: q < length // 2, None, None, length, length, "cpu", 16)
+        return flex_attention(q, k, v, None, mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_arithmetic_on_a_length_inside_a_mod(masked):
+    with pytest.raises(
+        FlexNotImplementedError, match=r"Compute it before the mod \(half = length // 2\), or export w"
+    ):
+        torch.export.export(Halved(masked), inputs(), dynamic_shapes=DYNAMIC, strict=False)
+    program = torch.export.export(Halved(masked), inputs(), dynamic_shapes=DYNAMIC, strict=True)
+    args = inputs(30)
+    torch.testing.assert_close(program.module()(*args), Halved(masked)(*args))
+
+
+class Given(torch.nn.Module):
+    """Schedules of both kinds that were there before, and grouped heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = [
+            create_block_mask(near, None, None, 48, 48, "cpu", 16, compact=compact) for compact in (0, 1)
+        ]
+
+    def forward(self, q, k, v):
+        k, v = k[:, :1], v[:, :1]
+        hints = {"BLOCK_M": 32}
+        return tuple(
+            flex_attention(q, k, v, None, m, enable_gqa=True, kernel_options=hints) for m in self.masks
+        )
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_schedules_that_were_there_before(strict):
+    check_with_gradients(saved_and_loaded(Given(), inputs(48), strict=strict), Given(), inputs(48))
+
+
+def test_a_loaded_program_compiles_to_fused_kernels():
+    loaded = saved_and_loaded(Documents(), inputs())
+    flex_inductor.decisions(clear=True)
+    args = tuple(t.detach() for t in inputs())
+    with torch.no_grad():
+        out = torch.compile(loaded, backend="flex_inductor", fullgraph=True)(*args)
+    torch.testing.assert_close(out, Documents().expected(*args).detach())
+    assert [decision.chosen for decision in flex_inductor.decisions()] == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda text: "import os", "Expecting value"),
+        (lambda text: text.replace('"blocks":[]', '"blocks":["import os"]'), "blocks are"),
+        (lambda text: text.replace('"form":""', '"form":"os"'), "a schedule has the form os"),
+        (lambda text: text.replace('"scale":0.5', '"scale":"1"'), "the scale is 1"),
+        (lambda text: text.replace('"options":{', '"options":{"a":[],'), "the options are"),
+        (lambda text: text.replace("aten::neg", "os.getpid"), "'os.getpid', which is not an operator registered"),
+    ],
+)  # fmt: skip
+def test_a_saved_call_is_data(change, match):
+    class Negated(torch.nn.Module):
+        def forward(self, q):
+            return flex_attention(q, q, q, lambda score, *_: -score, scale=0.5)
+
+    q = torch.randn(1, 1, 2, 4)
+    (node,) = torch.export.export(Negated(), (q,)).graph.find_nodes(
+        op="call_function", target=torch.ops.flex_inductor.saved_attention.default
+    )
+    text = node.args[4]
+    torch.ops.flex_inductor.saved_attention(q, q, q, [], text, [], [])
+    with pytest.raises(FlexValueError, match=match):
+        torch.ops.flex_inductor.saved_attention(q, q, q, [], change(text), [], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from torch._functorch import utils as functorch_utils
 from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
@@ -76,6 +78,20 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
         waiting = [_AfterImport(name)]
         sys.meta_path.insert(0, waiting[0])
     waiting[0].callbacks.append(callback)
+
+
+def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
+    """Every autograd.Function gets `change(args)` for what its `apply` is called with, by whatever name it is called.
+
+    Not Function.apply itself is replaced, which others may have bound to a name, but what it hands its arguments to.
+    """
+    unwrap = functorch_utils.unwrap_dead_wrappers
+
+    @functools.wraps(unwrap)
+    def unwrap_dead_wrappers(args: tuple) -> tuple:
+        return unwrap(change(args))
+
+    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
 
 
 def register_dynamo_variable(op: Any, variable_class: Any) -> None:

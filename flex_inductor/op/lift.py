@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from .. import compat
 from .tracing import LaneIndexing, apart_from_surrounding_trace, example_lanes
 
 
@@ -52,32 +51,21 @@ class _Exchange(TorchFunctionMode):
     def __init__(self, instead_of: Callable[[Tensor], Any]):
         super().__init__()
         self.instead_of = instead_of
-        self.thread = threading.get_ident()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(Tensor, self.instead_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __enter__(self) -> Any:
-        _apply_lock.acquire()
-        self.torchs_apply = Function.__dict__["apply"]
 
-        def apply(function, *args, **kwargs):
-            if threading.get_ident() == self.thread:
-                args = tree_map_only(Tensor, self.instead_of, args)
-            return self.torchs_apply.__func__(function, *args, **kwargs)
-
-        # No torch function sees the tensors that autograd.Function.apply takes.
-        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        Function.apply = self.torchs_apply  # type: ignore[method-assign]
-        _apply_lock.release()
+def _exchanged(args: tuple) -> tuple:
+    """What an autograd.Function gets in this thread: no torch function sees the tensors that its `apply` takes."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, _Exchange):
+            args = tree_map_only(Tensor, mode.instead_of, args)
+    return args
 
 
-_apply_lock = threading.RLock()
+compat.change_function_arguments(_exchanged)
 
 
 class _Record(_Exchange):
@@ -103,9 +91,10 @@ class _Record(_Exchange):
         if id(tensor) not in self.stand_ins:
             with temporarily_clear_interpreter_stack(), self.fake_mode:
                 # On the query's device, so that a capture that is elsewhere can be named in an error.
-                self.stand_ins[id(tensor)] = torch.empty_strided(
+                stand_in = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
+            self.stand_ins[id(tensor)] = self.made[id(stand_in)] = stand_in
         return self.stand_ins[id(tensor)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -8,6 +8,7 @@ and Inductor treat like any other: its lengths, and so its shapes, are known, on
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import compat
 from ..op.tracing import LaneIndexing
 from .lists import lists_from_runs
+from .ordinary import ordinary_tensors
 from .tables import Extent
 
 # Traced mask functions of (b, h, q, kv, *captures) by the hash of their code, and what each capture is: a
@@ -26,7 +28,19 @@ from .tables import Extent
 # not, so a graph that names a function here has always put it here first.
 _TRACED: dict[str, tuple[Callable, str]] = {}
 TENSOR, INTEGER, FLOAT = "tif"
-_PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+def _dispatch_of_a_new_thread() -> tuple[Any, Any]:
+    """The dispatch keys that are on and off where nothing has changed them, as this module's import may find them."""
+    found: list[Any] = []
+    keys = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
+    thread = threading.Thread(target=lambda: found.extend(read() for read in keys))
+    thread.start()
+    thread.join()
+    return found[0], found[1]
+
+
+_PLAIN_DISPATCH = _dispatch_of_a_new_thread()
 
 
 class _BlockLists(HigherOrderOperator):
@@ -52,8 +66,6 @@ def block_lists(
     separate_full_blocks: bool,
 ) -> list[Tensor]:
     """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
-    from .blockmask import analysed
-
     traced, kinds = _TRACED[mask_mod]
     given, integers = iter(tensors), iter(numbers)
     captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
@@ -65,9 +77,18 @@ def block_lists(
 
     bound.__name__ = "mask_mod"
     extent = _extent(sizes)
-    # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
+    # The op may be called from below a dispatch mode, where vmap and tracing do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
-        runs, grids = analysed(bound, extent, like.device)
+        return _lists(bound, extent, like.device, separate_full_blocks)
+
+
+@ordinary_tensors
+def _lists(
+    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+) -> list[Tensor]:
+    from .blockmask import analysed
+
+    runs, grids = analysed(mask_mod, extent, device)
     lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
     return [x.contiguous() for x in lists if x is not None]

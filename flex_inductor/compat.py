@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -48,7 +49,6 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
@@ -62,8 +62,13 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        for callback in self.callbacks:
-            callback(module)
+        self.run(module)
+
+    def run(self, module):
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+        while self.callbacks:
+            self.callbacks.pop(0)(module)
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
@@ -71,14 +76,14 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
 
     Dynamo and Inductor take a second to import, so nothing of ours imports them before they are used.
     """
+    waiting = next((f for f in sys.meta_path if isinstance(f, _AfterImport) and f.name == name), None)
+    if waiting is None:
+        waiting = _AfterImport(name)
+        sys.meta_path.insert(0, waiting)
+    waiting.callbacks.append(callback)
     if name in sys.modules:
-        callback(sys.modules[name])
-        return
-    waiting = [f for f in sys.meta_path if isinstance(f, _AfterImport) and f.name == name]
-    if not waiting:
-        waiting = [_AfterImport(name)]
-        sys.meta_path.insert(0, waiting[0])
-    waiting[0].callbacks.append(callback)
+        __import__(name)  # waits where another thread has begun to import it
+        waiting.run(sys.modules[name])
 
 
 def change_function_arguments(change: Callable[[tuple], tuple]) -> None:

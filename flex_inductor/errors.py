@@ -227,6 +227,13 @@ def capture_on_other_device(mod: str, capture: str, device: Any, expected: Any) 
     )
 
 
+def capture_of_inference_mode(mod: str, capture: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"{mod} captures `{capture}`, which was made under torch.inference_mode(), so autograd cannot keep it for the "
+        f"backward. Make it outside, or capture a copy that is made outside: {capture}.clone()."
+    )
+
+
 def mask_capture_needs_grad(capture: str) -> FlexValueError:
     return FlexValueError(
         f"mask_mod captures `{capture}`, which requires grad, but a mask has no gradient. Use {capture}.detach() "

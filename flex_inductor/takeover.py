@@ -7,7 +7,8 @@ Python wrapper refuses before there is a node (on CPU: gradients and max_scores)
 from __future__ import annotations
 
 import math
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -125,6 +126,7 @@ def _block_mask(
     )  # fmt: skip
 
 
+_PAIRS = ((torch_flex.flex_attention, _attention), (torch_flex.create_block_mask, _block_mask))
 _SWAPPED = ("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -132,19 +134,31 @@ class take_over:
     """Make torch's flex_attention and create_block_mask ours, until `undo()` or the `with` block ends.
 
     Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function objects
-    stay torch's and get our code, so modules that have imported them by name are served as well.
+    stay torch's and get our code, so modules that have imported them by name are served as well. They are
+    torch's again once all that took them over, in whatever threads and order, have let go.
     """
 
+    _lock = threading.Lock()
+    _holders: ClassVar[set[take_over]] = set()
+    _torchs: ClassVar[list[list[Any]]] = []  # the attributes of torch's functions while they are ours
+
     def __init__(self) -> None:
-        pairs = ((torch_flex.flex_attention, _attention), (torch_flex.create_block_mask, _block_mask))
-        self._torchs = [(torchs, [getattr(torchs, name) for name in _SWAPPED]) for torchs, _ in pairs]
-        for torchs, ours in pairs:
-            _set(torchs, [getattr(ours, name) for name in _SWAPPED])
+        with self._lock:
+            if not self._holders:
+                self._torchs[:] = [[getattr(torchs, name) for name in _SWAPPED] for torchs, _ in _PAIRS]
+                for torchs, ours in _PAIRS:
+                    _set(torchs, [getattr(ours, name) for name in _SWAPPED])
+            self._holders.add(self)
 
     def undo(self) -> None:
-        """Give torch's functions their own code back."""
-        for torchs, attributes in self._torchs:
-            _set(torchs, attributes)
+        """Let go. Once the last has, torch's functions have their own code back."""
+        with self._lock:
+            if self not in self._holders:
+                return
+            self._holders.remove(self)
+            if not self._holders:
+                for (torchs, _), attributes in zip(_PAIRS, self._torchs, strict=True):
+                    _set(torchs, attributes)
 
     def __enter__(self) -> take_over:
         return self

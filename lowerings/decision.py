@@ -101,7 +101,8 @@ def decisions(*, clear: bool = False) -> list[Decision]:
     """The record of every attention call compiled since the last `decisions(clear=True)`."""
     found = list(_recent)
     if clear:
-        _recent.clear()
+        for _ in found:  # what another thread adds meanwhile stays for the next call
+            _recent.popleft()
     return found
 
 

@@ -29,6 +29,7 @@ MOST_COMPILATIONS = 32  # the newest are kept
 MOST_CALLS = 64  # of one compilation, from the first on
 MOST_LETTERS = 400  # of one text
 
+# One thread at a time comes here: torch compiles, and loads what is cached, under a lock of its own.
 _compilations: dict[str, dict[str, Any]] = {}  # by what Dynamo calls them, the oldest first
 _depth = 0  # of `_written_at_the_end`
 

@@ -1,5 +1,6 @@
 """The package as a user gets it: the wheel, the source checkout, the console script."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import flex_inductor
+from flex_inductor import compat
 from flex_inductor.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +115,23 @@ print(time.perf_counter() - start, "torch._inductor" in sys.modules)
     runs = [python("-c", code, cwd=ROOT).split() for _ in range(3)]
     assert min(float(seconds) for seconds, _ in runs) < 0.3
     assert {inductor for _, inductor in runs} == {"False"}
+
+
+@pytest.mark.parametrize("looked_for", [False, True])
+def test_what_waits_for_a_module_runs_once_when_it_is_imported(tmp_path, monkeypatch, looked_for):
+    (tmp_path / "waited_for.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen, finders = [], list(sys.meta_path)
+    compat.when_imported("waited_for", lambda module: seen.append(module.value))
+    if looked_for:  # as libraries do that ask what is installed
+        assert importlib.util.find_spec("waited_for") is not None
+    assert not seen
+    module = importlib.import_module("waited_for")
+    compat.when_imported("waited_for", lambda module: seen.append(module.value + 1))
+    assert seen == [1, 2]
+    assert sys.meta_path == finders
+    assert type(module.__loader__).__module__ != compat.__name__
+    del sys.modules["waited_for"]
 
 
 def test_cli_version_adds_no_heavy_import():

@@ -1,7 +1,11 @@
 """Code written for torch's flex_attention, served without changing it."""
 
+import concurrent.futures
+import itertools
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask as torchs_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torchs
 
 import flex_inductor
@@ -64,3 +68,39 @@ def test_lse_in_natural_logarithm_through_torchs_op(qkv):
     )
     with served_by("cpu"):
         torch.testing.assert_close(compiled(*qkv), reference(*qkv)[1])
+
+
+def attributes():
+    return [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in (torchs, torchs_block_mask)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_switches_are_undone_in_any_order(order):
+    before = attributes()
+    switches = [flex_inductor.take_over() for _ in range(3)]
+    for number in order:
+        assert all(ours != torchs for ours, torchs in zip(attributes(), before, strict=True))
+        switches[number].undo()
+        switches[number].undo()
+    assert attributes() == before
+
+
+def test_switch_is_undone_when_something_fails():
+    before = attributes()
+    with pytest.raises(ZeroDivisionError), flex_inductor.take_over(), flex_inductor.take_over():
+        raise ZeroDivisionError
+    assert attributes() == before
+
+
+def test_switches_in_many_threads():
+    before = attributes()
+
+    def switch_often():
+        for _ in range(300):
+            with flex_inductor.take_over():
+                assert attributes() != before
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for switching in [pool.submit(switch_often) for _ in range(4)]:
+            switching.result()
+    assert attributes() == before

@@ -14,7 +14,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from ..compat import outside_graphs
 from .errors import MaskArgumentError, MaskModError
 from .in_graph import lists_in_trace, traced_block_lists
-from .lists import block_mask_from_runs, block_mask_of, without_full
+from .lists import block_mask_of, lists_from_runs, without_full
+from .ordinary import ordinary_tensors
 from .refine import tile_runs
 from .runs import Runs
 from .schedule import RunSchedule
@@ -24,6 +25,7 @@ from .trace import INDEX_NAMES, check_signature, trace_mask
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 
 
+@ordinary_tensors
 def create_block_mask(
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     B: int | None,
@@ -50,22 +52,20 @@ def create_block_mask(
         warnings.warn(
             "create_block_mask: _compile=True has no effect here: nothing quadratic is left to compile.",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     if compact:
         return _compact(mask_mod, extent, device, separate_full_blocks)
-    if torch.compiler.is_compiling() or _values_are_fake():
+    if torch.compiler.is_dynamo_compiling() or _values_are_fake():
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
         traced = traced_block_lists if torch.compiler.is_dynamo_compiling() else lists_in_trace
-        lists: list[Any] = list(traced(mask_mod, like, sizes, [*extent.tiles], separate_full_blocks))
-        if not separate_full_blocks:
-            lists = [*lists[:2], None, None, *lists[2:], None, None]
-        block_mask = block_mask_of(lists, extent, mask_mod)
+        lists = list(traced(mask_mod, like, sizes, [*extent.tiles], separate_full_blocks))
     else:
         runs, grids = analysed(mask_mod, extent, device)
-        block_mask = block_mask_from_runs(runs, grids, extent, mask_mod, separate_full_blocks)
+        lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
+    block_mask = block_mask_of(lists, extent, mask_mod)
     if compute_dq_write_order:
         orders = torch_flex._compute_dq_write_order_from_block_mask(block_mask, dq_kv_order=dq_kv_order)
         block_mask.dq_write_order, block_mask.dq_write_order_full = orders
@@ -98,8 +98,7 @@ def analysed(mask_mod: Callable, extent: Extent, device: torch.device) -> tuple[
     program = trace_mask(mask_mod, device)
     grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
     try:
-        with torch.no_grad():
-            return tile_runs(program, extent), grids
+        return tile_runs(program, extent), grids
     except (RuntimeError, IndexError, ValueError) as error:
         sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
         where = ", ".join(f"{name} < {size}" for name, size in sizes)
@@ -112,7 +111,7 @@ def analysed(mask_mod: Callable, extent: Extent, device: torch.device) -> tuple[
 def check_arguments(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any
 ) -> tuple[Extent, torch.device]:
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         check_signature(mask_mod)
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in sizes.items():

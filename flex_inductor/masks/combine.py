@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from .algebra import and_masks, or_masks
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
+from .ordinary import ordinary_tensors
 from .runs import Runs, merged, overlay, repeated
 from .schedule import RunSchedule, extent_of, runs_of_block_mask
 from .tables import Extent
@@ -33,6 +34,7 @@ def unite(first: Blocks, second: BlockMask | RunSchedule) -> Blocks:
     return _combine("unite", first, second, torch.maximum, or_masks)
 
 
+@ordinary_tensors
 def _combine(name: str, first: Any, second: Any, kinds: Callable, mods: Callable) -> Any:
     parts = [_parts(name, position, mask) for position, mask in (("first", first), ("second", second))]
     (a, a_grids, extent), (b, b_grids, other) = parts

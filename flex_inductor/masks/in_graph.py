@@ -8,6 +8,7 @@ and Inductor treat like any other: its lengths, and so its shapes, are known, on
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,21 +17,34 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
 from ..op import graph_text
 from ..op.lift import lift
+from ..op.tracer import Tracer
 from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace, numbers_known
 from .lists import lists_from_runs
+from .ordinary import ordinary_tensors
 from .tables import Extent
 
 # Lists whose length changes have room for so many tiles: torch takes a size that may be 1 for another case, for
 # which it compiles again and which it does not export.
 LEAST_ROOM = 2
 TENSOR, INTEGER, FLOAT = "tif"  # what a capture is; a float comes as a tensor
-_PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+
+
+def _dispatch_of_a_new_thread() -> tuple[Any, Any]:
+    """The dispatch keys that are on and off where nothing has changed them, as this module's import may find them."""
+    found: list[Any] = []
+    keys = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
+    thread = threading.Thread(target=lambda: found.extend(read() for read in keys))
+    thread.start()
+    thread.join()
+    return found[0], found[1]
+
+
+_PLAIN_DISPATCH = _dispatch_of_a_new_thread()
 
 
 class _BlockLists(HigherOrderOperator):
@@ -70,8 +84,6 @@ def _block_lists(
 
     They have `room` for that many rows and columns of tiles.
     """
-    from .blockmask import analysed
-
     traced, kinds = _mask_from(mask_mod)
     # Packaged code gives no list where it is empty.
     given, integers = iter(tensors or ()), iter(numbers or ())
@@ -83,13 +95,22 @@ def _block_lists(
 
     bound.__name__ = "mask_mod"
     extent = _extent(sizes)
-    # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
+    # The op may be called from below a dispatch mode, where vmap and tracing do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
-        runs, grids = analysed(bound, extent, like.device)
-    lists = [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
+        lists = _lists(bound, extent, like.device, separate_full_blocks)
     shapes = _list_shapes(extent, room, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
     return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
+
+
+@ordinary_tensors
+def _lists(
+    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+) -> list[Tensor]:
+    from .blockmask import analysed
+
+    runs, grids = analysed(mask_mod, extent, device)
+    return [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
 
 
 @torch.library.register_fake("flex_inductor::block_lists", lib=_library)
@@ -142,7 +163,8 @@ def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds:
         with fake_mode, numbers_known():
             lanes = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in MASK_LANES]
             given = [_fake_like(capture, fake_mode) for capture in captures]
-            graph = make_fx(flat)(*lanes, *given)
+            tracer = Tracer()
+            graph = fx.GraphModule(tracer.root, tracer.trace_call(flat, [*lanes, *given]))
     return graph_text.dump({"captures": kinds, "mask": graph_text.graph_data(graph)})
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .algebra import MaskMod
 from .errors import MaskArgumentError
+from .ordinary import ordinary_tensors
 
 Sizes = int | Sequence[int]
 
@@ -68,6 +69,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     return prefix_lm
 
 
+@ordinary_tensors
 def document(
     ids: Tensor | None = None,
     *,
@@ -91,7 +93,10 @@ def document(
             f"document: expected exactly one of ids, lengths and cu_seqlens, got {sum(given)} of them."
         )
     if ids is None:
-        counts = torch.as_tensor(lengths) if cu_seqlens is None else torch.diff(cu_seqlens)
+        if cu_seqlens is not None:
+            counts = torch.diff(cu_seqlens)
+        else:
+            counts = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
         if counts.dim() != 1 or bool((counts < 0).any()):
             raise MaskArgumentError(
                 "document: lengths: expected a 1-d list of lengths (cu_seqlens: ascending ends from 0 on), "
@@ -198,6 +203,7 @@ def neighborhood(shape: Sizes, window: Sizes, tile: Sizes | None = None) -> Mask
     return neighborhood
 
 
+@ordinary_tensors
 def neighborhood_order(shape: Sizes, tile: Sizes) -> Tensor:
     """For each position of the tiled order, the row-major index of its token: `x[:, :, order]` reorders."""
     sizes, _, tiles = _grid("neighborhood_order", shape, 1, tile)
@@ -270,6 +276,7 @@ def shared_prefix(prefix: int, suffix: int) -> MaskMod:
     return shared_prefix
 
 
+@ordinary_tensors
 def tree(parents: Sequence[int] | Tensor, context: int | Tensor = 0) -> MaskMod:
     """Speculative decoding: a node sees the `context` keys before the tree, its ancestors and itself.
 

@@ -54,7 +54,9 @@ def block_mask_from_runs(
 
 
 def block_mask_of(lists: Sequence[Tensor | None], extent: Extent, mask_mod: Callable) -> BlockMask:
-    """A BlockMask of its eight lists."""
+    """A BlockMask of its eight lists, or of the four there are without full blocks."""
+    if len(lists) < len(LISTS):
+        lists = [*lists[:2], None, None, *lists[2:], None, None]
     tensors: dict[str, Any] = dict(zip(LISTS, lists, strict=True))
     return BlockMask(seq_lengths=extent.lengths, **tensors, BLOCK_SIZE=extent.block, mask_mod=mask_mod)
 

@@ -26,6 +26,7 @@ from .. import compat
 from .algebra import offset
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
+from .ordinary import ordinary_tensors
 from .runs import FULL, PARTIAL, Runs, density, from_grid, merged, transposed
 from .tables import Extent
 
@@ -69,12 +70,14 @@ class RunSchedule:
         )
 
     @staticmethod
+    @ordinary_tensors
     def from_block_mask(block_mask: BlockMask) -> RunSchedule:
         """The same tiles as `block_mask`, which may come from torch."""
         extent = extent_of(block_mask)
         runs, grids = runs_of_block_mask(block_mask)
         return RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod)
 
+    @ordinary_tensors
     def to_block_mask(self, separate_full_blocks: bool = True) -> BlockMask:
         return block_mask_from_runs(
             self.row_runs(), self.grids, self.extent, self.mask_mod, separate_full_blocks
@@ -110,6 +113,7 @@ class RunSchedule:
         rows, columns = self.extent.tiles
         return merged(self.grids[0] * self.grids[1] * rows, columns, line, start, stop, torch.cat(kinds))
 
+    @ordinary_tensors
     def to(self, device: torch.device | str) -> RunSchedule:
         """The tensors moved; what mask_mod captures stays where it is."""
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
@@ -121,6 +125,7 @@ class RunSchedule:
         area = self.grids[0] * self.grids[1] * self.seq_lengths[0] * self.seq_lengths[1]
         return 100 * (1 - visited / area) if area else 0.0
 
+    @ordinary_tensors
     def __getitem__(self, index: Any) -> RunSchedule:
         """A part of the batch, heads and rows of tiles: integers, or slices without a step.
 
@@ -138,13 +143,14 @@ class RunSchedule:
         runs = self.row_runs()
         batch, heads = self.grids
         # A grid of size 1 stands for every b or h.
-        take_b = torch.arange(b0, b1) if batch > 1 else torch.zeros(1, dtype=torch.int64)
-        take_h = torch.arange(h0, h1) if heads > 1 else torch.zeros(1, dtype=torch.int64)
-        new_line = torch.full((batch, heads, rows), -1)
+        device = self.device
+        take_b = torch.arange(*((b0, b1) if batch > 1 else (0, 1)), device=device)
+        take_h = torch.arange(*((h0, h1) if heads > 1 else (0, 1)), device=device)
+        new_line = torch.full((batch, heads, rows), -1, device=device)
         kept = take_b.numel() * take_h.numel() * (r1 - r0)
-        chosen = torch.arange(kept).view(take_b.numel(), take_h.numel(), r1 - r0)
+        chosen = torch.arange(kept, device=device).view(take_b.numel(), take_h.numel(), r1 - r0)
         new_line[take_b[:, None], take_h, r0:r1] = chosen
-        line = new_line.view(-1).to(self.device)[runs.line]
+        line = new_line.view(-1)[runs.line]
         keep = line >= 0
         part = merged(kept, columns, line[keep], runs.start[keep], runs.stop[keep], runs.kind[keep])
         q_start, q_stop = (min(r * self.BLOCK_SIZE[0], self.seq_lengths[0]) for r in (r0, r1))

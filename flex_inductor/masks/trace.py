@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..op.tracer import Tracer
 from ..op.tracing import LaneIndexing
 from .errors import MaskModError
 
@@ -174,15 +174,17 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
 
     with torch.no_grad():
         try:
-            graph = make_fx(flat)(*zeros).graph
+            tracer = Tracer()
+            graph = tracer.trace_call(flat, zeros)
             if any(_mutates(node) for node in graph.nodes):
                 _refuse_captured_mutation(graph, mask_mod)
-                graph = make_fx(torch.func.functionalize(flat))(*zeros).graph
+                tracer = Tracer()
+                tracer.trace_call(torch.func.functionalize(flat), zeros)
         except MaskModError:
             raise
         except Exception as failure:
             return _untraceable(mask_mod, flat, failure, device)
-    return _program_from_graph(graph, mask_mod, device)
+    return _program_from(tracer, mask_mod, device)
 
 
 def _mutates(node: torch.fx.Node) -> bool:
@@ -266,15 +268,15 @@ class _Builder:
         return len(self.steps) - 1
 
 
-def _program_from_graph(graph: torch.fx.Graph, mask_mod: Callable, device: torch.device) -> MaskProgram:
+def _program_from(tracer: Tracer, mask_mod: Callable, device: torch.device) -> MaskProgram:
     builder = _Builder()
     number: dict[torch.fx.Node, int] = {}
     inputs = iter(range(len(INDEX_NAMES)))
-    for node in graph.nodes:
+    for node in tracer.graph.nodes:
         if node.op == "placeholder":
             number[node] = next(inputs)
         elif node.op == "get_attr":
-            value = getattr(graph.owning_module, node.target)
+            value = getattr(tracer.root, node.target)
             _check_device(value, mask_mod, device)
             leaf = Step(value, (), {}, value.dtype, tuple(value.shape), frozenset())
             number[node] = builder.add(leaf, ("captured", id(value)))

@@ -169,12 +169,16 @@ def prepare(call: AttentionCall) -> AttentionCall:
     )
     if isinstance(call.scale, (torch.SymFloat, Tensor)):
         call = _scale_as_capture(call)
+    inputs = (call.query, call.key, call.value, *call.score_captures)
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     for field in ("score", "mask"):
         mod, captures = getattr(call, f"{field}_mod"), getattr(call, f"{field}_captures")
         for i, capture in enumerate(captures):
             if capture.device != call.query.device:
                 name = capture_names(mod, len(captures))[i]
                 raise errors.capture_on_other_device(f"{field}_mod", name, capture.device, call.query.device)
+            if saves and capture.is_inference():
+                raise errors.capture_of_inference_mode(f"{field}_mod", capture_names(mod, len(captures))[i])
             if field == "mask" and capture.requires_grad:
                 raise errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
     if call.mask_mod is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import DispatchKey
 from torch._higher_order_ops.utils import redirect_to_mode, reenter_make_fx, register_fake
 from torch._ops import HigherOrderOperator
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
@@ -25,15 +28,7 @@ from .hop import AttentionCall, BackwardCall, attention, attention_backward, lan
 from .layout import empty_like_layout
 from .program import split
 from .schedule import schedule_of
-from .tracing import (
-    JOINT_LANES,
-    MASK_LANES,
-    SCORE_LANES,
-    LaneIndexing,
-    example_lanes,
-    keeping_lines,
-    random_op,
-)
+from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, random_op
 
 
 def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
@@ -98,6 +93,18 @@ def _fake_backward(*args):
     return grads[0], grads[1], grads[2], captured
 
 
+def _keeping_lines(mod: Callable) -> Callable:
+    """`mod`, so that make_fx, which is under way, knows the line of the user's code that each node comes from."""
+    if not isinstance(mod, fx.GraphModule):
+        return mod
+
+    def run(*args: Any) -> Any:
+        with traceback.preserve_node_meta():
+            return fx.Interpreter(mod).run(*args)
+
+    return run
+
+
 _GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}
 
 
@@ -113,7 +120,7 @@ def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, 
         with disable_proxy_modes_tracing():
             examples = example_lanes(call.query, lanes)
         with LaneIndexing():
-            graph = reenter_make_fx(keeping_lines(mod))(*examples, *captures)
+            graph = reenter_make_fx(_keeping_lines(mod))(*examples, *captures)
         if drawn := random_op(graph):  # in inference mode nobody has looked yet
             raise errors.mod_is_random(field, drawn)
         name = mode.tracer.get_fresh_qualname(field)

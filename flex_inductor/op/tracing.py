@@ -18,13 +18,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat, errors
 from .lookups import as_indexing
+from .tracer import Tracer
 
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
@@ -128,7 +127,10 @@ def _plain_saved_tensors() -> Any:
 def _plain_backward() -> Any:
     """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    return contextlib.nullcontext() if compiled_autograd is None else compiled_autograd._disable()
+    # It is on or off for the whole process: where it is off, no other thread may see it touched.
+    if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
+        return contextlib.nullcontext()
+    return compiled_autograd._disable()
 
 
 def example_lanes(like: Tensor, names: Sequence[str]) -> list[Tensor]:
@@ -149,28 +151,17 @@ def _fake_like(capture: Any, fake_mode: FakeTensorMode) -> Any:
         )
 
 
-def keeping_lines(mod: Callable) -> Callable:
-    """`mod`, so that what is traced of a graph knows the line of the user's code that each node comes from."""
-    if not isinstance(mod, fx.GraphModule):
-        return mod
-
-    def run(*args: Any) -> Any:
-        with traceback.preserve_node_meta():
-            return fx.Interpreter(mod).run(*args)
-
-    return run
-
-
 def trace_mod(mod: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
     """The FX graph of `mod(*lanes, *captures)`, which holds aten ops only."""
 
-    run = keeping_lines(mod)
+    tracer = Tracer()
+    run = tracer.keeping_lines(mod)
 
     def value(*args):
         with LaneIndexing():
             return run(*args)
 
-    return _trace(value, lanes, query, captures)
+    return _trace(tracer, value, lanes, query, captures)
 
 
 def trace_joint(
@@ -183,9 +174,8 @@ def trace_joint(
     on, has None for its gradient; d score is then zero.
     """
 
-    from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-
-    run = keeping_lines(score_mod)
+    tracer = Tracer()
+    run = tracer.keeping_lines(score_mod)
 
     def joint(score, b, h, q_idx, kv_idx, grad, *captures):
         inputs = [
@@ -194,21 +184,20 @@ def trace_joint(
         ]
         sources = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want]
         grads: Sequence[Tensor | None] = (None,) * len(sources)
-        # With anomaly mode autograd's nodes know lines too.
-        with torch.enable_grad(), LaneIndexing(), torch.autograd.set_detect_anomaly(True, check_nan=False):
+        with torch.enable_grad(), LaneIndexing():
             new_score = run(inputs[0].clone(), b, h, q_idx, kv_idx, *inputs[1:])
-            if new_score.grad_fn is not None:
-                setup_stacktrace_preservation_hooks([new_score.grad_fn])
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
         found = iter(grads)
         d_score, *d_captures = (next(found) if want else None for want in wanted)
         return torch.zeros_like(score) if d_score is None else d_score, *d_captures
 
-    return _trace(joint, JOINT_LANES, query, captures)
+    return _trace(tracer, joint, JOINT_LANES, query, captures)
 
 
-def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
+def _trace(
+    tracer: Tracer, fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]
+) -> fx.GraphModule:
     tensors = [query, *(c for c in captures if isinstance(c, Tensor))]
     with apart_from_surrounding_trace():
         fake_mode = detect_fake_mode(tensors) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -216,8 +205,9 @@ def _trace(fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence
             args = example_lanes(query, lanes)
         args += [_fake_like(capture, fake_mode) for capture in captures]
         with fake_mode, numbers_known():
-            module = make_fx(fn)(*args)
-        return _tidy(module, len(lanes))
+            graph = tracer.trace_call(fn, args)
+        _tidy(graph, tracer.root, len(lanes))
+        return fx.GraphModule(tracer.root, graph)
 
 
 @contextlib.contextmanager
@@ -249,9 +239,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _tidy(module: fx.GraphModule, lanes: int) -> fx.GraphModule:
+def _tidy(graph: fx.Graph, root: torch.nn.Module, lanes: int) -> None:
     """Drop what tracing leaves behind: copies, 0-d constants kept as attributes, writes to a lane's own values."""
-    graph = module.graph
     captures = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     for node in list(graph.nodes):
         if node.target in _COPIES or (
@@ -259,7 +248,7 @@ def _tidy(module: fx.GraphModule, lanes: int) -> fx.GraphModule:
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "get_attr" and _is_number(constant := getattr(module, node.target)):
+        elif node.op == "get_attr" and _is_number(constant := getattr(root, node.target)):
             with graph.inserting_before(node):
                 literal = graph.call_function(
                     torch.ops.aten.full.default,
@@ -273,8 +262,6 @@ def _tidy(module: fx.GraphModule, lanes: int) -> fx.GraphModule:
             packet = getattr(torch.ops.aten, node.target._schema.name.removeprefix("aten::")[:-1])
             node.target = getattr(packet, node.target._overloadname)
     graph.eliminate_dead_code()
-    module.recompile()
-    return module
 
 
 def written_placeholder(module: fx.GraphModule) -> tuple[int, str] | None:

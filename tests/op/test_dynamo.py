@@ -8,12 +8,12 @@ import torch
 from op.calls import check, close, draw, parameter, qkv
 from torch._dynamo.testing import CompileCounterWithBackend, normalize_gm
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.op import attention, chunked
 from flex_inductor.op.hop import AttentionCall
-from flex_inductor.op.tracing import make_fx
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

@@ -127,7 +127,33 @@ def custom_function_by_module():
     return module, module.factor
 
 
-@pytest.mark.parametrize("make", [custom_function_by_closure, custom_function_by_module])
+doubled = Doubled.apply
+
+
+def custom_function_by_name():
+    factor = parameter()
+    return (lambda score, b, h, q_idx, kv_idx: doubled(score, factor)), factor
+
+
+def custom_function_of_what_was_read_before():
+    factor = parameter()
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        unchanged = score + 0 * factor
+        return doubled(unchanged, factor)
+
+    return score_mod, factor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        custom_function_by_closure,
+        custom_function_by_module,
+        custom_function_by_name,
+        custom_function_of_what_was_read_before,
+    ],
+)
 def test_custom_backward_is_used(make):
     score_mod, factor = make()
     q, k, v = qkv()
@@ -137,17 +163,27 @@ def test_custom_backward_is_used(make):
     close(grads, (1.5 * d_q, 1.5 * d_k, d_v, 1.5 * d_factor))
 
 
-def test_apply_is_as_it_was():
-    before = torch.autograd.Function.__dict__["apply"]
-    score_mod, _ = custom_function_by_closure()
-    flex_attention(*qkv(), score_mod)
-
+def test_what_fails_in_a_mod_leaves_nothing_behind():
     def fails(score, b, h, q_idx, kv_idx):
         raise RuntimeError("from the mod")
 
     with pytest.raises(RuntimeError, match="from the mod"):
         flex_attention(*qkv(), fails)
-    assert torch.autograd.Function.__dict__["apply"] is before
+    x = parameter(3)
+    (grad,) = torch.autograd.grad(doubled(x, torch.ones(3)).sum(), x)
+    close(grad, torch.full_like(x, 3))
+
+
+def test_anomaly_mode_finds_no_nan_where_there_are_no_values():
+    table = parameter(6)
+
+    def loss():
+        return flex_attention(*qkv(), lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]).sum()
+
+    with torch.autograd.set_detect_anomaly(True):
+        loss().backward()
+        with pytest.raises(RuntimeError, match="returned nan values"), pytest.warns(UserWarning):
+            (loss() * float("nan")).backward()
 
 
 def test_only_what_is_computed_with_is_captured():

@@ -1,0 +1,25 @@
+"""Index tables are ordinary tensors wherever they are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which makes no tensors of inference mode: a mask made for evaluation also serves training."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():  # a graph's tensors are what it is called for
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run

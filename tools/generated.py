@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -84,13 +85,7 @@ def load(name: str, source: str) -> GeneratedKernel:
 def kernels_in(module: str) -> Iterator[GeneratedKernel]:
     """Every Triton kernel that a generated module defines."""
 
-    class Collect:
-        def triton(self, name: str, source: str, device_str: str = "cuda") -> None:
-            found.append((name, source))
-
-    found: list[tuple[str, str]] = []
     pattern = r"async_compile\.triton\('[^']+', '''.*?''', device_str='\w+'\)"
     for call in re.findall(pattern, module, flags=re.DOTALL):
-        eval(call, {"async_compile": Collect()})
-    for name, source in found:
+        name, source = map(ast.literal_eval, ast.parse(call, mode="eval").body.args)
         yield load(name, source)

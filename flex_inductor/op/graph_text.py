@@ -289,7 +289,7 @@ def _device(name: Any) -> torch.device:
 def _constant(data: Any) -> Tensor:
     expect(isinstance(data, list) and len(data) == 4, f"a constant is {str(data)[:80]}")
     word, shape, device, text = data
-    dtype = _WORDS.get(word) if isinstance(word, str) else None
+    dtype: Any = _WORDS.get(word) if isinstance(word, str) else None
     expect(isinstance(dtype, torch.dtype), f"the dtype of a constant is {str(word)[:80]}")
     expect(
         isinstance(shape, list) and all(map(is_count, shape)), f"the shape of a constant is {str(shape)[:80]}"

@@ -106,7 +106,7 @@ class _Record(_Exchange):
                 stand_in = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
-            self.stand_ins[id(tensor)] = self.made[id(stand_in)] = stand_in
+            self.stand_ins[id(tensor)] = stand_in
         return self.stand_ins[id(tensor)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from . import graph_text
+from .normal_form import Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -198,8 +199,8 @@ class _Splitter:
         self.captures = placeholders[len(lanes) :]
 
     def run(self) -> LaneProgram:
-        _normalize(self.graph)
-        _compose_indexing(self.graph)
+        normalize(self.graph)
+        compose_indexing(self.graph)
         self.outputs = list(next(n for n in self.graph.nodes if n.op == "output").args[0])
         self.depends = self._lane_dependence()
         self._find_leaves()
@@ -284,16 +285,16 @@ class _Splitter:
         stack, seen = [node], set()
         while stack:
             current = stack.pop()
-            if _scatter(current):
+            if scatter_of(current):
                 return True
             if current not in seen:
                 seen.add(current)
                 stack.extend(current.all_input_nodes)
         return False
 
-    def _lane_scatter(self, node: fx.Node) -> _Scatter | None:
+    def _lane_scatter(self, node: fx.Node) -> Scatter | None:
         """The parts of `node` if each lane adds a number or a row into a tensor whose shape does not depend on it."""
-        scatter = _scatter(node)
+        scatter = scatter_of(node)
         if scatter is None or any(self._is_lane(n) for n in _nodes_in(scatter.shape)):
             return None
         row = scatter.shape[len(scatter.indices) :]
@@ -451,38 +452,12 @@ def _nodes_in(argument: Any) -> list[fx.Node]:
     return nodes
 
 
-class _Scatter(NamedTuple):
-    shape: list[Any]
-    indices: list[fx.Node]
-    value: fx.Node
-
-
-def _scatter(node: fx.Node) -> _Scatter | None:
-    """The parts of `node` if it adds a value into zeros at lane indices: what indexing differentiates to."""
-    if node.target is not aten.index_put.default or node.args[3:] != (True,):
-        return None
-    zeros, indices, value, _ = node.args
-    shape = _shape_of_zeros(zeros)
-    if shape is not None and all(isinstance(i, fx.Node) for i in indices):
-        return _Scatter(list(shape), list(indices), value)
-    return None
-
-
-def _shape_of_zeros(node: fx.Node) -> Sequence[Any] | None:
-    """The shape that `node` fills with zeros, in the spellings that tracing and decompositions use."""
-    if node.target is aten.new_zeros.default:
-        return node.args[1]
-    if node.target is aten.zeros.default or (node.target is aten.full.default and node.args[1] == 0):
-        return node.args[0]
-    return None
-
-
 def _sums_lanes_alone(node: fx.Node, on_lanes: Sequence[int]) -> bool:
     """Whether `node` adds nothing to what depends on lanes: an invariant summand would count once for each lane."""
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return len(on_lanes) == 2
     if node.target in (aten.select_scatter.default, aten.slice_scatter.default):
-        return 1 in on_lanes and (0 in on_lanes or _shape_of_zeros(node.args[0]) is not None)
+        return 1 in on_lanes and (0 in on_lanes or shape_of_zeros(node.args[0]) is not None)
     return True
 
 
@@ -498,58 +473,3 @@ def _is_literal(node: fx.Node) -> bool:
 def _narrows(source: fx.Node, cast: fx.Node) -> bool:
     before, after = source.meta["val"].dtype, cast.meta["val"].dtype
     return before.is_floating_point and after.is_floating_point and before.itemsize >= after.itemsize
-
-
-_SAME_AS = {
-    aten.index_put_.default: aten.index_put.default,
-    aten._unsafe_index_put.default: aten.index_put.default,
-    aten._unsafe_index.Tensor: aten.index.Tensor,
-}
-
-
-def _normalize(graph: fx.Graph) -> None:
-    """Undo what Inductor's passes over a subgraph spell differently."""
-    for node in list(graph.nodes):
-        if str(node.target) == "prims.fma.default":  # which exists once Inductor is imported
-            with graph.inserting_before(node):
-                product = graph.call_function(aten.mul.Tensor, node.args[:2])
-            product.meta = dict(node.meta)
-            node.target, node.args = aten.add.Tensor, (product, node.args[2])
-        node.target = _SAME_AS.get(node.target, node.target)
-        if node.target is prims.convert_element_type.default:
-            node.target, node.kwargs, node.args = (
-                aten._to_copy.default,
-                {"dtype": node.args[1]},
-                node.args[:1],
-            )
-
-
-def _compose_indexing(graph: fx.Graph) -> None:
-    """t[i][j] becomes t[i, j], forward and backward, so that no lane holds a whole row."""
-    for node in list(graph.nodes):
-        if node.target is aten.index.Tensor and (inner := node.args[0]).target is aten.index.Tensor:
-            indices = [*inner.args[1], *node.args[1]]
-            if all(isinstance(i, fx.Node) and i.meta["val"].dim() == 0 for i in indices):
-                node.args = (inner.args[0], indices)
-        else:
-            _compose_scatter(graph, node)
-    graph.eliminate_dead_code()
-
-
-def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
-    outer = _scatter(node)
-    if outer is None:
-        return
-    if inner := _scatter(outer.value):
-        node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
-    elif outer.value.target is aten.add.Tensor and not outer.value.kwargs:  # row[i] + row[j], with row = t[h]
-        with graph.inserting_before(node):
-            parts = [
-                graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args
-            ]
-            total = graph.call_function(aten.add.Tensor, tuple(parts))
-        for new in (*parts, total):
-            new.meta = dict(node.meta)
-        for part in parts:
-            _compose_scatter(graph, part)
-        node.replace_all_uses_with(total)

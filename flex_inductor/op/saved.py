@@ -106,6 +106,7 @@ def _read(text: str) -> _Saved:
     graph_text.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
     plain = isinstance(options, dict) and all(type(v) in (bool, int, float, str) for v in options.values())
     graph_text.expect(plain, f"the options are {str(options)[:80]}")
+    score: Any
     score, derivative, mask = (
         None if data is None else graph_text.graph_function(data) for data in (score_mod, joint, mask_mod)
     )

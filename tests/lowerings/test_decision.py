@@ -8,6 +8,7 @@ import torch
 
 import flex_inductor
 from flex_inductor import create_block_mask, errors, flex_attention
+from flex_inductor.lowerings.cpu.route import CpuRoute
 from flex_inductor.lowerings.decision import decide
 
 
@@ -125,3 +126,13 @@ def test_log_shows_the_decision_of_a_call_compiled_or_from_the_cache(caplog):
             compiled = torch.compile(flex_attention, backend="flex_inductor", options={"route": "chunked"})
             compiled(*(torch.randn(1, 3, 29, 4) for _ in range(3)))
         assert caplog.text.count("chosen:   chunked") == 1
+
+
+def test_a_space_in_the_cache_folder_is_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/a folder")
+    usable, why = CpuRoute().available()
+    assert not usable
+    assert why == (
+        f"the cache folder '{tmp_path}/a folder' has a space in its name, at which torch cuts the compiler's command "
+        "line: set TORCHINDUCTOR_CACHE_DIR to a folder without one"
+    )

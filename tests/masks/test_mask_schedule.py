@@ -258,3 +258,9 @@ def test_picture_never_hides_a_visited_tile():
         lambda b, h, q, kv: (q == 0) & (kv == 0), 1, 1, 8192, 8192, "cpu", 64, compact=True
     )
     assert one_tile.picture(cells=2) == "░░  \n    "
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 64), (64, 0)])
+def test_a_mask_of_no_tokens_is_shown(lengths):
+    schedule = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, *lengths, "cpu", 32, compact=True)
+    assert str(schedule).startswith(f"RunSchedule(shape=(1, 1, {lengths[0]}, {lengths[1]})")

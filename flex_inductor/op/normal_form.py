@@ -1,0 +1,91 @@
+"""One spelling for what the graph of a mod computes, whoever traced or decomposed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_SAME_AS = {
+    aten.index_put_.default: aten.index_put.default,
+    aten._unsafe_index_put.default: aten.index_put.default,
+    aten._unsafe_index.Tensor: aten.index.Tensor,
+}
+
+
+def normalize(graph: fx.Graph) -> None:
+    """Undo what Inductor's passes over a subgraph spell differently."""
+    for node in list(graph.nodes):
+        if str(node.target) == "prims.fma.default":  # which exists once Inductor is imported
+            with graph.inserting_before(node):
+                product = graph.call_function(aten.mul.Tensor, node.args[:2])
+            product.meta = dict(node.meta)
+            node.target, node.args = aten.add.Tensor, (product, node.args[2])
+        node.target = _SAME_AS.get(node.target, node.target)
+        if node.target is prims.convert_element_type.default:
+            node.target, node.kwargs, node.args = (
+                aten._to_copy.default,
+                {"dtype": node.args[1]},
+                node.args[:1],
+            )
+
+
+def compose_indexing(graph: fx.Graph) -> None:
+    """t[i][j] becomes t[i, j], forward and backward, so that no lane holds a whole row."""
+    for node in list(graph.nodes):
+        if node.target is aten.index.Tensor and (inner := node.args[0]).target is aten.index.Tensor:
+            indices = [*inner.args[1], *node.args[1]]
+            if all(isinstance(i, fx.Node) and i.meta["val"].dim() == 0 for i in indices):
+                node.args = (inner.args[0], indices)
+        else:
+            _compose_scatter(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    outer = scatter_of(node)
+    if outer is None:
+        return
+    if inner := scatter_of(outer.value):
+        node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+    elif outer.value.target is aten.add.Tensor and not outer.value.kwargs:  # row[i] + row[j], with row = t[h]
+        with graph.inserting_before(node):
+            parts = [
+                graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args
+            ]
+            total = graph.call_function(aten.add.Tensor, tuple(parts))
+        for new in (*parts, total):
+            new.meta = dict(node.meta)
+        for part in parts:
+            _compose_scatter(graph, part)
+        node.replace_all_uses_with(total)
+
+
+class Scatter(NamedTuple):
+    shape: list[Any]
+    indices: list[fx.Node]
+    value: fx.Node
+
+
+def scatter_of(node: fx.Node) -> Scatter | None:
+    """The parts of `node` if it adds a value into zeros at lane indices: what indexing differentiates to."""
+    if node.target is not aten.index_put.default or node.args[3:] != (True,):
+        return None
+    zeros, indices, value, _ = node.args
+    shape = shape_of_zeros(zeros)
+    if shape is not None and all(isinstance(i, fx.Node) for i in indices):
+        return Scatter(list(shape), list(indices), value)
+    return None
+
+
+def shape_of_zeros(node: fx.Node) -> Sequence[Any] | None:
+    """The shape that `node` fills with zeros, in the spellings that tracing and decompositions use."""
+    if node.target is aten.new_zeros.default:
+        return node.args[1]
+    if node.target is aten.zeros.default or (node.target is aten.full.default and node.args[1] == 0):
+        return node.args[0]
+    return None

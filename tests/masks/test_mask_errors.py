@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from mask_helpers import compare
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from flex_inductor import RunSchedule, flex_attention
 from flex_inductor.masks import library
@@ -241,19 +240,6 @@ def test_a_capture_of_inference_mode_is_refused_in_training():
     with pytest.raises(FlexError) as error:
         flex_attention(query.requires_grad_(), query, query, block_mask=block_mask)
     assert str(error.value) == expected
-
-
-def test_fake_values_while_make_fx_traces():
-    def build(x):
-        return x + create_block_mask(library.causal(), None, None, 64, 64, "cpu", 16).kv_num_blocks.sum()
-
-    with pytest.raises(MaskArgumentError) as error:
-        make_fx(build, tracing_mode="fake")(torch.ones(2))
-    assert str(error.value) == (
-        "create_block_mask: called while make_fx or torch.export(strict=False) traces with fake tensors, which "
-        "have no values to make a mask of. Make the mask outside and pass it in, or use torch.compile or "
-        "torch.export(strict=True)."
-    )
 
 
 def test_capture_that_requires_grad():

@@ -173,14 +173,14 @@ def test_all_at_once():
         assert in_one_document == 64
 
     rounds = [
-        (calls[0].trained, 6),
-        (calls[1].trained, 6),
-        (calls[2].trained, 6),
-        (calls[1].served, 12),
-        (made[0].made, 8),
-        (made[1].made_compact, 8),
-        (lambda: calls[0].trained(compiled), 12),
-        (compiles, 3),
+        (calls[0].trained, 4),
+        (calls[1].trained, 4),
+        (calls[2].trained, 4),
+        (calls[1].served, 8),
+        (made[0].made, 6),
+        (made[1].made_compact, 6),
+        (lambda: calls[0].trained(compiled), 8),
+        (compiles, 2),
     ]
     start = threading.Barrier(len(rounds))
     failures = []

@@ -97,20 +97,24 @@ def _block_lists(
     extent = _extent(sizes)
     # The op may be called from below a dispatch mode, where vmap and tracing do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
-        lists = _lists(bound, extent, like.device, separate_full_blocks)
-    shapes = _list_shapes(extent, room, separate_full_blocks)
-    # A custom op's outputs have the strides its fake promises.
-    return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
+        return _lists(bound, extent, room, like.device, separate_full_blocks)
 
 
 @ordinary_tensors
 def _lists(
-    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+    mask_mod: Callable,
+    extent: Extent,
+    room: Sequence[int],
+    device: torch.device,
+    separate_full_blocks: bool,
 ) -> list[Tensor]:
     from .blockmask import analysed
 
     runs, grids = analysed(mask_mod, extent, device)
-    return [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
+    lists = [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
+    shapes = _list_shapes(extent, room, separate_full_blocks)
+    # A custom op's outputs have the strides its fake promises.
+    return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
 
 
 @torch.library.register_fake("flex_inductor::block_lists", lib=_library)

@@ -103,10 +103,9 @@ class _Record(_Exchange):
         if id(tensor) not in self.stand_ins:
             with temporarily_clear_interpreter_stack(), self.fake_mode:
                 # On the query's device, so that a capture that is elsewhere can be named in an error.
-                stand_in = torch.empty_strided(
+                self.stand_ins[id(tensor)] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
-            self.stand_ins[id(tensor)] = stand_in
         return self.stand_ins[id(tensor)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

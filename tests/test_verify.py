@@ -10,9 +10,11 @@ import torch
 import torch._inductor.lowering  # before the template, which it imports as well
 from torch._functorch import config as functorch_config
 from torch._inductor import config
+from torch.nn.attention import flex_attention as torch_flex
 
 from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import template
+from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.op import verify
 from flex_inductor.op.program import split
 from flex_inductor.op.tracing import MASK_LANES, trace_mod
@@ -237,3 +239,28 @@ def test_no_false_alarm(dtype):
             tensors = conditioned(name, seed)
             out, lse = attend(*(t.to(DTYPES[dtype]).requires_grad_() for t in tensors))
             (out.float().square().sum() + lse.sum()).backward()
+
+
+def test_blocks_of_one_head_for_masks_of_each():
+    """torch builds such a BlockMask without a word: the others visit what the first head does."""
+
+    def per_head(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx >= 16 * h
+
+    arguments, out, lse = op_arguments(64)
+    for heads in (None, 2):
+        mask = torch_flex.create_block_mask(per_head, None, heads, 64, 64, device="cpu", BLOCK_SIZE=16)
+        schedule, _ = schedule_parts(mask)
+        mod = split(trace_mod(per_head, MASK_LANES, out, ()), MASK_LANES, guarded=True).to_text()
+        arguments[3:6], arguments[7] = ["lists", list(schedule[:2]), list(schedule[2:])], mod
+        out, lse, _ = reference(*arguments[:3], None, mask, 0.25)
+        if heads is None:
+            text = (
+                r"^verify: block_mask has H=1, and its mask_mod differs between those that share its blocks: at b=0, h=1, "
+                r"q_idx=16, kv_idx=1 it does not say what the blocks do\. Pass the sizes of the call to "
+                r"create_block_mask as H\.$"
+            )
+            with pytest.raises(FlexError, match=text):
+                torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+        else:
+            torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)

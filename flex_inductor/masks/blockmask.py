@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..compat import outside_graphs
-from .errors import MaskArgumentError, MaskModError
+from .errors import MaskArgumentError, MaskModError, size_needed
 from .in_graph import empty_block_lists, traced_block_lists
 from .lists import block_mask_from_runs, block_mask_of, without_full
 from .refine import tile_runs
@@ -44,8 +44,11 @@ def create_block_mask(
     Equal to `torch.nn.attention.flex_attention.create_block_mask` with the same arguments, except that
     the tensors have stride 0 along batch and heads where the mask does not depend on them. With
     `compact=True` the result is a RunSchedule of the same tiles: memory by rows, not by rows x columns.
+
+    B and H may be None for a mask that does not read `b` and `h`; 1 takes the tiles of the first for all of them.
     """
     extent, device = check_arguments(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    unstated = "".join(name for name, size in (("b", B), ("h", H)) if size is None)
     if _compile:
         warnings.warn(
             "create_block_mask: _compile=True has no effect here: nothing quadratic is left to compile.",
@@ -54,20 +57,20 @@ def create_block_mask(
         )
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     if compact:
-        return _compact(mask_mod, extent, device, separate_full_blocks)
+        return _compact(mask_mod, extent, device, separate_full_blocks, unstated)
     compiling = torch.compiler.is_compiling()
     if compiling or _values_are_fake():
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
         if compiling:
-            lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks))
+            lists: list[Any] = list(traced_block_lists(mask_mod, like, sizes, separate_full_blocks, unstated))
         else:
             lists = empty_block_lists(like, sizes, separate_full_blocks)
         if not separate_full_blocks:
             lists = [*lists[:2], None, None, *lists[2:], None, None]
         block_mask = block_mask_of(lists, extent, mask_mod)
     else:
-        runs, grids = analysed(mask_mod, extent, device)
+        runs, grids = analysed(mask_mod, extent, device, unstated)
         block_mask = block_mask_from_runs(runs, grids, extent, mask_mod, separate_full_blocks)
     if compute_dq_write_order:
         orders = torch_flex._compute_dq_write_order_from_block_mask(block_mask, dq_kv_order=dq_kv_order)
@@ -82,7 +85,7 @@ def _values_are_fake() -> bool:
 
 @outside_graphs
 def _compact(
-    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool, unstated: str
 ) -> RunSchedule:
     """Not for compiled graphs: how many runs there are depends on the values of captures."""
     if _values_are_fake():
@@ -90,15 +93,22 @@ def _compact(
             "compact: got True under FakeTensorMode, where the mask has no values, and how many runs there are "
             "depends on them. Make the schedule outside the mode, or use compact=False."
         )
-    runs, grids = analysed(mask_mod, extent, device)
+    runs, grids = analysed(mask_mod, extent, device, unstated)
     return RunSchedule.from_runs(
         runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
     )
 
 
-def analysed(mask_mod: Callable, extent: Extent, device: torch.device) -> tuple[Runs, tuple[int, int]]:
-    """The runs of all rows of tiles, and the (batch, heads) for which they are kept."""
+def analysed(
+    mask_mod: Callable, extent: Extent, device: torch.device, unstated: str
+) -> tuple[Runs, tuple[int, int]]:
+    """The runs of all rows of tiles, and the (batch, heads) for which they are kept.
+
+    `unstated` names those of b and h for which no size was given: the mask must not read them.
+    """
     program = trace_mask(mask_mod, device)
+    if read := [name for name in unstated if name in program.reads]:
+        raise size_needed(program.name, read)
     grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
     try:
         with torch.no_grad():

@@ -35,8 +35,10 @@ class _BlockLists(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")
 
-    def __call__(self, mask_mod: Callable, like: Tensor, sizes: list[int], separate_full_blocks: bool) -> Any:
-        return super().__call__(mask_mod, like, sizes, separate_full_blocks)
+    def __call__(
+        self, mask_mod: Callable, like: Tensor, sizes: list[int], separate_full_blocks: bool, unstated: str
+    ) -> Any:
+        return super().__call__(mask_mod, like, sizes, separate_full_blocks, unstated)
 
 
 traced_block_lists = _BlockLists()
@@ -50,6 +52,7 @@ def block_lists(
     numbers: Sequence[int],
     sizes: Sequence[int],
     separate_full_blocks: bool,
+    unstated: str,
 ) -> list[Tensor]:
     """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
     from .blockmask import analysed
@@ -67,14 +70,14 @@ def block_lists(
     extent = _extent(sizes)
     # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
-        runs, grids = analysed(bound, extent, like.device)
+        runs, grids = analysed(bound, extent, like.device, unstated)
     lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
     return [x.contiguous() for x in lists if x is not None]
 
 
 @block_lists.register_fake
-def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks):
+def _(like, mask_mod, tensors, numbers, sizes, separate_full_blocks, unstated):
     return empty_block_lists(like, sizes, separate_full_blocks)
 
 
@@ -107,7 +110,7 @@ def _register() -> None:
         _HOP_NAME = "flex_inductor.masks.traced_block_lists"
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
-            mask_mod, like, sizes, separate_full_blocks = args
+            mask_mod, like, sizes, separate_full_blocks, unstated = args
             build = VariableTracker.build
             with higher_order_ops.discard_graph_changes(tx):
                 indices = [
@@ -146,6 +149,7 @@ def _register() -> None:
                 [c for c, kind in zip(captures, kinds, strict=True) if kind == INTEGER],
                 sizes.as_proxy(),
                 separate_full_blocks.as_proxy(),
+                unstated.as_proxy(),
             )
             target = torch.ops.flex_inductor.block_lists.default
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))

@@ -11,8 +11,8 @@ from torch import Tensor
 from flex_inductor.op.program import split
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
 
-LENGTH, HEADS, HEAD_DIM = 192, 2, 32
-ROWS = slice(64, 128)  # of queries, and a block of keys that they see
+LENGTH, HEADS, HEAD_DIM = 96, 2, 16
+ROWS = slice(64, 96)  # of queries, and a block of keys that they see
 KEYS = slice(32, 64)
 
 
@@ -59,16 +59,6 @@ class Call(NamedTuple):
     def joint(self) -> str:
         graph = trace_joint(score_mod, self.query, [self.slopes, self.table], [True] * 3)
         return split(graph, JOINT_LANES, guarded=True).to_text()
-
-
-FORWARD_FAULTS = ("QK", "PV", "QK block", "PV block", "PV row", "lse", "max_scores")
-BACKWARD_FAULTS = {
-    "weights": "d_q",
-    "P^T dO": "d_v",
-    "dO V^T": "d_q",
-    "dS K": "d_q",
-    "dS^T Q": "d_k",
-}
 
 
 class Kernel:

@@ -1,6 +1,8 @@
 """options={"verify": True}: kernels that are wrong are found out when they run, and right ones are left alone."""
 
+import functools
 import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +10,17 @@ import torch
 import torch._inductor.lowering  # before the template, which it imports as well
 from torch._functorch import config as functorch_config
 from torch._inductor import config
+from torch.nn.attention import flex_attention as torch_flex
 
-from flex_inductor import FlexError
+from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import template
+from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.op import verify
 from flex_inductor.op.program import split
 from flex_inductor.op.tracing import MASK_LANES, trace_mod
 from flex_inductor.reference import reference
 from tests import inspected
+from tests.kernel_in_torch import Call, Kernel
 
 
 @pytest.fixture
@@ -115,3 +120,147 @@ def test_bad_option():
     compiled = torch.compile(lambda x: x + 1, backend="flex_inductor", options={"verify": 1})
     with pytest.raises(Exception, match=r"options\['verify'\] is 1; expected True or False\."):
         compiled(torch.zeros(1))
+
+
+# ---- What a kernel may get wrong, by a realistic amount -------------------------------------------
+
+PRODUCTS = {"QK": "out", "PV": "out", "P^T dO": "d_v", "dO V^T": "d_q", "dS K": "d_q", "dS^T Q": "d_k"}
+GRADIENTS = ("d_q", "d_k", "d_v", "d_captures[0]", "d_captures[1]")
+FAULTS = {
+    **PRODUCTS,
+    **{f"{name} block": PRODUCTS[name] for name in PRODUCTS if name != "dO V^T"},
+    **{f"{name} row": PRODUCTS[name] for name in ("PV", "P^T dO", "dS K", "dS^T Q")},
+    "lse": "lse",
+    "max_scores": "max_scores",
+    "weights": "d_q",
+    "weights block": "d_q",
+    "delta": "d_q",
+    "delta stale": "d_q",
+    **{name: name for name in GRADIENTS},
+    **{f"{name} stale": name for name in GRADIENTS},
+    **{f"{name} part": name for name in GRADIENTS},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+FORWARD = ("out", "lse", "max_scores")
+
+
+@functools.cache
+def call_of(dtype):
+    call = Call.of(DTYPES[dtype])
+    return call, call.forward_arguments(), call.joint(), Kernel(call).forward()
+
+
+def check(dtype, fault=""):
+    """What verify says of a kernel with `fault`; a wrong backward is given the right forward."""
+    call, arguments, joint, (out, lse, _) = call_of(dtype)
+    kernel = Kernel(call, fault)
+    try:
+        if not fault or FAULTS[fault] in FORWARD:
+            torch.ops.flex_inductor.verified_forward(*arguments, *kernel.forward())
+        if not fault or FAULTS[fault] not in FORWARD:
+            upstream, grads = (out, lse, call.grad_out, call.grad_lse), kernel.backward(out, lse)
+            torch.ops.flex_inductor.verified_backward(
+                *arguments, *upstream, joint, "qkv", [True, True], grads
+            )
+    except FlexError as error:
+        return str(error).removeprefix("verify: ").split(" is wrong")[0]
+    return None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_fault_is_found(dtype):
+    assert check(dtype) is None
+    faults = {name: FAULTS[name] for name in (*PRODUCTS, *GRADIENTS)} if dtype == "fp16" else FAULTS
+    assert {fault: check(dtype, fault) for fault in faults} == faults
+
+
+@pytest.mark.parametrize("fault", ["d_captures[0]", "d_captures[1]"])
+def test_captured_gradients_of_large_calls(fault, monkeypatch):
+    """A slope for each head, and an entry for each 8 keys: what a part of the call alone adds to is checked."""
+    call, *_ = call_of("fp32")
+    length = call.query.size(2)
+    monkeypatch.setattr(verify, "WHOLE_LANES", length * length)  # half of the call
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check("fp32") is None
+        assert check("fp32", fault) == fault
+
+
+def test_captured_gradients_that_are_not_checked_are_named(monkeypatch):
+    monkeypatch.setattr(verify, "WHOLE_LANES", 1000)
+    text = (
+        r"^verify: gradients of captured tensors of shapes \[2\], \[12\] are not checked: the call has 18,432 scores, and more "
+        r"than 1,000 of them add to every element\. Check a shorter call\.$"
+    )
+    with pytest.warns(UserWarning, match=text):
+        assert check("fp32", "d_captures[0]") is None
+
+
+# ---- What looks wrong and is not ------------------------------------------------------------------
+
+
+def conditioned(name, seed):
+    """Calls whose dense fp32 is far off as well: exp makes relative errors of weights out of errors of scores."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(1, 2, 128, 64, generator=generator) for _ in range(3))
+    place = torch.arange(128)[:, None]
+    return {
+        "one tensor": (query, query, query),
+        "T5": (query * 8, key, value),
+        "large": (query * 20, key * 20, value),
+        "equal scores": (query * 0, key, value),
+        # Two weights in all, whose roundings do not cancel as many different ones do.
+        "two scores": (
+            query,
+            (place % 2 == 0).float().expand_as(key),
+            (place % 2 * 2 - 1.0).expand_as(value),
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_false_alarm(dtype):
+    """Slopes are bf16: what a mod itself rounds away is not the kernel's fault."""
+    mask = create_block_mask(inspected.causal, None, None, 128, 128, "cpu")
+    slopes = torch.tensor([0.0, 0.7], dtype=torch.bfloat16, requires_grad=True)
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score - (slopes[h] * (q_idx - kv_idx)).abs()
+
+    attend = torch.compile(
+        lambda *qkv: flex_attention(*qkv, alibi, mask, return_lse=True),
+        backend="flex_inductor",
+        options={"verify": True, "route": "cpu"},
+    )
+    for name in ("one tensor", "T5", "large", "equal scores", "two scores"):
+        for seed in range(3):
+            tensors = conditioned(name, seed)
+            out, lse = attend(*(t.to(DTYPES[dtype]).requires_grad_() for t in tensors))
+            (out.float().square().sum() + lse.sum()).backward()
+
+
+def test_blocks_of_one_head_for_masks_of_each():
+    """torch builds such a BlockMask without a word: the others visit what the first head does."""
+
+    def per_head(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx >= 16 * h
+
+    arguments, out, lse = op_arguments(64)
+    for heads in (None, 2):
+        mask = torch_flex.create_block_mask(per_head, None, heads, 64, 64, device="cpu", BLOCK_SIZE=16)
+        schedule, _ = schedule_parts(mask)
+        mod = split(trace_mod(per_head, MASK_LANES, out, ()), MASK_LANES, guarded=True).to_text()
+        arguments[3:6], arguments[7] = ["lists", list(schedule[:2]), list(schedule[2:])], mod
+        out, lse, _ = reference(*arguments[:3], None, mask, 0.25)
+        if heads is None:
+            text = (
+                r"^verify: block_mask has H=1, and its mask_mod differs between those that share its blocks: at b=0, h=1, "
+                r"q_idx=16, kv_idx=1 it does not say what the blocks do\. Pass the sizes of the call to "
+                r"create_block_mask as H\.$"
+            )
+            with pytest.raises(FlexError, match=text):
+                torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+        else:
+            torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..compat import outside_graphs
-from .errors import MaskArgumentError, MaskModError
+from .errors import MaskArgumentError, MaskModError, size_needed
 from .in_graph import lists_in_trace, traced_block_lists
 from .lists import block_mask_of, lists_from_runs, without_full
 from .ordinary import ordinary_tensors
@@ -46,8 +46,11 @@ def create_block_mask(
     Equal to `torch.nn.attention.flex_attention.create_block_mask` with the same arguments, except that
     the tensors have stride 0 along batch and heads where the mask does not depend on them. With
     `compact=True` the result is a RunSchedule of the same tiles: memory by rows, not by rows x columns.
+
+    B and H may be None for a mask that does not read `b` and `h`; 1 takes the tiles of the first for all of them.
     """
     extent, device = check_arguments(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    unstated = "".join(name for name, size in (("b", B), ("h", H)) if size is None)
     if _compile:
         warnings.warn(
             "create_block_mask: _compile=True has no effect here: nothing quadratic is left to compile.",
@@ -56,14 +59,14 @@ def create_block_mask(
         )
     _check_write_order(compute_dq_write_order, dq_kv_order, compact)
     if compact:
-        return _compact(mask_mod, extent, device, separate_full_blocks)
+        return _compact(mask_mod, extent, device, separate_full_blocks, unstated)
     if torch.compiler.is_dynamo_compiling() or _values_are_fake():
         sizes = [extent.batch, extent.heads, *extent.lengths, *extent.block]
         like = torch.empty((), device=device)
         traced = traced_block_lists if torch.compiler.is_dynamo_compiling() else lists_in_trace
-        lists = list(traced(mask_mod, like, sizes, [*extent.tiles], separate_full_blocks))
+        lists = list(traced(mask_mod, like, sizes, [*extent.tiles], separate_full_blocks, unstated))
     else:
-        runs, grids = analysed(mask_mod, extent, device)
+        runs, grids = analysed(mask_mod, extent, device, unstated)
         lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
     block_mask = block_mask_of(lists, extent, mask_mod)
     if compute_dq_write_order:
@@ -79,7 +82,7 @@ def _values_are_fake() -> bool:
 
 @outside_graphs
 def _compact(
-    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool
+    mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool, unstated: str
 ) -> RunSchedule:
     """Not for compiled graphs: how many runs there are depends on the values of captures."""
     if _values_are_fake():
@@ -87,15 +90,22 @@ def _compact(
             "compact: got True under FakeTensorMode, where the mask has no values, and how many runs there are "
             "depends on them. Make the schedule outside the mode, or use compact=False."
         )
-    runs, grids = analysed(mask_mod, extent, device)
+    runs, grids = analysed(mask_mod, extent, device, unstated)
     return RunSchedule.from_runs(
         runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
     )
 
 
-def analysed(mask_mod: Callable, extent: Extent, device: torch.device) -> tuple[Runs, tuple[int, int]]:
-    """The runs of all rows of tiles, and the (batch, heads) for which they are kept."""
+def analysed(
+    mask_mod: Callable, extent: Extent, device: torch.device, unstated: str
+) -> tuple[Runs, tuple[int, int]]:
+    """The runs of all rows of tiles, and the (batch, heads) for which they are kept.
+
+    `unstated` names those of b and h for which no size was given: the mask must not read them.
+    """
     program = trace_mask(mask_mod, device)
+    if read := [name for name in unstated if name in program.reads]:
+        raise size_needed(program.name, read)
     grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
     try:
         return tile_runs(program, extent), grids

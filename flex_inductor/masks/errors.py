@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import FlexError, FlexTypeError, FlexValueError
 
-__all__ = ["FlexError", "MaskArgumentError", "MaskModError"]
+__all__ = ["FlexError", "MaskArgumentError", "MaskModError", "size_needed"]
 
 
 class MaskArgumentError(FlexValueError):
@@ -13,3 +15,13 @@ class MaskArgumentError(FlexValueError):
 
 class MaskModError(FlexTypeError):
     """The mask_mod itself is not a function of (b, h, q_idx, kv_idx) to one boolean."""
+
+
+def size_needed(mask_mod: str, read: Sequence[str]) -> MaskArgumentError:
+    """`read` are those of b and h that the mask reads without a size for them."""
+    names, indices = (" and ".join(words) for words in ([name.upper() for name in read], read))
+    what = " and ".join({"b": "batches", "h": "heads"}[name] for name in read)
+    return MaskArgumentError(
+        f"{names}: got None, but mask_mod {mask_mod} reads {indices}. Pass the number of {what}; "
+        f"with 1, all of them visit the tiles of the first."
+    )

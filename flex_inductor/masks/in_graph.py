@@ -54,9 +54,15 @@ class _BlockLists(HigherOrderOperator):
         super().__init__("flex_inductor_block_lists")
 
     def __call__(
-        self, mask_mod: Callable, like: Tensor, sizes: list[int], tiles: list[int], separate_full_blocks: bool
+        self,
+        mask_mod: Callable,
+        like: Tensor,
+        sizes: list[int],
+        tiles: list[int],
+        separate_full_blocks: bool,
+        unstated: str,
     ) -> Any:
-        return super().__call__(mask_mod, like, sizes, tiles, separate_full_blocks)
+        return super().__call__(mask_mod, like, sizes, tiles, separate_full_blocks, unstated)
 
 
 traced_block_lists = _BlockLists()
@@ -65,7 +71,7 @@ traced_block_lists = _BlockLists()
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
     "block_lists(Tensor like, str mask_mod, Tensor[] tensors, SymInt[] numbers, SymInt[] sizes, SymInt[] room, "
-    "bool separate_full_blocks) -> Tensor[]",
+    "bool separate_full_blocks, str unstated) -> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
@@ -79,6 +85,7 @@ def _block_lists(
     sizes: Sequence[int],
     room: Sequence[int],
     separate_full_blocks: bool,
+    unstated: str,
 ) -> list[Tensor]:
     """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes.
 
@@ -97,7 +104,7 @@ def _block_lists(
     extent = _extent(sizes)
     # The op may be called from below a dispatch mode, where vmap and tracing do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
-        return _lists(bound, extent, room, like.device, separate_full_blocks)
+        return _lists(bound, extent, room, like.device, separate_full_blocks, unstated)
 
 
 @ordinary_tensors
@@ -107,10 +114,11 @@ def _lists(
     room: Sequence[int],
     device: torch.device,
     separate_full_blocks: bool,
+    unstated: str,
 ) -> list[Tensor]:
     from .blockmask import analysed
 
-    runs, grids = analysed(mask_mod, extent, device)
+    runs, grids = analysed(mask_mod, extent, device, unstated)
     lists = [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
     shapes = _list_shapes(extent, room, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
@@ -118,7 +126,7 @@ def _lists(
 
 
 @torch.library.register_fake("flex_inductor::block_lists", lib=_library)
-def _fake_block_lists(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks):
+def _fake_block_lists(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks, unstated):
     shapes = _list_shapes(_extent(sizes), room, separate_full_blocks)
     return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
 
@@ -136,7 +144,12 @@ def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def lists_in_trace(
-    mask_mod: Callable, like: Tensor, sizes: Sequence[int], tiles: Sequence[int], separate_full_blocks: bool
+    mask_mod: Callable,
+    like: Tensor,
+    sizes: Sequence[int],
+    tiles: Sequence[int],
+    separate_full_blocks: bool,
+    unstated: str,
 ) -> list[Tensor]:
     """What `block_lists` gives, where something traces that is not Dynamo."""
     mod, captures = lift(mask_mod, MASK_LANES, like)
@@ -150,7 +163,7 @@ def lists_in_trace(
     text = _mask_text(mod, like, captures, kinds)
     room = [torch.sym_max(n, LEAST_ROOM) if isinstance(n, torch.SymInt) else n for n in tiles]
     return torch.ops.flex_inductor.block_lists(
-        like, text, tensors, numbers, sizes, room, separate_full_blocks
+        like, text, tensors, numbers, sizes, room, separate_full_blocks, unstated
     )
 
 
@@ -200,7 +213,7 @@ def _register() -> None:
         _HOP_NAME = "flex_inductor.masks.traced_block_lists"
 
         def _call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
-            mask_mod, like, sizes, tiles, separate_full_blocks = args
+            mask_mod, like, sizes, tiles, separate_full_blocks, unstated = args
             build = VariableTracker.build
             with higher_order_ops.discard_graph_changes(tx):
                 indices = [
@@ -241,6 +254,7 @@ def _register() -> None:
                 sizes.as_proxy(),
                 [_room_in_graph(tx, count) for count in tiles.items],
                 separate_full_blocks.as_proxy(),
+                unstated.as_proxy(),
             )
             target = torch.ops.flex_inductor.block_lists.default
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))

@@ -201,7 +201,7 @@ def _refuse_captured_mutation(graph: torch.fx.Graph, mask_mod: Callable) -> None
 
 
 def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device: torch.device) -> MaskProgram:
-    """A function of all four indices about which nothing is known, if it can be evaluated at all.
+    """A function about which no more is known than what it reads, if it can be evaluated at all.
 
     `captured.max().item()` cannot be traced but can be evaluated; `if q_idx > kv_idx:` can do neither.
     """
@@ -225,8 +225,19 @@ def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device:
         raise MaskModError(f"mask_mod {name_of(mask_mod)}: cannot be evaluated: {first_line}") from error
     _check_result(value, mask_mod, (1,))
     leaves = [_index_leaf(name) for name in INDEX_NAMES]
-    whole = Step(flat, tuple(Ref(i) for i in range(4)), {}, torch.bool, (), frozenset(INDEX_NAMES))
+    reads = {"q", "kv"} | {name for name in "bh" if _varies_with(flat, name, device)}
+    whole = Step(flat, tuple(Ref(i) for i in range(4)), {}, torch.bool, (), frozenset(reads))
     return MaskProgram([*leaves, whole], len(leaves), name_of(mask_mod), device)
+
+
+def _varies_with(flat: Callable, name: str, device: torch.device) -> bool:
+    """Whether the value is computed from an index: vmap repeats with stride 0 what it does not depend on."""
+    lanes = [
+        torch.zeros(2 if name == index else (), dtype=torch.int64, device=device) for index in INDEX_NAMES
+    ]
+    return (
+        torch.vmap(flat, tuple(0 if name == index else None for index in INDEX_NAMES))(*lanes).stride(0) != 0
+    )
 
 
 def _check_result(value: Any, mask_mod: Callable, shape: tuple[int, ...] = ()) -> None:

@@ -5,7 +5,8 @@ A kernel rounds in few places, and each bound is made of what is rounded there:
     scores    sums over head_dim in fp32, then what score_mod makes of scores that are off by that much
     weights   exp turns an absolute error of a score into a relative error of its weight
     products  weights and gradients of scores enter them in the inputs' dtype, each rounded by itself: such errors
-              add up like the root of the sum of squares
+              add up like the root of the sum of squares. Where scores are equal so are their roundings: what they
+              come to is found by rounding
     sums      in fp32
     results   rounded once, to their own dtype
 
@@ -29,12 +30,12 @@ from .program import AXES, LaneProgram
 from .schedule import Schedule
 from .tracing import INDEX_DTYPE, score_dtype
 
-LANES = 1 << 19  # of a tile
+LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of what surrounds them
 SPREAD = (
     6  # errors of products, in standard deviations and more: rounding is off by 0.6 of its bound at the most
 )
-NEIGHBOURS = 8  # on either side: how well a mod computes in fp32 is judged by the worst of these lanes
+NEIGHBOURS = 16  # keys: how well a mod computes in fp32 is judged by the worst of these lanes
 TINY = 2.0**-120  # a weight below may be 0
 
 
@@ -236,9 +237,12 @@ class Exact:
         """What adding up `count` terms may lose, relative to the sum of their magnitudes."""
         return (OPERATIONS + math.sqrt(count) / 2) * self.units.scores
 
-    def _products(self, squares: Tensor, terms: Tensor) -> Tensor:
-        """What is lost where one factor of each of the products that were summed is rounded."""
-        return self.units.weights * torch.minimum(SPREAD * squares.sqrt(), 1.2 * terms)
+    def _products(self, squares: Tensor, terms: Tensor, moved: Tensor) -> Tensor:
+        """What is lost where one factor of each of the products that were summed is rounded; `moved` is one sample."""
+        worst = 2 * _size(moved).amax(-1, keepdim=True)
+        return torch.minimum(
+            self.units.weights * SPREAD * squares.sqrt() + worst, 1.2 * self.units.weights * terms
+        )
 
     # ---- Forward
 
@@ -263,9 +267,12 @@ class Exact:
             shift = off.sum(-1, keepdim=True)  # of the sum that weights are divided by
             moved = (off @ size + shift * _size(out)) / (1 - shift).clamp(min=0.05)
             terms = weight @ size
-            lost = self._products(weight.square() @ size.square(), terms) + self.units.least * (
-                scores.live.double() @ size
+            peak = scores.value.amax(-1, keepdim=True)
+            by_rounding = _by_rounding((scores.value - peak).exp(), self.query.dtype) * (peak - lse).exp()
+            lost = self._products(
+                weight.square() @ size.square(), terms, _finite(by_rounding) @ _finite(value)
             )
+            lost = lost + self.units.least * (scores.live.double() @ size)
             error = moved + lost + self._sums(_length(tile.n)) * terms
             results["out"].value[at], results["out"].error[at] = out, error
             shift = shift.squeeze(-1)
@@ -276,7 +283,7 @@ class Exact:
                 + self._sums(_length(tile.n))
                 + OPERATIONS * self.units.scores * _size(lse)
             )
-            peak = scores.value.amax(-1)
+            peak = peak.squeeze(-1)
             ends = [_apart(end.amax(-1), peak) for end in (scores.low, scores.high)]
             results["max_scores"].value[at] = peak
             results["max_scores"].error[at] = torch.maximum(*ends)
@@ -301,29 +308,44 @@ class Exact:
             if name in wants
         }
         leaves = None if joint is None else Leaves(joint, self.dtype)
-        for tile in self.tiles(region):
+        keys = [part for n in region.n for part in _cut(n, KEYS)]
+        for tile in self.tiles(region._replace(n=keys)):
             scores = self.scores(tile)
-            weight, off, grad, grad_off, d_out = self._gradients(tile, scores, upstream)
-            if joint is not None:
-                grad, grad_off = leaves.add(self, tile, scores, grad, grad_off)
+            if not scores.live.any():
+                continue
+            weight, off, grad, alone, shared, d_out = self._gradients(tile, scores, upstream)
+            grad_off = alone + shared
+            if leaves is not None:
+                grad, grad_off = leaves.add(self, tile, scores, grad, alone, shared)
             query, key = self.rows(self.query, tile) * self.scale, self.of_keys(self.key, tile) * self.scale
             across = [t.transpose(-1, -2) for t in (scores.live, weight, off, grad, grad_off)]
             if "d_q" in sums:
-                sums["d_q"].add(tile[:3], *_product(scores.live, grad, grad_off, key, self.units))
+                sums["d_q"].add(tile[:3], *self._product(scores.live, grad, grad_off, key))
             for name, (factor, factor_off), other in (
                 ("d_k", (across[3], across[4]), query),
                 ("d_v", (across[1], across[2]), d_out),
             ):
                 if name in sums:
-                    parts = _product(across[0], factor, factor_off, other, self.units)
+                    parts = self._product(across[0], factor, factor_off, other)
                     self._add_to_keys(sums[name], tile, parts)
         keys, rows = self.sizes["kv_idx"], self.sizes["q_idx"] * self.group
         results = {}
         for name, total in sums.items():
             lost = self._sums(keys if name == "d_q" else rows) * total.terms + total.linear
-            error = lost + self._products(total.squares, total.terms)
+            error = lost + self._products(total.squares, total.terms, total.moved)
             results[name] = Bounded(total.value, error)
         return results, leaves
+
+    def _product(self, live: Tensor, factor: Tensor, factor_off: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        """What a _Sum of factor @ other adds up."""
+        size, magnitude = _size(other), _size(factor)
+        return (
+            _times(factor, other, live),
+            (factor_off + self.units.least * live) @ size,
+            magnitude.square() @ size.square(),
+            magnitude @ size,
+            _by_rounding(factor, self.query.dtype) @ _finite(other),
+        )
 
     def _add_to_keys(self, into: _Sum, tile: _Tile, parts: Sequence[Tensor]) -> None:
         """The query heads that share a KV head add up, and so do batches that share keys."""
@@ -336,8 +358,11 @@ class Exact:
 
     def _gradients(
         self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Weights and the gradients of scores, each with how far it may be off, and the gradient of out."""
+    ) -> tuple[Tensor, ...]:
+        """Weights, the gradients of scores, and the gradient of out.
+
+        Weights with how far they may be off, gradients with how far each may be off by itself, and with its row.
+        """
         out, lse, grad_out, grad_lse = upstream
         value = self.of_keys(self.value, tile)
         out = self.rows(out, tile)
@@ -351,11 +376,11 @@ class Exact:
         weight, off = self._weights(scores, self.rows(lse, tile).unsqueeze(-1))
         slope = d_out @ value.transpose(-1, -2) - delta
         grad = (weight * slope).where(scores.live, 0.0)
-        slope_off = self._of_products(d_out, value) + delta_off
-        grad_off = (
-            off * _size(slope) + (weight + off).nan_to_num(0.0) * slope_off + OPERATIONS * eps * _size(grad)
+        reached = (weight + off).nan_to_num(0.0).where(scores.live, 0.0)
+        alone = (
+            off * _size(slope) + reached * self._of_products(d_out, value) + OPERATIONS * eps * _size(grad)
         )
-        return weight, off, grad, grad_off.where(scores.live, 0.0), d_out
+        return weight, off, grad, alone.where(scores.live, 0.0), reached * delta_off, d_out
 
 
 class _Sum(NamedTuple):
@@ -365,26 +390,15 @@ class _Sum(NamedTuple):
     linear: Tensor  # errors that factors came with
     squares: Tensor  # of the terms
     terms: Tensor  # their magnitudes
+    moved: Tensor  # by rounding one factor
 
     @staticmethod
     def like(tensor: Tensor) -> _Sum:
-        return _Sum(*(tensor.new_zeros(tensor.shape, dtype=torch.float64) for _ in range(4)))
+        return _Sum(*(tensor.new_zeros(tensor.shape, dtype=torch.float64) for _ in range(5)))
 
     def add(self, at: tuple[slice, ...], *parts: Tensor) -> None:
         for tensor, part in zip(self, parts, strict=True):
             tensor[at] += part
-
-
-def _product(
-    live: Tensor, factor: Tensor, factor_off: Tensor, other: Tensor, units: Units
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size, magnitude = _size(other), _size(factor)
-    return (
-        _times(factor, other, live),
-        (factor_off + units.least * live) @ size,
-        magnitude.square() @ size.square(),
-        magnitude @ size,
-    )
 
 
 class Leaves:
@@ -399,11 +413,12 @@ class Leaves:
             ]
             for leaf in joint.wide.leaves
         ]
-        # For each leaf: exact, as the mod's own dtypes make it, errors, magnitudes.
+        # For each leaf: exact, as the mod's own dtypes make it, errors that lanes share, the squares of those that
+        # they do not, and magnitudes.
         self.sums: list[list[Tensor] | None] = [None] * len(self.shapes)
 
     def add(
-        self, exact: Exact, tile: _Tile, scores: _Scores, grad: Tensor, grad_off: Tensor
+        self, exact: Exact, tile: _Tile, scores: _Scores, grad: Tensor, alone: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Adds up what a tile contributes; gives the gradient of its raw scores and how far that may be off."""
         live = scores.live
@@ -412,29 +427,32 @@ class Leaves:
         ends = [
             self.joint.exact({**lanes, "score": scores.raw + by}, live) for by in (scores.off, -scores.off)
         ]
-        scaled = self.joint.exact({**lanes, "grad_score": grad_off}, live)  # it is linear in grad_score
+        by_grads = self.joint.exact(
+            {**lanes, "grad_score": alone + shared}, live
+        )  # it is linear in grad_score
+        part_shared = (shared / (alone + shared)).nan_to_num(0.0)
         bounded = []
         errors = self.joint.error(lanes, live, self.dtype, found)
-        for value, first, second, by_grad, (plain, error) in zip(found, *ends, scaled, errors, strict=True):
+        for value, first, second, by_grad, (plain, error) in zip(found, *ends, by_grads, errors, strict=True):
             if not value.is_floating_point():
-                bounded.append((value, plain, None))
+                bounded.append((value,))
                 continue
             shape = (..., *(None,) * (value.dim() - 4))
+            by_grad, of_it = _size(by_grad), part_shared[shape]
             ulps = OPERATIONS * exact.units.scores * (_size(value) + _size(grad)[shape])
-            off = torch.maximum(_apart(first, value), _apart(second, value)) + _size(by_grad) + error + ulps
-            bounded.append(tuple(t.double().where(live[shape], 0.0) for t in (value, plain, off)))
+            off = torch.maximum(_apart(first, value), _apart(second, value)) + (1 - of_it) * by_grad + ulps
+            parts = (value, plain, of_it * by_grad + error, off)
+            bounded.append(tuple(t.double().where(live[shape], 0.0) for t in parts))
         rest = bounded[1:]
         for i, leaf in enumerate(self.joint.wide.leaves):
             contribution, indices, rest = rest[0], rest[1 : 1 + leaf.indices], rest[1 + leaf.indices :]
-            self._put(i, contribution, [index for index, _, _ in indices], live)
-        value, _, off = bounded[0]
-        return value, off
+            self._put(i, contribution, [index for (index,) in indices], live)
+        value, _, together, off = bounded[0]
+        return value, together + off
 
-    def _put(
-        self, i: int, contribution: tuple[Tensor, Tensor, Tensor], indices: list[Tensor], live: Tensor
-    ) -> None:
-        value, plain, off = contribution
-        parts = (value, plain, off, value.abs())
+    def _put(self, i: int, contribution: tuple[Tensor, ...], indices: list[Tensor], live: Tensor) -> None:
+        value, plain, together, off = contribution
+        parts = (value, plain, together, off.square(), value.abs())
         if not indices:
             parts = tuple(part.sum((0, 1, 2, 3)) for part in parts)
             self.sums[i] = (
@@ -462,15 +480,19 @@ class Leaves:
             return [
                 Bounded(t, t) if want else None for t, want in zip(nothing, joint.wide.gradients, strict=True)
             ]
-        exact, plain, errors, magnitudes = (
-            [
-                part.view(shape) if shape or leaf.indices else part
-                for part, shape, leaf in zip(parts, self.shapes, joint.wide.leaves, strict=True)
-            ]
+        shapes = [
+            tuple(parts[0].shape) if not leaf.indices else shape
+            for parts, shape, leaf in zip(self.sums, self.shapes, joint.wide.leaves, strict=True)
+        ]
+        exact, plain, together, squares, magnitudes = (
+            [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
             for parts in zip(*self.sums, strict=True)
         )
         lost = (OPERATIONS + math.sqrt(count) / 2) * eps
-        errors = [error + lost * magnitude for error, magnitude in zip(errors, magnitudes, strict=True)]
+        errors = [
+            shared + apart.sqrt() + lost * magnitude
+            for shared, apart, magnitude in zip(together, squares, magnitudes, strict=True)
+        ]
 
         def through(sums: Sequence[Tensor]) -> Sequence[Tensor | None]:
             return joint.wide.epilogue(*sums, *joint.wide_captures, *joint.wide_invariants)
@@ -510,6 +532,14 @@ def _times(left: Tensor, right: Tensor, live: Tensor) -> Tensor:
     return (left @ right.where(finite, 0.0)).masked_fill(met, math.nan)
 
 
+def _by_rounding(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return _finite(factor.to(dtype).double() - factor)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
 def _size(tensor: Tensor) -> Tensor:
     """Magnitudes, 0 for what is not finite: bounds say nothing about that."""
     return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
@@ -523,8 +553,9 @@ def _apart(left: Tensor, right: Tensor) -> Tensor:
 def _worst_near(lanes: Tensor) -> Tensor:
     if lanes.dim() != 4:
         return lanes
-    rows = lanes.reshape(1, -1, lanes.size(-1))
-    return torch.nn.functional.max_pool1d(rows, 2 * NEIGHBOURS + 1, 1, NEIGHBOURS).view(lanes.shape)
+    keys = lanes.size(-1)
+    padded = torch.nn.functional.pad(lanes, (0, -keys % NEIGHBOURS)).unflatten(-1, (-1, NEIGHBOURS))
+    return padded.amax(-1, keepdim=True).expand(padded.shape).flatten(-2)[..., :keys]
 
 
 def _signs(like: Tensor, seed: int) -> Tensor:

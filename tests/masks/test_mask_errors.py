@@ -8,8 +8,9 @@ import warnings
 import pytest
 import torch
 from mask_helpers import compare
+from torch.nn.attention import flex_attention as torch_flex
 
-from flex_inductor import RunSchedule, flex_attention
+from flex_inductor import RunSchedule, and_masks, flex_attention, masks, or_masks, take_over
 from flex_inductor.masks import library
 from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
 from flex_inductor.masks.combine import intersect
@@ -253,3 +254,51 @@ def test_no_random_state_is_touched():
     before = torch.get_rng_state()
     create_block_mask(lambda b, h, q, kv: (q * 7919 ^ kv * 31) % 9 < 1, None, None, 300, 300, "cpu", 32)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def per_head(b, h, q, kv):
+    return q - kv > 5 * h - 12
+
+
+LENGTHS = torch.tensor([3, 60])
+
+
+@pytest.mark.parametrize(
+    "mask_mod, batch, heads, expected",
+    [
+        (per_head, None, None, "H: got None, but mask_mod per_head reads h. Pass the number of heads;"),
+        (masks.ragged(LENGTHS), None, 2, "B: got None, but mask_mod ragged reads b. Pass the number of batches;"),
+        (and_masks(causal, per_head), 2, None, "H: got None, but mask_mod and_mask reads h. "),
+        (or_masks(per_head, masks.ragged(LENGTHS)), None, None, "B and H: got None, but mask_mod or_mask reads b and h. "),
+        (masks.offset(masks.causal(), q=LENGTHS), None, None, "B: got None, but mask_mod shifted reads b. "),
+        (lambda b, h, q, kv: q - kv < LENGTHS.max().item() * h, None, None, "H: got None, but mask_mod <lambda> reads h. "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("compact", [False, True])
+def test_sizes_of_what_a_mask_reads_are_needed(mask_mod, batch, heads, expected, compact):
+    with pytest.raises(MaskArgumentError) as caught:
+        create_block_mask(mask_mod, batch, heads, 64, 64, "cpu", compact=compact)
+    assert str(caught.value).startswith(expected)
+    assert str(caught.value).endswith("; with 1, all of them visit the tiles of the first.")
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_one_for_all_may_be_asked_for(compact):
+    mask = create_block_mask(per_head, None, 1, 64, 64, "cpu", 16, compact=compact)
+    assert mask.shape == (1, 1, 64, 64)
+
+
+def test_what_a_mask_only_seems_to_read_is_not_needed():
+    """Constants made like `b`, and evaluation without a trace, say nothing about batches and heads."""
+    create_block_mask(and_masks(causal), None, None, 64, 64, "cpu")
+    create_block_mask(lambda b, h, q, kv: q - kv < LENGTHS.max().item(), None, None, 64, 64, "cpu")
+
+
+def test_sizes_are_needed_in_a_graph_and_by_torchs_name():
+    def build(x):
+        return create_block_mask(per_head, None, None, 64, 64, "cpu").kv_num_blocks.sum() + x
+
+    with pytest.raises(MaskArgumentError, match=r"^H: got None, but mask_mod mask_mod reads h\. "):
+        torch.compile(build, backend="eager", fullgraph=True)(torch.zeros(()))
+    with take_over(), pytest.raises(MaskArgumentError, match=r"^H: got None"):
+        torch_flex.create_block_mask(per_head, None, None, 64, 64, "cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -107,3 +109,34 @@ def test_runs_need_no_memory_by_blocks(route, length, block):
     step(1 << 10)  # compiles
     extra = above_start(lambda: step(length))
     assert extra <= 48, f"{extra:.0f} MiB"
+
+
+@pytest.mark.parametrize("dtype, mebibytes", [(torch.float32, 20), (torch.bfloat16, 14)], ids=str)
+def test_what_each_thread_of_the_cpu_kernels_holds(dtype, mebibytes):
+    """At B1 H8 S16384 D64. The kernels' own memory is not the allocator's: the process is measured."""
+    torch._dynamo.reset()
+    length, threads = 1 << 14, torch.get_num_threads()
+    M_MMAP_THRESHOLD, usual = -3, 128 << 10
+    mallopt = ctypes.CDLL(None).mallopt
+    options = {"route": "cpu"}
+    attend = torch.compile(plain, backend=flex_inductor, fullgraph=True, dynamic=False, options=options)
+    block_mask = create_block_mask(and_masks(causal, window), None, None, length, length, device="cpu")
+    inputs = [torch.randn(1, 8, length, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+    results = []
+
+    def step():
+        out = attend(*inputs, block_mask, None)
+        results[:] = out, *torch.autograd.grad(out, inputs, inputs[0])
+
+    try:
+        mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the system at once
+        step()  # compiles
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.clear()
+            extra = above_start(step) - sum(tensor.nbytes for tensor in results) / 2**20
+            slack = 6  # pages come in groups: up to 4 MiB more were seen
+            assert mebibytes / 2 < extra <= mebibytes * count + slack, f"{extra:.1f} MiB, {count} threads"
+    finally:
+        mallopt(M_MMAP_THRESHOLD, usual)
+        torch.set_num_threads(threads)

@@ -14,8 +14,9 @@ import torch
 import flex_inductor
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor as backend
+from flex_inductor.lowerings.cpu import forward
 from tests.lowerings.cpu.helpers import SIZES, check, fused
-from tests.support import MODS, Sizes, attention_of, causal, dense_of, judge, run
+from tests.support import MASKS, MODS, Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
 
 
 def test_blocks_that_panels_do_not_divide():
@@ -87,6 +88,31 @@ def test_bits_do_not_depend_on_threads(dtype, mod):
             results.append(run(attend, inputs, captures, mask).named())
     finally:
         torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+def test_heads_in_waves(monkeypatch):
+    """Five KV heads, as many at a time as the limit holds: two, two and one. The same bits as all at once."""
+    sizes = Sizes(batch=5, heads=2, kv_heads=1, queries=130, keys=100, head_dim=16, value_dim=32)
+    inputs, mask = sizes.inputs(torch.float32), MASKS["causal"](sizes)
+    gold, eager = (
+        dict(zip(("out", "lse"), dense_of(None)(*given, (), mask), strict=False))
+        for given in ([t.double() for t in inputs], inputs)
+    )
+    threads, results = torch.get_num_threads(), []
+    try:
+        for packed_bytes in (2 * 128 * (16 + 32) * 4, forward.PACKED_BYTES):
+            monkeypatch.setattr(forward, "PACKED_BYTES", packed_bytes)
+            torch._dynamo.reset()
+            attend = fused(attention_of(None), dynamic=False)
+            with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+                for count in (1, 2):
+                    torch.set_num_threads(count)
+                    results.append(dict(zip(("out", "lse"), attend(*inputs, (), mask), strict=False)))
+    finally:
+        torch.set_num_threads(threads)
+    assert_accurate(results[0], eager, gold, torch.float32)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 

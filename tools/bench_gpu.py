@@ -1,7 +1,8 @@
 """`flex-inductor bench gpu`: our kernels on this machine's card, next to torch's flex_attention and SDPA.
 
-Each side is checked against uncompiled attention in fp32 before it is timed; sides alternate. The cases come in order
-of importance, and those that do not fit the time given are named and left out.
+Each side is checked against uncompiled attention in fp32 before it is timed. Sides take turns, in the opposite order
+every second round; shown is the median over the rounds, and what half of the rounds lie between. The cases come in
+order of importance, and those that do not fit the time given are named and left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.masks import library
 
+from . import rounds as in_rounds
 from .cases import selected
+from .rounds import Spread, alternate, over
 
 OURS, FLEX, FLASH, CUDNN = "ours", "torch flex", "SDPA flash", "SDPA cuDNN"
 TOKENS = 16384  # in a batch, so that every length does comparable work
@@ -104,8 +107,8 @@ class Result:
     case: str
     which: str  # forward or backward
     side: str
-    median_ms: float | None  # None where the side cannot serve
-    ratio: float | None  # its time over ours, the median over the rounds
+    ms: Spread | None  # None where the side cannot serve
+    ratio: Spread | None  # its time over ours
     rate: float | None  # TFLOP/s; GB/s for decode, which reads
     share: float | None  # of a large matrix product's TFLOP/s, or of a copy's GB/s, on this card
     note: str = ""
@@ -115,7 +118,7 @@ def register(kinds: Any) -> None:
     parser = kinds.add_parser("gpu", help="attention kernels on this machine's card", description=__doc__)
     parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
     parser.add_argument("--minutes", type=float, default=6.0, help="begin no case after these (default 6)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each side is timed (default 5)")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
     parser.add_argument("--max-autotune", action="store_true", help="tune our configs and torch's")
     parser.add_argument("--json", metavar="FILE", help="write the results")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
@@ -196,12 +199,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
         from triton.testing import do_bench
 
         return do_bench(call, warmup=20, rep=80, quantiles=[0.5])
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e3
+    return statistics.median(in_rounds.milliseconds(call) for _ in range(3))
 
 
 def measure(case: Case, device: torch.device, limits: Limits, rounds: int, tuned: bool) -> Iterator[Result]:
@@ -233,16 +231,13 @@ def measure(case: Case, device: torch.device, limits: Limits, rounds: int, tuned
                 torch.autograd.grad, out, wanted, grad, retain_graph=True, allow_unused=True
             )
     for which, of_sides in calls.items():
-        times: dict[str, list[float]] = {side: [] for side in of_sides}
-        for _ in range(rounds):
-            for side, call in of_sides.items():
-                times[side].append(milliseconds(call, device))
+        timers = {side: partial(milliseconds, call, device) for side, call in of_sides.items()}
+        times = alternate(timers, rounds)
         for side, found in times.items():
-            median = statistics.median(found)
-            ratio = statistics.median(t / ours for t, ours in zip(found, times[OURS], strict=True))
-            rate = _work(case, query, key, which) / median
+            ms = Spread.of(found)
+            rate = _work(case, query, key, which) / ms.median
             share = rate / (limits.copy if case.decoding else limits.matrix)
-            yield Result(case.title, which, side, median, ratio, rate, share)
+            yield Result(case.title, which, side, ms, over(found, times[OURS]), rate, share)
         for side, note in notes.items() if of_sides else ():
             yield Result(case.title, which, side, None, None, None, None, note)
 
@@ -330,10 +325,8 @@ def lines_of(case: Case, results: list[Result]) -> Iterator[str]:
     for which in dict.fromkeys(r.which for r in results):
         by_side = {r.side: r for r in results if r.which == which}
         ours = by_side[OURS]
-        others = [
-            f"{r.ratio:.2f}x" if (r := by_side.get(s)) and r.ratio else "" for s in (FLEX, FLASH, CUDNN)
-        ]
+        others = [str(r.ratio) if (r := by_side.get(s)) and r.ratio else "" for s in (FLEX, FLASH, CUDNN)]
         unit = "GB/s" if case.decoding else "TFLOP/s"
         aims = ", ".join(f"{side} {aim:g}" for (of, side), aim in case.aims.items() if of == which)
-        own = [f"{ours.median_ms:.3f}", f"{ours.rate:.0f} {unit}", f"{ours.share:.0%}"]
+        own = [str(ours.ms), f"{ours.rate:.0f} {unit}", f"{ours.share:.0%}"]
         yield f"| {' | '.join([case.title, which, *own, *others, aims])} |"

@@ -1,10 +1,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+MINUTES ?= 30
 
 bin := $(VENV)/bin
 
-.PHONY: help demo test test-all test-2.11 test-browser lint clean
+.PHONY: help demo test test-all test-2.11 test-browser fuzz lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -14,15 +15,19 @@ demo: $(VENV)/.ready  ## train a small transformer on the CPU
 	@echo "flex_inductor: demo finished"
 
 test: $(VENV)/.ready  ## the tests, without the long matrix
-	$(bin)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "flex_inductor: tests passed"
 
 test-all: $(VENV)/.ready  ## the tests, with the long matrix
-	$(bin)/python -m pytest -n 2 -m "not gpu"
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	@echo "flex_inductor: all tests passed"
 
 test-2.11:  ## the tests in an environment with torch 2.11
 	@$(MAKE) --no-print-directory test VENV=.venv-2.11 CONSTRAINTS=constraints-2.11.txt
+
+fuzz: $(VENV)/.ready  ## random calls against the reference, for MINUTES=30
+	$(bin)/python -W ignore -m tests.fuzz --minutes $(MINUTES)
+	@echo "flex_inductor: nothing found"
 
 test-browser: $(VENV)/.ready  ## the inspector's web page in headless Chromium, and its picture in docs/
 	$(bin)/python -m pytest tests/tools/browser_webpage.py

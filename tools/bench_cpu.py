@@ -1,7 +1,8 @@
 """`flex-inductor bench cpu`: our CPU kernels next to what else computes the same attention.
 
-All sides of a case alternate in one process, so that what else the machine does hits them alike. Before it is
-timed, each side is checked on one KV head against dense attention in fp64.
+All sides of a case take turns in one process, in the opposite order every second round, so that what else the
+machine does hits them alike. Shown is the median over the rounds, and what half of the rounds lie between. Before
+it is timed, each side is checked on one KV head against dense attention in fp64.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from flex_inductor.reference import over_lanes
 
 from .cases import selected
 from .files import to_write
+from .rounds import Spread, alternate, milliseconds, over
 
 OURS, FLEX, SDPA, MASKED, DENSE = "ours", "torch flex", "SDPA is_causal", "SDPA mask", "dense eager"
 DENSE_BYTES = 3 << 30  # no side may hold more than this in scores
@@ -59,8 +59,8 @@ class Case:
 class Result:
     case: str
     side: str
-    median_ms: float | None  # None where the side cannot serve
-    ratio: float | None  # its time over ours, the median over the rounds
+    ms: Spread | None  # None where the side cannot serve
+    ratio: Spread | None  # its time over ours
     at_least: float | None
     note: str = ""
 
@@ -124,7 +124,7 @@ def register(subparsers: Any) -> None:
         "--plot", metavar="FILE", type=to_write, help="draw the ratios to a .png or .svg file"
     )
     parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each side runs (default 7)")
+    parser.add_argument("--rounds", type=int, default=8, help="how often each side runs (default 8)")
     parser.add_argument("--threads", type=int, help="threads to use (default: torch's)")
     parser.set_defaults(run=run)
 
@@ -186,27 +186,13 @@ def measure(case: Case, rounds: int) -> list[Result]:
             if side == OURS:
                 raise
             notes[side] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:60]
-    times: dict[str, list[float]] = {side: [] for side in calls}
-    for _ in range(rounds):
-        for side, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[side].append((time.perf_counter() - start) * 1e3)
-    ratios = {
-        side: statistics.median(t / ours for t, ours in zip(of_side, times[OURS], strict=True))
-        for side, of_side in times.items()
-    }
-    return [
-        Result(
-            case.title,
-            side,
-            statistics.median(times[side]) if side in times else None,
-            ratios.get(side),
-            case.at_least.get(side),
-            notes.get(side, ""),
-        )
-        for side in (*calls, *notes)
+    times = alternate({side: partial(milliseconds, call) for side, call in calls.items()}, rounds)
+    measured = [
+        Result(case.title, side, Spread.of(found), over(found, times[OURS]), case.at_least.get(side))
+        for side, found in times.items()
     ]
+    refused = [Result(case.title, side, None, None, case.at_least.get(side), notes[side]) for side in notes]
+    return measured + refused
 
 
 def _tensors(case: Case) -> list[Tensor]:
@@ -350,8 +336,8 @@ def table_of(results: list[Result]) -> Any:
     for result in results:
         if result.case != last and last is not None:
             table.add_section()
-        ms = result.note if result.median_ms is None else f"{result.median_ms:.1f}"
-        ratio = "" if result.ratio is None or result.side == OURS else f"{result.ratio:.2f}x"
+        ms = result.note if result.ms is None else str(result.ms)
+        ratio = "" if result.ratio is None or result.side == OURS else str(result.ratio)
         aim = f"{result.at_least:g}x" if result.at_least else ""
         table.add_row(result.case if result.case != last else "", result.side, ms, ratio, aim)
         last = result.case
@@ -370,7 +356,7 @@ def plot(path: str, results: list[Result]) -> None:
     for i, side in enumerate(sides):
         of_side = [r for r in shown if r.side == side]
         places = [cases.index(r.case) + i * height for r in of_side]
-        axis.barh(places, [r.ratio for r in of_side], height, label=side)
+        axis.barh(places, [r.ratio.median for r in of_side], height, label=side)
     axis.axvline(1, color="black", linewidth=1)
     axis.set(
         xscale="log", xlabel="time over ours", yticks=[i + 0.4 for i in range(len(cases))], yticklabels=cases

@@ -1,8 +1,9 @@
 """`flex-inductor bench gpu`: our kernels on this machine's card, next to torch's flex_attention and SDPA.
 
-Each side is checked against uncompiled attention in fp32 before it is timed; sides take turns. The cases come in order
-of importance, each in a process that may crash or hang without harm to the others, and those that do not fit the time
-given are named and left out. With --compare our own configs are timed against each other.
+Each side is checked against uncompiled attention in fp32 before it is timed. Sides take turns, in the opposite order
+every second round; shown is the median over the rounds, and what half of the rounds lie between. The cases come in
+order of importance, each in a process that may crash or hang without harm to the others, and those that do not fit the
+time given are named and left out. With --compare our own configs are timed against each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def register(kinds: Any) -> None:
     parser = kinds.add_parser("gpu", help="attention kernels on this machine's card", description=__doc__)
     parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
     parser.add_argument("--minutes", type=float, default=6.0, help="end after these (default 6)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each side is timed (default 5)")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
     parser.add_argument("--max-autotune", action="store_true", help="tune our configs and torch's")
     parser.add_argument(
         "--compare", metavar="KERNEL", help="time every config of this kernel of ours instead"

@@ -1,7 +1,8 @@
 """`flex-inductor bench masks`: what building block masks costs, next to torch's own function.
 
-Every number comes from a process of its own: imports, then the first call (with a small mask, as a model's
-first step would pay it), then the case itself for its peak memory, then the median of some calls.
+Each side has a process of its own: imports, then the first call (with a small mask, as a model's first step would
+pay it), then the case itself for its peak memory. Then the sides take turns, in the opposite order every second
+round; shown is the median over the rounds, and what half of the rounds lie between.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -28,8 +28,10 @@ from flex_inductor.masks.blockmask import create_block_mask
 
 from .cases import selected
 from .files import to_write
+from .rounds import Spread, alternate, milliseconds
 
 SIDES = ("ours", "torch eager", "torch compiled")
+ROUNDS, MOST_SECONDS = 15, 10
 PLOT_LENGTHS = tuple(1 << n for n in range(12, 21))
 
 
@@ -49,7 +51,7 @@ class Result:
     case: str
     side: str
     first_ms: float
-    median_ms: float
+    ms: Spread
     best_ms: float
     peak_mb: float
     calls: int
@@ -133,14 +135,12 @@ def run(arguments: argparse.Namespace) -> int:
     results = []
     if not quiet:
         print(
-            f"{'case':36} {'side':15} {'first':>9} {'median':>11} {'best':>9} {'at most':>9} "
+            f"{'case':36} {'side':15} {'first':>9} {'median':>26} {'best':>9} {'at most':>9} "
             f"{'peak':>10} {'at most':>9}"
         )
     for case in chosen:
-        for side in SIDES:
-            if side != SIDES[0] and (arguments.no_torch or not case.torch_too):
-                continue
-            result = in_own_process(case.name, side)
+        sides = SIDES if case.torch_too and not arguments.no_torch else SIDES[:1]
+        for result in measured(case, sides):
             results.append(result)
             if not quiet:
                 print(line_of(case, result), flush=True)
@@ -161,53 +161,103 @@ def line_of(case: Case, result: Result | str) -> str:
         return f"{case.name:36} {result}"
     limits = (f"{case.most_ms:7.0f}ms", f"{case.most_mb:7.0f}MB") if result.side == SIDES[0] else ("", "")
     return (
-        f"{case.name:36} {result.side:15} {result.first_ms:7.0f}ms {result.median_ms:9.1f}ms "
+        f"{case.name:36} {result.side:15} {result.first_ms:7.0f}ms {result.ms!s:>24}ms "
         f"{result.best_ms:7.1f}ms {limits[0]:>9} "
         f"{result.peak_mb:8.1f}MB {limits[1]:>9}"
     )
 
 
-def in_own_process(name: str, side: str) -> Result | str:
-    """The result, or one line that says why there is none."""
-    command = [sys.executable, "-m", "flex_inductor.tools.bench_masks", name, side]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return f"{side}: {reason[0]}"
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
+class Side:
+    """One way to build a case's mask, in this process."""
+
+    def __init__(self, case: Case, side: str):
+        functions: dict[str, Callable] = {
+            "ours": create_block_mask,
+            "torch eager": torch_create_block_mask,
+            "torch compiled": torch.compile(torch_create_block_mask),
+        }
+        options = {"compact": True} if case.compact and side == "ours" else {}
+        self.create = functools.partial(functions[side], **options)
+        self.case, self.compiled = case, side == "torch compiled"
+
+    def prepare(self) -> tuple[float, float]:
+        """Milliseconds of the first call, and MB at the peak of the first of the case's length."""
+        if self.compiled:  # it is warm only for the very same call
+            self.mask_mod = self.case.make()
+            first = self.milliseconds()
+        else:
+            first = milliseconds(lambda: self.create(library.causal(), None, None, 512, 512, "cpu"))
+            self.mask_mod = self.case.make()
+        return first, above_start(self.build)
+
+    def build(self) -> Any:
+        return self.create(self.mask_mod, None, None, self.case.length, self.case.length, "cpu")
+
+    def milliseconds(self) -> float:
+        return milliseconds(self.build)
+
+    def close(self) -> None:
+        pass
 
 
-def measure(case: Case, side: str) -> Result:
-    functions: dict[str, Callable] = {
-        "ours": create_block_mask,
-        "torch eager": torch_create_block_mask,
-        "torch compiled": torch.compile(torch_create_block_mask),
-    }
-    options = {"compact": True} if case.compact and side == "ours" else {}
+class OwnProcess:
+    """A Side in a process of its own."""
 
-    def build(mask_mod: Callable, length: int) -> Any:
-        return functions[side](mask_mod, None, None, length, length, "cpu", **options)
+    def __init__(self, case: Case, side: str):
+        command = [sys.executable, "-m", "flex_inductor.tools.bench_masks", case.name, side]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
-    if side == "torch compiled":  # a compiled function is warm only for the very same call
-        mask_mod = case.make()
-        first = timed(lambda: build(mask_mod, case.length))
-        peak = above_start(lambda: build(mask_mod, case.length))
-    else:
-        first = timed(lambda: build(library.causal(), 512))
-        mask_mod = case.make()
-        peak = above_start(lambda: build(mask_mod, case.length))
-    times: list[float] = []
-    while len(times) < 15 and (sum(times) < 10 or not times):
-        times.append(timed(lambda: build(mask_mod, case.length)))
-    return Result(
-        case.name, side, first * 1e3, statistics.median(times) * 1e3, min(times) * 1e3, peak, len(times)
-    )
+    def prepare(self) -> tuple[float, float]:
+        first, peak = self._answer()
+        return first, peak
+
+    def milliseconds(self) -> float:
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        line = self.process.stdout.readline()
+        if not line:
+            _, said = self.process.communicate()
+            reason = said.strip().splitlines()[-1:] or [f"exit status {self.process.returncode}"]
+            raise RuntimeError(reason[0])
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
-def timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def serve(side: Side) -> None:
+    """The other end of an OwnProcess: a line for the first call, then one for each line that comes."""
+    print(json.dumps(side.prepare()), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(side.milliseconds()), flush=True)
+
+
+def measured(case: Case, names: Sequence[str]) -> list[Result | str]:
+    """The results, or one line for a side that says why it has none."""
+    sides = {name: OwnProcess(case, name) for name in names}
+    first, failed = {}, []
+    try:
+        for name, side in sides.items():
+            try:
+                first[name] = side.prepare()
+            except RuntimeError as error:
+                failed.append(f"{name}: {error}")
+        times = alternate({name: sides[name].milliseconds for name in first}, ROUNDS, MOST_SECONDS)
+    finally:
+        for side in sides.values():
+            side.close()
+    return [
+        *(
+            Result(case.name, name, first[name][0], Spread.of(of), min(of), first[name][1], len(of))
+            for name, of in times.items()
+        ),
+        *failed,
+    ]
 
 
 def above_start(call: Callable[[], Any]) -> float:
@@ -241,7 +291,7 @@ def plot(path: str, with_torch: bool) -> None:
         for name, (build, longest, calls) in sides.items():
             if length <= longest:
                 call = functools.partial(build, mask_mod, None, None, length, length, "cpu")
-                series[name].append((length, statistics.median(timed(call) for _ in range(calls)) * 1e3))
+                series[name].append((length, statistics.median(milliseconds(call) for _ in range(calls))))
     figure, axis = pyplot.subplots(figsize=(6, 4))
     for name, points in series.items():
         if points:
@@ -254,4 +304,4 @@ def plot(path: str, with_torch: bool) -> None:
 
 if __name__ == "__main__":
     wanted, wanted_side = sys.argv[1:]
-    print(json.dumps(asdict(measure(next(c for c in CASES if c.name == wanted), wanted_side))))
+    serve(Side(next(case for case in CASES if case.name == wanted), wanted_side))

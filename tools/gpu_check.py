@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument(
         "--kernel", metavar="NAME", help="the one kernel whose configs to compare; all by default"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="how often each side is timed (default 5)")
+    parser.add_argument("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
     parser.add_argument("--calls", type=int, metavar="N", help="check the first N calls; all by default")
     parser.add_argument(
         "--dry",

@@ -103,6 +103,7 @@ def prepare(namespace: dict[str, Any]) -> None:
     check_environment()
     _let_numbers_be_indices()
     _let_descriptors_add()
+    _patch_the_language_once()
     namespace["libdevice"] = _Libdevice()
     for name, same in (("each_alone", _itself), ("reciprocal", _reciprocal)):  # in place of assembly
         namespace[name] = triton.jit(types.FunctionType(same.__code__, namespace))
@@ -128,6 +129,34 @@ def _let_numbers_be_indices() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_and_index
+
+
+@functools.cache
+def _patch_the_language_once() -> None:
+    """Triton's interpreter replaces its language by functions of numpy, again for each function that a kernel calls.
+
+    The first time in a launch is enough for all functions that see the same modules of the language.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, Scope = interpreter._patch_lang, interpreter._LangPatchScope
+    patched: set[tuple[bool, ...]] = set()
+
+    class Launch(Scope):  # type: ignore[misc, valid-type]
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_once(fn: Any) -> Any:
+        seen = {id(value) for value in fn.__globals__.values()}
+        modules = tuple(id(module) in seen for module in (tl, tl.core))
+        if modules in patched:
+            return Scope()
+        patched.add(modules)
+        return patch(fn)
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Launch, patch_once
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from flex_inductor.tools import cli
 from flex_inductor.tools.gpu import cases, compare, measure, table
 from flex_inductor.tools.gpu.cases import BACKWARD, CUDNN, FLEX, FORWARD, OURS, Case, Side
 from flex_inductor.tools.gpu.measure import Result, Setting
+from flex_inductor.tools.rounds import Spread
 from flex_inductor.tools.workers import Call, Deadline, Failed, Late, Workers
 
 ROOT = Path(__file__).parents[2]
@@ -76,10 +77,10 @@ def test_a_dry_run(dry_run):
         "causal D16 S64, torch flex: NotImplementedError: FlexAttention does not support backward on CPU"
         in shown
     )
-    timed = {(r["which"], r["side"]) for r in found["results"] if r["median_ms"] is not None}
+    timed = {(r["which"], r["side"]) for r in found["results"] if r["ms"] is not None}
     assert {(FORWARD, OURS), (BACKWARD, OURS), (FORWARD, CUDNN)} <= timed
     assert (BACKWARD, "backward_onepass block_m=16 block_n=32 descriptors=1") in timed
-    assert not {r["side"] for r in found["results"] if r["median_ms"] is None} - {FLEX}
+    assert not {r["side"] for r in found["results"] if r["ms"] is None} - {FLEX}
     assert "fastest: " in shown and len(found["right"]) == 1 and "wrong" not in found
     assert shown.endswith("1 calls right, 0 wrong\n")
 
@@ -144,10 +145,10 @@ def test_a_row_without_our_figures():
     case = cases.CASES[0]
     results = [
         Result(case.title, FORWARD, OURS, None, note="crashed"),
-        Result(case.title, FORWARD, FLEX, 2.0, 1.9, 2.1, 1.0, 100.0, 0.5),
+        Result(case.title, FORWARD, FLEX, Spread(2.0, 1.9, 2.1), Spread(1.0, 1.0, 1.0), 100.0, 0.5),
     ]
     row = next(table.lines_of(case, results))
-    assert row.startswith("| causal D128 S8192 | forward | failed |  |  | 2.000 ms |")
+    assert row.startswith("| causal D128 S8192 | forward | failed |  |  | 2 (1.9 to 2.1) ms |")
 
 
 def test_one_call_costs_no_other():

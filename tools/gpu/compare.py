@@ -26,10 +26,10 @@ def compare(bench: Bench, case: Case, kernel: str) -> None:
     plain = rows(bench, case, kernel, [Side(), *plain_configs(kernel, case, bench.setting.device)])
     best = [side for side, _ in plain[:TRIED_WITH_AXES]]
     found = plain + rows(bench, case, kernel, [Side(), *axes_on(kernel, best)])
-    found.sort(key=lambda each: each[1].ratio)
+    found.sort(key=lambda each: each[1].ratio.median)
     if found:
         side, result = found[0]
-        bench.report.say("", f"fastest: {side.name}, {result.ratio:.3f} of the default's time")
+        bench.report.say("", f"fastest: {side.name}, {result.ratio} of the default's time")
 
 
 def plain_configs(kernel: str, case: Case, device: str) -> Iterator[Side]:
@@ -61,12 +61,11 @@ def rows(bench: Bench, case: Case, kernel: str, sides: Sequence[Side]) -> list[t
     which = PASS_OF[kernel]
     by_name = {side.name: side for side in sides}
     results = [r for r in bench.results(case, list(by_name.values())) if r.which == which]
-    timed = [r for r in results if r.median_ms is not None]
-    for r in sorted(timed, key=lambda r: r.median_ms):
-        spread = f"{r.least_ms:.3f} to {r.most_ms:.3f}"
-        bench.report.say(f"    {r.ratio:.3f}  {r.median_ms:.3f} ms ({spread})  {r.side}")
+    timed = [r for r in results if r.ms is not None]
+    for r in sorted(timed, key=lambda r: r.ms.median):
+        bench.report.say(f"    {r.ratio}  {r.ms} ms  {r.side}")
     for r in results:
-        if r.median_ms is None:
+        if r.ms is None:
             bench.report.say(f"    --  {r.side}: {r.note}")
     ours = [(by_name[r.side], r) for r in timed]
-    return sorted(ours, key=lambda each: each[1].median_ms)
+    return sorted(ours, key=lambda each: each[1].ms.median)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import platform
-import statistics
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from flex_inductor import create_block_mask, decisions, flex_attention
 
+from .. import rounds as in_rounds
+from ..rounds import Spread, alternate, over
 from .cases import BACKWARD, CUDNN, FLASH, FLEX_FLASH, FORWARD, OURS, Case, Side, mods_of, tensors_of
 
 TUNED = "max-autotune-no-cudagraphs"
@@ -31,7 +32,7 @@ class Setting:
     """How cases are run. On "cpu" Triton's interpreter runs our kernels: nothing of that is fast."""
 
     device: str = "cuda"
-    rounds: int = 5
+    rounds: int = 6
     mode: str | None = None  # of torch.compile
 
     @property
@@ -54,10 +55,8 @@ class Result:
     case: str
     which: str  # forward or backward
     side: str
-    median_ms: float | None  # None where the side cannot serve
-    least_ms: float | None = None
-    most_ms: float | None = None
-    ratio: float | None = None  # its time over the first side's, the median over the rounds
+    ms: Spread | None  # None where the side cannot serve
+    ratio: Spread | None = None  # its time over the first side's
     rate: float | None = None  # TFLOP/s; GB/s for decode, which reads
     share: float | None = None  # of a large matrix product's TFLOP/s, or of a copy's GB/s, on this card
     note: str = ""
@@ -91,9 +90,7 @@ def milliseconds(call: Callable[[], Any], setting: Setting) -> float:
         from triton.testing import do_bench
 
         return do_bench(call, warmup=20, rep=80, quantiles=[0.5])
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+    return in_rounds.milliseconds(call)
 
 
 def compiled(fn: Callable, setting: Setting, configs: dict[str, Any] | None = None) -> Callable:
@@ -223,14 +220,11 @@ def _keeping_buffers() -> Any:
 def _timed(
     case: Case, which: str, calls: dict[str, dict[str, Callable]], setting: Setting, limits: Limits
 ) -> Iterator[Result]:
-    times: dict[str, list[float]] = {side: [] for side in calls}
-    for turn in range(setting.rounds):
-        for side in [*calls][:: 1 if turn % 2 else -1]:
-            times[side].append(milliseconds(calls[side][which], setting))
+    sides = {side: partial(milliseconds, of_side[which], setting) for side, of_side in calls.items()}
+    times = alternate(sides, setting.rounds)
     first = next(iter(times.values()))
     for side, found in times.items():
-        median = statistics.median(found)
-        ratio = statistics.median(t / of_first for t, of_first in zip(found, first, strict=True))
-        rate = case.work(which) / median
+        ms = Spread.of(found)
+        rate = case.work(which) / ms.median
         share = rate / (limits.copy if case.decoding else limits.matrix)
-        yield Result(case.title, which, side, median, min(found), max(found), ratio, rate, share)
+        yield Result(case.title, which, side, ms, over(found, first), rate, share)

@@ -77,7 +77,7 @@ class Bench:
     def table(self, cases: Sequence[Case]) -> None:
         """Ours next to the others."""
         self.report.say(
-            "| case | pass | ours ms (least to most) | rate | share | " + " | ".join(OTHERS) + " | aims |",
+            "| case | pass | ours ms | rate | share | " + " | ".join(OTHERS) + " | aims |",
             "| --- " * (6 + len(OTHERS)) + "|",
         )
         left = [(case, sides_of(case)) for case in cases]
@@ -137,15 +137,14 @@ def lines_of(case: Case, results: Iterable[Result]) -> Iterator[str]:
             side = by_side.get(name)
             if side is None:
                 others.append("")
-            elif side.median_ms is None:
+            elif side.ms is None:
                 others.append("no")
             else:
-                known = ours is not None and ours.median_ms is not None
-                others.append(f"{side.ratio:.2f}x" if known else f"{side.median_ms:.3f} ms")
+                known = ours is not None and ours.ms is not None
+                others.append(f"{side.ratio}x" if known else f"{side.ms} ms")
         own = ["failed", "", ""]
-        if ours is not None and ours.median_ms is not None:
+        if ours is not None and ours.ms is not None:
             unit = "GB/s" if case.decoding else "TFLOP/s"
-            spread = f"{ours.median_ms:.3f} ({ours.least_ms:.3f} to {ours.most_ms:.3f})"
-            own = [spread, f"{ours.rate:.0f} {unit}", f"{ours.share:.0%}"]
+            own = [str(ours.ms), f"{ours.rate:.0f} {unit}", f"{ours.share:.0%}"]
         aims = ", ".join(f"{side} {aim:g}" for (of, side), aim in case.aims.items() if of == which)
         yield f"| {' | '.join([case.title, which, *own, *others, aims])} |"

@@ -1,3 +1,6 @@
+import dataclasses
+import os
+
 import pytest
 import torch
 
@@ -29,3 +32,13 @@ def kinds(monkeypatch):
 
     monkeypatch.setattr(KernelCall, "_heuristics", noting)
     return found
+
+
+@pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1")
+def only_mods_are_checked_for_overflow(request, monkeypatch):
+    """The interpreter does each sum and product of whole numbers again in 64 bits, which takes half of its time."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    checked = request.module.__name__.endswith("interpreted_mods")
+    options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=checked)
+    monkeypatch.setattr(interpreter_builder, "options", options)

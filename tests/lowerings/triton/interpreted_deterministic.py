@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run
+from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run, served_by
 from triton.runtime import interpreter
 
-from flex_inductor import decisions
 from flex_inductor.tools import interpret
 
 SIZES = Sizes(queries=40, keys=50)
@@ -41,6 +40,12 @@ def _normal(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(autouse=True)
+def by_triton():
+    with served_by("triton"):
+        yield
+
+
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(True)
@@ -72,9 +77,7 @@ def test_the_order_of_programs_does_not_matter(case, deterministic, backwards, k
     mod, mask, passes = CASES[case]
     mask, inputs, captures = MASKS[mask](SIZES), SIZES.inputs(torch.float32), mod.captures(SIZES)
     attend = interpret.compiled(attention_of(mod.build))
-    decisions(clear=True)
     found = judge(attend, dense_of(mod.build), inputs, captures, mask).named()
-    assert [decision.chosen for decision in decisions()] == ["triton", "triton"]
     assert sorted(kinds) == sorted(["forward", *passes, "backward_dq", "backward_dkdv"])
     backwards["on"] = True
     for name, turned in run(attend, inputs, floats(captures), mask).named().items():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
+from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, served_by
 
 from flex_inductor import RunSchedule, decisions
 from flex_inductor.tools import interpret
@@ -24,9 +24,8 @@ def test_as_right_as_dense_attention(case, form, kinds):
     captures, schedule = MODS[mod].captures(sizes), MASKS[mask](sizes)
     if form == "runs":
         schedule = RunSchedule.from_block_mask(schedule)
-    decisions(clear=True)
-    attend = interpret.compiled(attention_of(MODS[mod].build), dynamic=False)
-    judge(attend, dense_of(MODS[mod].build), sizes.inputs(dtype), captures, schedule)
-    assert [decision.chosen for decision in decisions()] == ["triton", "triton"]
+    with served_by("triton", "triton"):
+        attend = interpret.compiled(attention_of(MODS[mod].build), dynamic=False)
+        judge(attend, dense_of(MODS[mod].build), sizes.inputs(dtype), captures, schedule)
     assert kinds[0] == "decode" and "combine" not in kinds
     assert decisions()[0].kernels[0].config["block_m"] == rows

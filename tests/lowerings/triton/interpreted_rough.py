@@ -6,9 +6,9 @@ The scores are the queries: one key, 1, of one dimension. Their maximum is what 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Sizes, attention_of, dense_of, judge
+from support import Sizes, attention_of, dense_of, judge, served_by
 
-from flex_inductor import AuxRequest, decisions, flex_attention
+from flex_inductor import AuxRequest, flex_attention
 from flex_inductor.tools import interpret
 
 POWERS = [lambda x: x**1.5, lambda x: x**-0.7]
@@ -43,12 +43,11 @@ def judged(scores, upstream=None):
         score_mod, aux = each_head_its_function(FUNCTIONS), AuxRequest(lse=True, max_scores=True)
         return flex_attention(query, key, key, score_mod, scale=1.0, return_aux=aux)[1]
 
-    decisions(clear=True)
-    aux = interpret.compiled(attend)(query, one)
-    assert {decision.chosen for decision in decisions()} == {"triton"}
-    if upstream is None:
-        return aux.max_scores[0], aux.lse[0]
-    return torch.autograd.grad(aux.lse, query, torch.full_like(aux.lse, upstream))[0][0, :, :, 0]
+    with served_by("triton"):
+        aux = interpret.compiled(attend)(query, one)
+        if upstream is None:
+            return aux.max_scores[0], aux.lse[0]
+        return torch.autograd.grad(aux.lse, query, torch.full_like(aux.lse, upstream))[0][0, :, :, 0]
 
 
 def test_values_up_to_the_ends_of_the_range():
@@ -89,5 +88,6 @@ def test_as_right_as_dense_attention(dtype):
         return score_mod
 
     sizes = Sizes(batch=1, queries=33, keys=40)
-    attend = interpret.compiled(attention_of(build))
-    judge(attend, dense_of(build), sizes.inputs(dtype), (torch.tensor(0.3, dtype=torch.float64),))
+    with served_by("triton", "triton"):
+        attend = interpret.compiled(attention_of(build))
+        judge(attend, dense_of(build), sizes.inputs(dtype), (torch.tensor(0.3, dtype=torch.float64),))

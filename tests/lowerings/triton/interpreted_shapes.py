@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge
+from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge, served_by
 
 from flex_inductor import BlockMask, create_block_mask, decisions, flex_attention
 from flex_inductor.lowerings.triton import kernel
@@ -29,11 +29,11 @@ FEW_QUERIES = {
 
 
 def judge_interpreted(mod, sizes, mask, layout="contiguous", scale=None):
-    decisions(clear=True)
+    build, captures = MODS[mod].build, MODS[mod].captures(sizes)
     inputs = [LAYOUTS[layout](tensor) for tensor in sizes.inputs(torch.float32)]
-    attend = interpret.compiled(attention_of(MODS[mod].build, scale))
-    judge(attend, dense_of(MODS[mod].build, scale), inputs, MODS[mod].captures(sizes), MASKS[mask](sizes))
-    assert [decision.chosen for decision in decisions()] == ["triton", "triton"]
+    with served_by("triton", "triton"):
+        attend = interpret.compiled(attention_of(build, scale))
+        judge(attend, dense_of(build, scale), inputs, captures, MASKS[mask](sizes))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,8 +70,9 @@ def test_blocks_that_reach_far_beyond_the_last_query(length):
     mask = create_block_mask(
         lambda b, h, q, k: q + 60 >= k, None, None, length, 100, "cpu", BLOCK_SIZE=(96, 32)
     )
-    attend = interpret.compiled(attention_of(None))
-    judge(attend, dense_of(None), sizes.inputs(torch.float32), (), mask)
+    with served_by("triton", "triton"):
+        attend = interpret.compiled(attention_of(None))
+        judge(attend, dense_of(None), sizes.inputs(torch.float32), (), mask)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
@@ -143,8 +144,7 @@ def test_inside_a_model():
 
     x = torch.randn(2, 40, 32)
     wanted = (project.weight, project.bias, bias)
-    decisions(clear=True)
-    got = torch.autograd.grad(interpret.run(loss, x), wanted)
-    assert [decision.chosen for decision in decisions()] == ["triton"] * 4
+    with served_by(*["triton"] * 4):
+        got = torch.autograd.grad(interpret.run(loss, x), wanted)
     for mine, want in zip(got, torch.autograd.grad(loss(x), wanted), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)

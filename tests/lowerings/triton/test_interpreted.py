@@ -20,20 +20,14 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize(
-    "cases", ["mods", "rough", "shapes", "runs", "deterministic", "onepass", "packed", "axes", "whole"]
-)
-def test_numerics(cases):
-    result = python(
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        HERE / f"interpreted_{cases}.py",
-        TRITON_INTERPRET="1",
-    )
+# Starting a process costs as much as several tests: there are two, for two workers.
+FILES = sorted(HERE.glob("interpreted_*.py"))
+
+
+@pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=["one half", "other half"])
+def test_numerics(files):
+    alone = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    result = python("-m", "pytest", *alone, *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-8000:]
     assert " skipped" not in result.stdout
 

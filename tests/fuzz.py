@@ -1,0 +1,295 @@
+"""Random calls against the fp64 reference: `make fuzz MINUTES=30`, or a few of them in `make test`.
+
+A case is plain data. What needs a kernel of its own is a Program, mods as text; what does not is Values, and a
+program is called with several of them. A failure prints a case as small as hypothesis finds:
+`check("cpu", Program(...), [Values(...)])` runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import traceback
+from typing import NamedTuple
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flex_inductor import RunSchedule, create_block_mask, decisions
+from flex_inductor.backend import flex_inductor
+from tests.support import LAYOUTS, Sizes, attention_of, dense_of, judge, served_by
+
+ROUTES = ("chunked", "cpu", "triton")
+DTYPES = {
+    "eager": ("float64", "float32", "bfloat16"),
+    "chunked": ("float64",),
+    "cpu": ("float32", "bfloat16", "float16"),
+    "triton": ("float32", "float16"),  # Triton's interpreter gets products of bfloat16 wrong
+}
+LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, "triton": 60}
+# What score_mods capture by name, and its shape; "keys" and "queries" change with the call.
+CAPTURES = {
+    "number": (),
+    "few": (5,),
+    "table": (3, 4),
+    "by_head": ("heads",),
+    "by_query": ("queries",),
+    "by_key": ("keys",),
+}
+
+
+class Program(NamedTuple):
+    """What needs a kernel of its own."""
+
+    score: str | None = None
+    mask: str | None = None
+    dtype: str = "float32"
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    value_dim: int = 16
+    layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
+    block: int | tuple[int, int] = 16
+    runs: bool = False
+    one_kv_batch: bool = False
+
+
+class Values(NamedTuple):
+    """What changes from call to call of one kernel."""
+
+    batch: int = 2
+    queries: int = 20
+    keys: int = 20
+    scale: float = 0.25
+    magnitude: float = 1.0
+    seed: int = 0
+
+
+# ---- Mods as text ---------------------------------------------------------------------------------
+
+
+def _joined(template: str, *parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.tuples(*parts).map(lambda found: template.format(*found))
+
+
+INDICES = st.recursive(
+    st.sampled_from(["q_idx", "kv_idx", "h", "b"]),
+    lambda inner: st.one_of(
+        _joined("({0} {1} {2})", inner, st.sampled_from("+-*"), inner),
+        _joined("({0} {1} {2})", inner, st.sampled_from(["+", "-", "//"]), st.integers(1, 5).map(str)),
+        _joined("torch.{1}({0}, {2})", inner, st.sampled_from(["maximum", "minimum"]), inner),
+    ),
+    max_leaves=3,
+)
+CONDITIONS = _joined("({0} {1} {2})", INDICES, st.sampled_from([">=", "<", "==", "!="]), INDICES)
+# What runs once is exact: rounded to 16 bits, it would be most of every side's error.
+LOOKUPS = st.one_of(
+    _joined("few[{0} % 5]", INDICES),
+    _joined("few[{0} % 5 - 5]", INDICES),
+    _joined("table[{0} % 3, {1} % 4]", INDICES, INDICES),
+    _joined("table[{0} % 3][{1} % 4]", INDICES, INDICES),
+    st.sampled_from(["number", "by_head[h]", "by_query[q_idx]", "by_key[kv_idx]", "(by_key * 2)[kv_idx]"]),
+    _joined("by_key[{0} % by_key.size(0)]", INDICES),
+)
+# Products have a bounded factor: what an error of a score grows to stays small.
+SCORES = st.recursive(
+    st.sampled_from(["score", "score", "score * 0.5 + 1"]) | LOOKUPS,
+    lambda inner: st.one_of(
+        _joined("torch.{0}({1})", st.sampled_from(["tanh", "sigmoid", "sin", "neg"]), inner),
+        _joined("({0}).clamp(-1, 1)", inner),
+        _joined("({0} {1} {2})", inner, st.sampled_from("+-"), inner),
+        _joined("({0} * torch.sigmoid({1}))", inner, inner),
+        _joined("torch.maximum({0}, {1})", inner, inner),
+        _joined("torch.where({0}, {1}, {2})", CONDITIONS, inner, inner),
+        _joined("torch.where({0}, {1}, -float('inf'))", CONDITIONS, inner),
+    ),
+    max_leaves=6,
+)
+MASKS = st.recursive(
+    st.one_of(
+        CONDITIONS,
+        st.sampled_from(["document[q_idx] == document[kv_idx]", "kv_idx < length[b]", "allowed[kv_idx]"]).map(
+            "({})".format
+        ),
+    ),
+    lambda inner: _joined("({0} {1} {2})", inner, st.sampled_from("&|^"), inner),
+    max_leaves=3,
+)
+
+
+@st.composite
+def programs(draw, route: str) -> Program:
+    kv_heads = draw(st.integers(1, 2))
+    dims = st.sampled_from([1, 3, 8, 16, 24, 33])
+    blocks = st.sampled_from([16, 32, (16, 64), (64, 16), 128])
+    return Program(
+        draw(SCORES | SCORES | st.none()),
+        draw(MASKS | MASKS | st.none()),
+        draw(st.sampled_from(DTYPES[route])),
+        kv_heads * draw(st.integers(1, 3)),
+        kv_heads,
+        draw(dims),
+        draw(dims),
+        draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 3)),
+        draw(blocks if route != "eager" else blocks | st.tuples(st.integers(1, 24), st.integers(1, 24))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+def several_values(route: str, most: int) -> st.SearchStrategy[list[Values]]:
+    length = st.integers(2, LONGEST[route])
+    values = st.builds(
+        Values, st.integers(2, 3), length, length, st.sampled_from([0.25, 1.0, -0.5]),
+        st.sampled_from([1.0, 0.1, 3.0]), st.integers(0, 1000),
+    )  # fmt: skip
+    return st.lists(values, min_size=1, max_size=most)
+
+
+# ---- A case ---------------------------------------------------------------------------------------
+
+
+def _tensors(shapes: dict[str, tuple], sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
+    return [
+        torch.randn(
+            [getattr(sizes, n) if isinstance(n, str) else n for n in shape], generator=generator
+        ).double()
+        for shape in shapes.values()
+    ]
+
+
+def _mask(program: Program, sizes: Sizes, make_mask, generator: torch.Generator):
+    if make_mask is None:
+        return None
+    longest = max(sizes.queries, sizes.keys)
+    document = torch.randint(0, 3, (longest,), generator=generator).cumsum(0) // 8
+    length = torch.randint(0, sizes.keys + 1, (sizes.batch,), generator=generator)
+    allowed = torch.rand(sizes.keys, generator=generator) < 0.7
+    mask = create_block_mask(
+        make_mask(document, length, allowed), sizes.batch, sizes.heads, sizes.queries, sizes.keys, "cpu",
+        program.block,
+    )  # fmt: skip
+    return RunSchedule.from_block_mask(mask) if program.runs else mask
+
+
+def check(route: str, program: Program, several: list[Values]) -> None:
+    """Judge the calls of one program, and that the route served them with two compilations at most."""
+    used = {name: shape for name, shape in CAPTURES.items() if name in (program.score or "")}
+    names = {"torch": torch}
+    lane = "score, b, h, q_idx, kv_idx"
+    build = program.score and eval(f"lambda {', '.join(used)}: lambda {lane}: {program.score}", names)
+    data = "document, length, allowed"
+    make_mask = program.mask and eval(f"lambda {data}: lambda b, h, q_idx, kv_idx: {program.mask}", names)
+
+    def attend(scale, *call):
+        return attention_of(build, scale)(*call)
+
+    if route == "triton":
+        from flex_inductor.tools import interpret
+
+        attend = interpret.compiled(attend, dynamic=True)
+    elif route != "eager":
+        attend = torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=True)
+    torch._dynamo.reset()
+    with served_by(route) if route != "eager" else contextlib.nullcontext():
+        for values in several:
+            kv_batch = 1 if program.one_kv_batch else None
+            sizes = Sizes(
+                values.batch, program.heads, program.kv_heads, values.queries, values.keys, program.head_dim,
+                program.value_dim, kv_batch,
+            )  # fmt: skip
+            generator = torch.Generator().manual_seed(values.seed)
+            inputs = sizes.inputs(getattr(torch, program.dtype), values.seed)
+            inputs[:2] = [t * values.magnitude**0.5 for t in inputs[:2]]
+            inputs = [LAYOUTS[name](t) for name, t in zip(program.layouts, inputs, strict=True)]
+            captures = _tensors(used, sizes, generator)
+            judge(
+                lambda *call, scale=values.scale: attend(scale, *call),
+                dense_of(build, values.scale),
+                inputs,
+                captures,
+                _mask(program, sizes, make_mask, generator),
+            )
+    if route != "eager":
+        assert len(decisions()) <= 4, f"compiled {len(decisions()) // 2} times"
+
+
+# ---- How many -------------------------------------------------------------------------------------
+
+
+def a_fixed_few(examples: int):
+    """The same cases every time, and none smaller of one that fails: `make fuzz` looks for those."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def fuzz(route: str, first_seed: int, minutes: float) -> int:
+    """Cases until the time is up or one fails: 0 or 1."""
+    end = time.monotonic() + 60 * minutes
+    count = 0
+    for number in range(first_seed, sys.maxsize):
+
+        @seed(number)
+        @settings(
+            max_examples=10,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(program=programs(route), several=several_values(route, 6))
+        def cases(program, several):
+            nonlocal count
+            count += 1
+            check(route, program, several)
+
+        try:
+            cases()
+        except Exception:
+            traceback.print_exc()
+            print(f"{route}: seed {number} fails: python -m tests.fuzz --route {route} --seed {number}")
+            return 1
+        if time.monotonic() > end:
+            print(f"{route}: {count} programs from seed {first_seed} on, all right", flush=True)
+            return 0
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument(
+        "--route", choices=["eager", *ROUTES], help="default: all, each in a process of its own"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=int.from_bytes(os.urandom(3), "big"), help="the first one"
+    )
+    given = parser.parse_args()
+    if given.route:
+        return fuzz(given.route, given.seed, given.minutes)
+    print(f"seed {given.seed}", flush=True)
+    again = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--minutes", str(given.minutes)]
+    processes = [
+        subprocess.Popen(
+            [*again, "--seed", str(given.seed), "--route", route],
+            env=os.environ | ({"TRITON_INTERPRET": "1"} if route == "triton" else {}),
+        )
+        for route in ("eager", *ROUTES)
+    ]
+    return max(process.wait() for process in processes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""Timing the sides of a case in rounds, so that what else the machine does hits them alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What half of the values lie between, and the one in the middle."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{_three_digits(self.median)} ({_three_digits(self.low)} to {_three_digits(self.high)})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], float]], rounds: int, most_seconds: float = math.inf
+) -> dict[str, list[float]]:
+    """The milliseconds that each side gives in each round.
+
+    Every second round goes backwards, so that no side always comes after the same other. A side that has had
+    `most_seconds` is left out of later rounds.
+    """
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    order = list(sides)
+    for _ in range(rounds):
+        for side in order:
+            if not times[side] or sum(times[side]) < most_seconds * 1e3:
+                times[side].append(sides[side]())
+        order.reverse()
+    return times
+
+
+def over(times: Sequence[float], ours: Sequence[float]) -> Spread:
+    """How many times as long as ours, round by round."""
+    return Spread.of([theirs / own for theirs, own in zip(times, ours, strict=True)])
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3

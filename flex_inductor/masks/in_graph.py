@@ -100,7 +100,7 @@ def _register() -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
-    from ..op.dynamo import float_to_tensor
+    from ..op.numbers import changing_numbers, float_to_tensor
 
     @higher_order_ops.add_hop_context
     class BlockListsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
@@ -114,7 +114,7 @@ def _register() -> None:
                     like.call_method(tx, "new_zeros", [build(tx, [])], {"dtype": build(tx, torch.int64)})
                     for _ in range(4)
                 ]
-            with LaneIndexing():
+            with LaneIndexing(), changing_numbers(tx):
                 _, graph, lifted = higher_order_ops.speculate_subgraph(
                     tx,
                     mask_mod,

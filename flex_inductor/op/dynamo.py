@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from .. import compat, errors
 from .hop import CAPTURE_NAME, attention, attention_backward, readable_name
 from .lift import names_in
+from .numbers import as_lane_tensor, changing_numbers, float_to_tensor, may_write, numbers_outside
 from .tracing import (
     INDEX_DTYPE,
     MASK_LANES,
@@ -49,9 +49,12 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flex_inductor.op.attention"
 
     def _call_function(self, tx, args, kwargs):
-        query, key, value, schedule, score_mod, mask_mod, scale, options = args[:8]
+        with changing_numbers(tx):
+            return self._traced(tx, *args)
+
+    def _traced(self, tx, query, key, value, schedule, score_mod, mask_mod, scale, options, *captures):
         # A graph that was traced before has its captures among the arguments already.
-        given_score, given_mask = (captures.items for captures in args[8:]) if args[8:] else ((), ())
+        given_score, given_mask = (given.items for given in captures) if captures else ((), ())
         score, score_captures = self._subgraph(tx, query, score_mod, "score_mod", SCORE_LANES, given_score)
         mask, mask_captures = self._subgraph(tx, query, mask_mod, "mask_mod", MASK_LANES, given_mask)
         lists = _with_static_block_sizes(tx, schedule)
@@ -90,10 +93,11 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         self._check(errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
-        self._check(_check_captures, name, graph, names, _example_of(query))
         for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
-        outer += _lift_lengths(tx, graph, outer, len(lanes))
+        self._check(_check_captures, name, graph, len(lanes), _example_of(query))
+        outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
+        self._check(_check_writes, name, graph, lanes, _example_of(query))
         floats = score_dtype(_example_of(query).dtype)
         captures = tuple(
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
@@ -164,29 +168,23 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     return known.get(id(grapharg.example)) or readable_name(capture.node.name)
 
 
-def _check_captures(name: str, graph: fx.Graph, names: Sequence[str], query: Tensor) -> None:
-    placeholders = graph.find_nodes(op="placeholder")
-    lanes = len(placeholders) - len(names)
-    examples = [placeholder.meta["example_value"] for placeholder in placeholders[lanes:]]
-    for example, capture in zip(examples, names, strict=True):
+def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:
+    for placeholder in graph.find_nodes(op="placeholder")[lanes:]:
+        example, capture = placeholder.meta["example_value"], placeholder.meta[CAPTURE_NAME]
         if isinstance(example, Tensor) and example.device != query.device:
             raise errors.capture_on_other_device(name, capture, example.device, query.device)
         if name == "mask_mod" and isinstance(example, Tensor) and example.requires_grad:
             raise errors.mask_capture_needs_grad(capture)
-    if any(_may_write(node) for node in graph.nodes):
-        lane_names = SCORE_LANES if name == "score_mod" else MASK_LANES
-        tensors = [e if isinstance(e, Tensor) else query.new_zeros(()) for e in examples]
-        mod = fx.GraphModule({}, graph)
-        if written := written_placeholder(trace_mod(mod, lane_names, query, tensors)):
-            raise errors.capture_mutated(name, [*lane_names, *names][written[0]], written[1])
 
 
-def _may_write(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    name = getattr(node.target, "__name__", "")
-    in_place = name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv") or name.endswith("_")
-    return node.op == "call_function" and (in_place or "out" in node.kwargs)
+def _check_writes(name: str, graph: fx.Graph, lanes: Sequence[str], query: Tensor) -> None:
+    if not any(map(may_write, graph.nodes)):
+        return
+    captures = graph.find_nodes(op="placeholder")[len(lanes) :]
+    tensors = [as_lane_tensor(capture.meta["example_value"], query) for capture in captures]
+    if written := written_placeholder(trace_mod(fx.GraphModule({}, graph), lanes, query, tensors)):
+        names = [*lanes, *(capture.meta.get(CAPTURE_NAME, capture.name) for capture in captures)]
+        raise errors.capture_mutated(name, names[written[0]], written[1])
 
 
 def _example_of(variable: Any) -> Any:
@@ -203,65 +201,6 @@ def _with_static_block_sizes(tx: Any, schedule: Any) -> Any:
         for size in schedule.items[:2]
     ]
     return TupleVariable([*sizes, *schedule.items[2:]])
-
-
-def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
-    """A Python float that changes from call to call, as a 0-d tensor.
-
-    Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
-    """
-    if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
-        return value
-    one = like.call_method(
-        tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
-    )
-    product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
-    return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
-
-
-def _lift_lengths(tx: Any, graph: fx.Graph, captures: Sequence[Any], lanes: int) -> list[fx.Proxy]:
-    """Where a mod only reads dynamic sizes of a tensor, such as q.shape[2], the numbers are the captures."""
-    graph.eliminate_dead_code()  # Dynamo asks for every size where the mod uses one
-    placeholders = graph.find_nodes(op="placeholder")
-    first_operation = next(node for node in graph.nodes if node.op != "placeholder")
-    lengths = []
-    for placeholder, capture in zip(placeholders[lanes:], captures, strict=True):
-        for read, dim in _size_reads(placeholder):
-            length = tx.output.create_proxy("call_function", torch.ops.aten.sym_size.int, (capture, dim), {})
-            with graph.inserting_before(first_operation):
-                inner = graph.placeholder(f"{placeholder.name}_size_{dim}")
-            length.node.meta["example_value"] = inner.meta["example_value"] = read.meta["example_value"]
-            read.replace_all_uses_with(inner)
-            lengths.append(length)
-    graph.eliminate_dead_code()
-    for placeholder in placeholders[lanes:]:
-        for user in list(placeholder.users):
-            if user.target == "size" and not user.users:
-                graph.erase_node(user)
-    return lengths
-
-
-def _size_reads(placeholder: fx.Node) -> list[tuple[fx.Node, int]]:
-    """(node, dim) for each size that is read, if nothing else of the tensor is and each is a number to reckon with."""
-    reads = []
-    for user in placeholder.users:
-        if user.target not in ("size", torch.ops.aten.sym_size.int):
-            return []
-        if len(user.args) == 2:
-            reads.append((user, user.args[1]))
-        else:
-            reads += [(item, item.args[1]) for item in user.users]
-    return reads if all(isinstance(dim, int) and _is_operand(read) for read, dim in reads) else []
-
-
-def _is_operand(size: fx.Node) -> bool:
-    """Whether a size only goes into scalar arithmetic: no shape, slice or range is made of it."""
-    for user in size.users:
-        example = user.meta.get("example_value")
-        is_scalar = isinstance(example, Tensor) and example.dim() == 0 and user.target is not operator.getitem
-        if not is_scalar and not (isinstance(example, (torch.SymInt, torch.SymFloat)) and _is_operand(user)):
-            return False
-    return True
 
 
 def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:

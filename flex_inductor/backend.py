@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
-from . import errors
+from . import compat, errors
 from .lowerings import last
 from .lowerings.routes import ROUTES
 from .options import split_options
@@ -42,26 +41,26 @@ def flex_inductor(
         tell_tuner(module, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
     with last.compilation(attention_nodes(module)):
-        return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+        try:
+            return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+        except Exception as error:
+            ours = errors.own_error_in(error)
+            if ours is None:
+                raise
+    raise compat.through_dynamo(ours)
 
 
 def _with_own_errors(inner_compile: Callable) -> Callable:
-    """`inner_compile`, whose errors that are ours reach the user without Inductor's and Dynamo's frames."""
+    """`inner_compile`, whose errors that are ours come out of Inductor as they are, also when a backward runs."""
 
     @functools.wraps(inner_compile)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import ShortenTraceback
-
         try:
             return inner_compile(*args, **kwargs)
         except Exception as error:
             ours = errors.own_error_in(error)
             if ours is None:
                 raise
-        # Dynamo hands on what is a ShortenTraceback, from this frame on.
-        shown = type(
-            type(ours).__name__, (type(ours), ShortenTraceback), {"__module__": type(ours).__module__}
-        )
-        raise shown(*ours.args, first_useful_frame=inspect.currentframe())
+        raise ours.with_traceback(None)
 
     return compile_graph

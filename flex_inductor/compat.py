@@ -91,6 +91,17 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
     return VariableTracker.build(tx, value)
 
 
+def through_dynamo(error: Exception) -> Exception:
+    """What a backend raises so that the user meets `error` itself, without Dynamo's words and frames around it."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    class Through(ShortenTraceback):
+        def remove_dynamo_frames(self) -> Any:
+            return error.with_traceback(None)
+
+    return Through(str(error), first_useful_frame=None)
+
+
 def outside_graphs(function: Callable) -> Callable:
     """torch.compiler.disable without importing Dynamo where the function is defined."""
     from torch._compile import _disable_dynamo

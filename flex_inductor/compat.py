@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
@@ -27,6 +28,14 @@ def is_sliced(block_mask: Any) -> bool:
     """Whether slicing has replaced the mask_mod by a function that raises."""
     marker = getattr(torch_flex, "_sliced_mask_mod_error", None)
     return block_mask.mask_mod is None or (marker is not None and block_mask.mask_mod is marker)
+
+
+def allows_tf32() -> bool:
+    """Whether the user lets GPUs multiply float32 matrices in TF32.
+
+    This setting follows the older ones, but asking those raises once this one has been set.
+    """
+    return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def inductor_option_names() -> frozenset[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import errors
+from .. import compat, errors
 from . import chunked
 from .chunked_ops import mods_from, program_from, schedule_from
 from .tracing import score_dtype
@@ -150,9 +150,7 @@ def _sampled(call: _Call, side: str) -> chunked.Part:
 
 
 def _eps(query: Tensor) -> float:
-    tf32 = (
-        query.is_cuda and query.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    )
+    tf32 = query.is_cuda and query.dtype == torch.float32 and compat.allows_tf32()
     return 2.0**-10 if tf32 else torch.finfo(query.dtype).eps
 
 

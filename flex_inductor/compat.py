@@ -93,6 +93,13 @@ def register_dynamo_variable(op: Any, variable_class: Any) -> None:
     higher_order_ops._hop_name_to_variable_class[op.__name__] = variable_class
 
 
+def out_of_dynamo(tx: Any, error: Exception) -> Exception:
+    """What is raised while Dynamo traces so that the user meets `error`, with the lines that led to it for a note."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(tx.format_frame_summary())
+    return through_dynamo(error)
+
+
 def dynamo_constant(tx: Any, value: Any) -> Any:
     """Dynamo's stand-in for a Python constant."""
     from torch._dynamo.variables.base import VariableTracker
@@ -100,8 +107,13 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
     return VariableTracker.build(tx, value)
 
 
+def breaks_are_errors(tx: Any) -> bool:
+    """Whether Dynamo may not break the graph here: fullgraph=True and the like."""
+    return tx.output.root_tx.one_graph or getattr(tx, "error_on_graph_break", False)
+
+
 def through_dynamo(error: Exception) -> Exception:
-    """What a backend raises so that the user meets `error` itself, without Dynamo's words and frames around it."""
+    """What is raised below Dynamo so that the user meets `error` itself, without Dynamo's words and frames."""
     from torch._dynamo.exc import ShortenTraceback
 
     class Through(ShortenTraceback):

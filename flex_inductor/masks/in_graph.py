@@ -30,13 +30,13 @@ _PLAIN_DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatc
 
 
 class _BlockLists(HigherOrderOperator):
-    """Only ever met by Dynamo, which puts `block_lists` in its place."""
+    """Dynamo puts `block_lists` in its place; it runs as it is where the graph broke at the mask_mod."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")
 
     def __call__(self, mask_mod: Callable, like: Tensor, sizes: list[int], separate_full_blocks: bool) -> Any:
-        return super().__call__(mask_mod, like, sizes, separate_full_blocks)
+        return _lists_of(mask_mod, like, sizes, separate_full_blocks)
 
 
 traced_block_lists = _BlockLists()
@@ -52,8 +52,6 @@ def block_lists(
     separate_full_blocks: bool,
 ) -> list[Tensor]:
     """The eight (or four) tensors of a BlockMask; `sizes` are B, H, Q_LEN, KV_LEN and the block sizes."""
-    from .blockmask import analysed
-
     traced, kinds = _TRACED[mask_mod]
     given, integers = iter(tensors), iter(numbers)
     captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
@@ -64,10 +62,18 @@ def block_lists(
         return value[0] if isinstance(value, (tuple, list)) else value
 
     bound.__name__ = "mask_mod"
-    extent = _extent(sizes)
     # The op may be called from below a dispatch mode, where vmap and make_fx do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
-        runs, grids = analysed(bound, extent, like.device)
+        return _lists_of(bound, like, sizes, separate_full_blocks)
+
+
+def _lists_of(
+    mask_mod: Callable, like: Tensor, sizes: Sequence[int], separate_full_blocks: bool
+) -> list[Tensor]:
+    from .blockmask import analysed
+
+    extent = _extent(sizes)
+    runs, grids = analysed(mask_mod, extent, like.device)
     lists = lists_from_runs(runs, grids, extent, separate_full_blocks)
     # A custom op's outputs have the strides its fake promises.
     return [x.contiguous() for x in lists if x is not None]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
-from torch._dynamo.exc import Unsupported, unimplemented
+from torch._dynamo.exc import Unsupported, UserError, unimplemented
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
@@ -26,11 +26,20 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import compat, errors
-from .hop import CAPTURE_NAME, attention, attention_backward, readable_name
+from ..places import last_line, line_raising
+from .hop import CAPTURE_NAME, attention, attention_backward, readable_name, refusal
 from .lift import names_in
-from .numbers import as_lane_tensor, changing_numbers, float_to_tensor, may_write, numbers_outside
+from .numbers import (
+    as_lane_tensor,
+    changing_numbers,
+    float_to_tensor,
+    may_write,
+    number_of_a_lane,
+    numbers_outside,
+)
 from .tracing import (
     INDEX_DTYPE,
     MASK_LANES,
@@ -75,7 +84,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return None, ()
         function = _python_function(mod)
         if function is not None:
-            self._check(errors.check_arity, name, function, lanes)
+            self._check(tx, errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, lanes)
         try:
             with LaneIndexing():
@@ -89,15 +98,22 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     set_subgraph_inputs="flatten_manual",
                 )
         except TypeError as error:
-            self._refuse(f"{name} cannot be called as {', '.join(lanes)}: {error}")
-        self._check(errors.check_mod_result, name, _example_of(result))
+            self._refuse(tx, errors.cannot_be_called(name, lanes, error))
+        except (Unsupported, UserError, GuardOnDataDependentSymNode) as error:
+            if "ata-dependent" in str(error):
+                self._refuse(tx, errors.needs_a_value(name, line_raising(error)))
+            if "<class 'float'>" in str(error):  # the only number that no graph can return
+                self._check(tx, errors.check_mod_result, name, 0.0)
+            raise
+        self._check(tx, _check_values, name, graph, len(lanes))
+        self._check(tx, errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
         for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
-        self._check(_check_captures, name, graph, len(lanes), _example_of(query))
+        self._check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
         outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
-        self._check(_check_writes, name, graph, lanes, _example_of(query))
+        self._check(tx, _check_writes, name, graph, lanes, _example_of(query))
         floats = score_dtype(_example_of(query).dtype)
         captures = tuple(
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
@@ -124,19 +140,18 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                 for name in lanes
             ]
 
-    def _check(self, check, *args) -> None:
+    def _check(self, tx, check, *args) -> None:
         try:
             check(*args)
         except errors.FlexError as error:
-            self._refuse(str(error))
+            self._refuse(tx, error)
 
-    def _refuse(self, message: str) -> None:
-        """A graph break: eager then raises the same message, or Dynamo does where breaks are not allowed."""
+    def _refuse(self, tx, error: errors.FlexError) -> None:
+        """A graph break, after which the op raises the same error eagerly; or the error where none is allowed."""
+        if compat.breaks_are_errors(tx):
+            raise compat.out_of_dynamo(tx, error)
         unimplemented(
-            gb_type="flex_attention refused the call",
-            context=message,
-            explanation=message,
-            hints=[],
+            gb_type="flex_attention refused the call", context=str(error), explanation=str(error), hints=[]
         )
 
 
@@ -166,6 +181,11 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     if grapharg is None:
         return readable_name(capture.node.name)
     return known.get(id(grapharg.example)) or readable_name(capture.node.name)
+
+
+def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
+    if (node := number_of_a_lane(graph, lanes)) is not None:
+        raise errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
 
 
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:
@@ -238,6 +258,17 @@ class AttentionBackwardVariable(TorchHigherOrderOperatorVariable):
         return arg.as_proxy()
 
 
+class RefusalVariable(TorchHigherOrderOperatorVariable):
+    _HOP_NAME = "flex_inductor.op.refusal"
+
+    def _call_function(self, tx, args, kwargs):
+        if compat.breaks_are_errors(tx):
+            kind, *given = (arg.as_python_constant() for arg in args)
+            raise compat.out_of_dynamo(tx, kind(*given))
+        return compat.dynamo_constant(tx, None)
+
+
 trace_rules.add(__package__)  # after a graph break the op runs as it is
+compat.register_dynamo_variable(refusal, RefusalVariable)
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)

@@ -79,8 +79,19 @@ class AttentionBackward(HigherOrderOperator):
         )
 
 
+class Refusal(HigherOrderOperator):
+    """Only ever met by Dynamo: where it may not break the graph, the user gets this error and not Dynamo's of it."""
+
+    def __init__(self) -> None:
+        super().__init__("flex_inductor_refusal")
+
+    def __call__(self, kind: type[errors.FlexError], *args: Any) -> None:
+        return super().__call__(kind, *args)
+
+
 attention = Attention()
 attention_backward = AttentionBackward()
+refusal = Refusal()
 
 
 class WrappedMod:

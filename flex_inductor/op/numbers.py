@@ -174,6 +174,17 @@ def _constant(number: Any) -> Any:
     return kinds[type(number)](number)
 
 
+def number_of_a_lane(graph: fx.Graph, lanes: int) -> fx.Node | None:
+    """The first Python number that the mod makes of something that differs from lane to lane."""
+    differ = set(graph.find_nodes(op="placeholder")[:lanes])
+    for node in graph.nodes:
+        if not differ.isdisjoint(node.all_input_nodes):
+            if node.op != "output" and _has_numbers(node):
+                return node
+            differ.add(node)
+    return None
+
+
 def as_lane_tensor(value: Any, query: Tensor) -> Any:
     """What the op makes of a number, or `value` itself."""
     dtype = number_dtype(value, query)

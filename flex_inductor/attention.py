@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from . import compat, errors
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import attention
+from .op.hop import refusal
 from .options import check_kernel_options, op_options
 
 compat.when_imported("torch._inductor.lowering", lambda _: import_module("flex_inductor.lowerings.register"))
@@ -51,23 +52,18 @@ def flex_attention(
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
         return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
     """
-    _check_tensors(query, key, value, enable_gqa)
-    if scale is not None and isinstance(scale, Tensor):
-        raise errors.bad_scale(scale)
-    if return_lse and return_aux is not None:
-        raise errors.lse_and_aux()
-    if return_aux is not None and not isinstance(return_aux, AuxRequest):
-        raise errors.bad_aux(return_aux)
-    if score_mod is not None and not callable(score_mod):
-        raise errors.not_callable("score_mod", score_mod)
-    check_kernel_options(kernel_options)
-    schedule: tuple = ()
-    mask_mod = None
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
-        schedule, mask_mod = schedule_parts(block_mask)
-        if mask_mod is noop_mask:
-            mask_mod = None
+    try:
+        _check_tensors(query, key, value, enable_gqa)
+        _check_options(score_mod, scale, return_lse, kernel_options, return_aux)
+        if block_mask is not None:
+            _check_block_mask(block_mask, query, key)
+    except errors.FlexError as error:
+        if torch.compiler.is_dynamo_compiling():
+            refusal(type(error), *error.args)
+        raise
+    schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else ((), None)
+    if mask_mod is noop_mask:
+        mask_mod = None
 
     if torch.compiler.is_dynamo_compiling():
         for tensor in (query, key, value):  # kernels are made for a number of heads and a head_dim
@@ -119,6 +115,20 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise errors.gqa_not_enabled(query.size(1), key.size(1))
         if key.size(1) == 0 or query.size(1) % key.size(1) != 0:
             raise errors.heads_do_not_divide(query.size(1), key.size(1))
+
+
+def _check_options(
+    score_mod: Any, scale: Any, return_lse: bool, kernel_options: Any, return_aux: Any
+) -> None:
+    if scale is not None and isinstance(scale, Tensor):
+        raise errors.bad_scale(scale)
+    if return_lse and return_aux is not None:
+        raise errors.lse_and_aux()
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise errors.bad_aux(return_aux)
+    if score_mod is not None and not callable(score_mod):
+        raise errors.not_callable("score_mod", score_mod)
+    check_kernel_options(kernel_options)
 
 
 def _check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +41,17 @@ def flex_inductor(
         tell_tuner(module, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
     with last.compilation(attention_nodes(module)):
-        return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+        try:
+            return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
+        except Exception as error:
+            ours = errors.own_error_in(error)
+            if ours is None:
+                raise
+    raise compat.through_dynamo(ours)
 
 
 def _with_own_errors(inner_compile: Callable) -> Callable:
-    """`inner_compile`, whose errors that are ours reach the user without Inductor's and Dynamo's frames."""
+    """`inner_compile`, whose errors that are ours come out of Inductor as they are, also when a backward runs."""
 
     @functools.wraps(inner_compile)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
@@ -56,6 +61,6 @@ def _with_own_errors(inner_compile: Callable) -> Callable:
             ours = errors.own_error_in(error)
             if ours is None:
                 raise
-        raise compat.handed_on(ours, inspect.currentframe())
+        raise ours.with_traceback(None)
 
     return compile_graph

@@ -33,6 +33,14 @@ def is_sliced(block_mask: Any) -> bool:
     return block_mask.mask_mod is None or (marker is not None and block_mask.mask_mod is marker)
 
 
+def allows_tf32() -> bool:
+    """Whether the user lets GPUs multiply float32 matrices in TF32.
+
+    This setting follows the older ones, but asking those raises once this one has been set.
+    """
+    return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def inductor_option_names() -> frozenset[str]:
     import torch._inductor
 
@@ -106,11 +114,34 @@ def register_dynamo_variable(op: Any, variable_class: Any) -> None:
     higher_order_ops._hop_name_to_variable_class[op.__name__] = variable_class
 
 
+def out_of_dynamo(tx: Any, error: Exception) -> Exception:
+    """What is raised while Dynamo traces so that the user meets `error`, with the lines that led to it for a note."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(tx.format_frame_summary())
+    return through_dynamo(error)
+
+
 def dynamo_constant(tx: Any, value: Any) -> Any:
     """Dynamo's stand-in for a Python constant."""
     from torch._dynamo.variables.base import VariableTracker
 
     return VariableTracker.build(tx, value)
+
+
+def breaks_are_errors(tx: Any) -> bool:
+    """Whether Dynamo may not break the graph here: fullgraph=True and the like."""
+    return tx.output.root_tx.one_graph or getattr(tx, "error_on_graph_break", False)
+
+
+def through_dynamo(error: Exception) -> Exception:
+    """What is raised below Dynamo so that the user meets `error` itself, without Dynamo's words and frames."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    class Through(ShortenTraceback):
+        def remove_dynamo_frames(self) -> Any:
+            return error.with_traceback(None)
+
+    return Through(str(error), first_useful_frame=None)
 
 
 def outside_graphs(function: Callable) -> Callable:
@@ -135,12 +166,3 @@ def recompile_reason() -> str | None:
     from torch._dynamo.utils import get_metrics_context
 
     return get_metrics_context()._metrics.get("recompile_reason")
-
-
-def handed_on(error: Exception, frame: Any) -> Exception:
-    """`error` as Dynamo hands it on to the user from `frame` on, without its own frames or words."""
-    from torch._dynamo.exc import ShortenTraceback
-
-    cls = type(error)
-    shown: Any = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
-    return shown(*error.args, first_useful_frame=frame)

@@ -164,15 +164,23 @@ def wrong_arity(name: str, mod: Callable, takes: str, expected: int) -> FlexType
 def score_result(value: Any) -> FlexTypeError:
     hint = " It looks like a mask_mod: pass it through create_block_mask." if _is_bool(value) else ""
     return FlexTypeError(
-        f"score_mod must return one floating-point score, a 0-d tensor, but returned {_describe(value)}.{hint}"
+        f"score_mod must return one floating-point score, a 0-d tensor, but returned {_describe(value)}."
+        f"{hint or _index_hint(value)}"
     )
 
 
 def mask_result(value: Any) -> FlexTypeError:
     hint = " Compare (for example q_idx >= kv_idx) or call .bool()." if isinstance(value, Tensor) else ""
     return FlexTypeError(
-        f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned {_describe(value)}.{hint}"
+        f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned {_describe(value)}."
+        f"{_index_hint(value) or hint}"
     )
+
+
+def _index_hint(value: Any) -> str:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return ""
+    return " It runs for one score: index what it captures, as in bias[kv_idx], or reduce it before the call."
 
 
 def _is_bool(value: Any) -> bool:
@@ -218,6 +226,20 @@ def _name_of(mod: Any) -> str:
     if isinstance(mod, types.FunctionType | types.MethodType):
         return f"`{mod.__qualname__}`"
     return f"`{type(mod).__name__}`"
+
+
+def cannot_be_called(name: str, lanes: Sequence[str], error: TypeError) -> FlexTypeError:
+    return FlexTypeError(f"{name} cannot be called as {', '.join(lanes)}: {error}")
+
+
+def needs_a_value(name: str, line: Any) -> FlexTypeError:
+    """`line` is where, a places.Line, if that is known."""
+    where = f", at {line} ({line.text})" if line else ""
+    return FlexTypeError(
+        f"{name} needs the value of a tensor in Python{where}: for `if`, `and`, `not`, `int()`, `.item()` or the index "
+        f"of a list. A mod is traced once for all scores, when tensors have no values. Choose with torch.where, join "
+        f"conditions with &, | and ~, index a captured tensor rather than a list, and use 0-d tensors as they are."
+    )
 
 
 def capture_on_other_device(mod: str, capture: str, device: Any, expected: Any) -> FlexValueError:

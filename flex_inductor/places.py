@@ -6,6 +6,7 @@ Files go by their name alone: what names them may be shown to anybody.
 from __future__ import annotations
 
 import re
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -78,3 +79,9 @@ def call_line(node: fx.Node) -> Line | None:
     found = frames(node)
     wrapper = next((i for i, frame in enumerate(found) if frame.is_wrapper), len(found))
     return next((frame.line for frame in reversed(found[:wrapper]) if frame.is_users), None)
+
+
+def line_raising(error: BaseException) -> Line | None:
+    """The last line of the user's from which `error` was raised."""
+    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    return last_line("".join(traceback.format_list(stack)))

@@ -10,6 +10,9 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import FlexError, flex_attention
+from flex_inductor.errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
+from flex_inductor.lowerings import register
+from flex_inductor.lowerings.decision import decide
 
 
 def without_attention(x):
@@ -90,3 +93,27 @@ def test_a_refusal_is_the_decision_and_not_a_stack_of_frames():
         "rejected: triton: for GPUs; on CPU only with Triton's interpreter\n"
     )
     assert not [entry for entry in refused.traceback if "torch/_inductor" in str(entry.path)]
+
+
+@pytest.mark.parametrize(
+    "kind, direction, dynamic",
+    [
+        (FlexValueError, "forward", False),
+        (FlexTypeError, "backward", False),
+        (FlexNotImplementedError, "backward", True),  # compiles when it runs
+        (FlexRuntimeError, "forward", True),
+    ],
+)
+def test_an_error_of_ours_is_raised_as_it_is(kind, direction, dynamic, monkeypatch):
+    def refuse(problem, routes):
+        if problem.direction == direction:
+            raise kind("our words")
+        return decide(problem, routes)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(register, "decide", refuse)
+    compiled = torch.compile(flex_attention, backend="flex_inductor", dynamic=dynamic)
+    inputs = [torch.randn(1, 2, 24, 8, requires_grad=True) for _ in range(3)]
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(kind) as raised:
+        compiled(*inputs).sum().backward()
+    assert type(raised.value) is kind and str(raised.value) == "our words"

@@ -48,7 +48,7 @@ _PLAIN_DISPATCH = _dispatch_of_a_new_thread()
 
 
 class _BlockLists(HigherOrderOperator):
-    """Only ever met by Dynamo, which puts `block_lists` in its place."""
+    """Dynamo puts `block_lists` in its place; it runs as it is where the graph broke at the mask_mod."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")
@@ -62,7 +62,7 @@ class _BlockLists(HigherOrderOperator):
         separate_full_blocks: bool,
         unstated: str,
     ) -> Any:
-        return super().__call__(mask_mod, like, sizes, tiles, separate_full_blocks, unstated)
+        return _lists(mask_mod, _extent(sizes), tiles, like.device, separate_full_blocks, unstated)
 
 
 traced_block_lists = _BlockLists()
@@ -206,7 +206,7 @@ def _register() -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
-    from ..op.dynamo import float_to_tensor
+    from ..op.numbers import changing_numbers, float_to_tensor
 
     @higher_order_ops.add_hop_context
     class BlockListsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):
@@ -220,7 +220,7 @@ def _register() -> None:
                     like.call_method(tx, "new_zeros", [build(tx, [])], {"dtype": build(tx, torch.int64)})
                     for _ in range(4)
                 ]
-            with LaneIndexing():
+            with LaneIndexing(), changing_numbers(tx):
                 _, graph, lifted = higher_order_ops.speculate_subgraph(
                     tx,
                     mask_mod,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import operator
 import types
 import unittest.mock
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
-from torch._dynamo.exc import Unsupported, unimplemented
+from torch._dynamo.exc import Unsupported, UserError, unimplemented
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
@@ -31,11 +29,20 @@ from torch._dynamo.variables.higher_order_ops import (
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
-from torch._ops import HigherOrderOperator
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import compat, errors
-from .hop import CAPTURE_NAME, attention, attention_backward, check_ops, readable_name
+from ..places import last_line, line_raising
+from .hop import CAPTURE_NAME, attention, attention_backward, check_ops, readable_name, refusal
 from .lift import names_in
+from .numbers import (
+    as_lane_tensor,
+    changing_numbers,
+    float_to_tensor,
+    may_write,
+    number_of_a_lane,
+    numbers_outside,
+)
 from .tracing import (
     INDEX_DTYPE,
     MASK_LANES,
@@ -53,9 +60,12 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flex_inductor.op.attention"
 
     def _call_function(self, tx, args, kwargs):
-        query, key, value, schedule, score_mod, mask_mod, scale, options = args[:8]
+        with changing_numbers(tx):
+            return self._traced(tx, *args)
+
+    def _traced(self, tx, query, key, value, schedule, score_mod, mask_mod, scale, options, *captures):
         # A graph that was traced before has its captures among the arguments already.
-        given_score, given_mask = (captures.items for captures in args[8:]) if args[8:] else ((), ())
+        given_score, given_mask = (given.items for given in captures) if captures else ((), ())
         score, score_captures = self._subgraph(
             tx, query, key, score_mod, "score_mod", SCORE_LANES, given_score
         )
@@ -83,7 +93,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return None, ()
         function = _python_function(mod)
         if function is not None:
-            self._check(errors.check_arity, name, function, lanes)
+            self._check(tx, errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, key, lanes)
         try:
             with LaneIndexing(), self._functions_kept(name):
@@ -97,15 +107,23 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     set_subgraph_inputs="flatten_manual",
                 )
         except TypeError as error:
-            self._refuse(f"{name} cannot be called as {', '.join(lanes)}: {error}")
-        self._check(errors.check_mod_result, name, _example_of(result))
+            self._refuse(tx, errors.cannot_be_called(name, lanes, error))
+        except (Unsupported, UserError, GuardOnDataDependentSymNode) as error:
+            if "ata-dependent" in str(error):
+                self._refuse(tx, errors.needs_a_value(name, line_raising(error)))
+            if "<class 'float'>" in str(error):  # the only number that no graph can return
+                self._check(tx, errors.check_mod_result, name, 0.0)
+            raise
+        self._check(tx, _check_values, name, graph, len(lanes))
+        self._check(tx, errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
-        module = fx.GraphModule(tx.output.nn_modules, graph)
-        self._check(_check_captures, name, module, names, _example_of(query))
         for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
-        outer += _lift_lengths(tx, graph, outer, len(lanes))
+        self._check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
+        outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
+        module = fx.GraphModule(tx.output.nn_modules, graph)
+        self._check(tx, _check_writes, name, module, lanes, _example_of(query))
         floats = score_dtype(_example_of(query).dtype)
         captures = tuple(
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
@@ -143,23 +161,22 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         def refuse(function, *_):
             # A graph break would not do: what Dynamo makes of one inside a transform fails without saying why.
             error = errors.function_in_compiled_transform(name, function.fn_cls.__name__)
-            raise compat.handed_on(error, inspect.currentframe())
+            raise compat.through_dynamo(error)
 
         return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse)
 
-    def _check(self, check, *args) -> None:
+    def _check(self, tx, check, *args) -> None:
         try:
             check(*args)
         except errors.FlexError as error:
-            self._refuse(str(error))
+            self._refuse(tx, error)
 
-    def _refuse(self, message: str) -> None:
-        """A graph break: eager then raises the same message, or Dynamo does where breaks are not allowed."""
+    def _refuse(self, tx, error: errors.FlexError) -> None:
+        """A graph break, after which the op raises the same error eagerly; or the error where none is allowed."""
+        if compat.breaks_are_errors(tx):
+            raise compat.out_of_dynamo(tx, error)
         unimplemented(
-            gb_type="flex_attention refused the call",
-            context=message,
-            explanation=message,
-            hints=[],
+            gb_type="flex_attention refused the call", context=str(error), explanation=str(error), hints=[]
         )
 
 
@@ -191,29 +208,27 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     return known.get(id(grapharg.example)) or readable_name(capture.node.name)
 
 
-def _check_captures(name: str, mod: fx.GraphModule, names: Sequence[str], query: Tensor) -> None:
-    placeholders = mod.graph.find_nodes(op="placeholder")
-    lanes = len(placeholders) - len(names)
-    examples = [placeholder.meta["example_value"] for placeholder in placeholders[lanes:]]
-    for example, capture in zip(examples, names, strict=True):
+def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
+    if (node := number_of_a_lane(graph, lanes)) is not None:
+        raise errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
+
+
+def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:
+    for placeholder in graph.find_nodes(op="placeholder")[lanes:]:
+        example, capture = placeholder.meta["example_value"], placeholder.meta[CAPTURE_NAME]
         if isinstance(example, Tensor) and example.device != query.device:
             raise errors.capture_on_other_device(name, capture, example.device, query.device)
         if name == "mask_mod" and isinstance(example, Tensor) and example.requires_grad:
             raise errors.mask_capture_needs_grad(capture)
-    if any(_may_write(node) for node in mod.graph.nodes):
-        lane_names = SCORE_LANES if name == "score_mod" else MASK_LANES
-        tensors = [e if isinstance(e, Tensor) else query.new_zeros(()) for e in examples]
-        check_ops(trace_mod(mod, lane_names, query, tensors), name, [*lane_names, *names])
 
 
-def _may_write(node: fx.Node) -> bool:
-    if isinstance(node.target, HigherOrderOperator):  # of graphs of its own
-        return True
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    name = getattr(node.target, "__name__", "")
-    in_place = name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv") or name.endswith("_")
-    return node.op == "call_function" and (in_place or "out" in node.kwargs)
+def _check_writes(name: str, mod: fx.GraphModule, lanes: Sequence[str], query: Tensor) -> None:
+    if not any(map(may_write, mod.graph.nodes)):
+        return
+    captures = mod.graph.find_nodes(op="placeholder")[len(lanes) :]
+    tensors = [as_lane_tensor(capture.meta["example_value"], query) for capture in captures]
+    names = [*lanes, *(capture.meta.get(CAPTURE_NAME, capture.name) for capture in captures)]
+    check_ops(trace_mod(mod, lanes, query, tensors), name, names)
 
 
 def _example_of(variable: Any) -> Any:
@@ -230,65 +245,6 @@ def _with_static_block_sizes(tx: Any, schedule: Any) -> Any:
         for size in schedule.items[:2]
     ]
     return TupleVariable([*sizes, *schedule.items[2:]])
-
-
-def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
-    """A Python float that changes from call to call, as a 0-d tensor.
-
-    Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
-    """
-    if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
-        return value
-    one = like.call_method(
-        tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
-    )
-    product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
-    return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
-
-
-def _lift_lengths(tx: Any, graph: fx.Graph, captures: Sequence[Any], lanes: int) -> list[fx.Proxy]:
-    """Where a mod only reads dynamic sizes of a tensor, such as q.shape[2], the numbers are the captures."""
-    graph.eliminate_dead_code()  # Dynamo asks for every size where the mod uses one
-    placeholders = graph.find_nodes(op="placeholder")
-    first_operation = next(node for node in graph.nodes if node.op != "placeholder")
-    lengths = []
-    for placeholder, capture in zip(placeholders[lanes:], captures, strict=True):
-        for read, dim in _size_reads(placeholder):
-            length = tx.output.create_proxy("call_function", torch.ops.aten.sym_size.int, (capture, dim), {})
-            with graph.inserting_before(first_operation):
-                inner = graph.placeholder(f"{placeholder.name}_size_{dim}")
-            length.node.meta["example_value"] = inner.meta["example_value"] = read.meta["example_value"]
-            read.replace_all_uses_with(inner)
-            lengths.append(length)
-    graph.eliminate_dead_code()
-    for placeholder in placeholders[lanes:]:
-        for user in list(placeholder.users):
-            if user.target == "size" and not user.users:
-                graph.erase_node(user)
-    return lengths
-
-
-def _size_reads(placeholder: fx.Node) -> list[tuple[fx.Node, int]]:
-    """(node, dim) for each size that is read, if nothing else of the tensor is and each is a number to reckon with."""
-    reads = []
-    for user in placeholder.users:
-        if user.target not in ("size", torch.ops.aten.sym_size.int):
-            return []
-        if len(user.args) == 2:
-            reads.append((user, user.args[1]))
-        else:
-            reads += [(item, item.args[1]) for item in user.users]
-    return reads if all(isinstance(dim, int) and _is_operand(read) for read, dim in reads) else []
-
-
-def _is_operand(size: fx.Node) -> bool:
-    """Whether a size only goes into scalar arithmetic: no shape, slice or range is made of it."""
-    for user in size.users:
-        example = user.meta.get("example_value")
-        is_scalar = isinstance(example, Tensor) and example.dim() == 0 and user.target is not operator.getitem
-        if not is_scalar and not (isinstance(example, (torch.SymInt, torch.SymFloat)) and _is_operand(user)):
-            return False
-    return True
 
 
 def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:
@@ -341,7 +297,18 @@ class TorchAttentionVariable(FlexAttentionHigherOrderVariable):
             query.requires_grad = known
 
 
+class RefusalVariable(TorchHigherOrderOperatorVariable):
+    _HOP_NAME = "flex_inductor.op.refusal"
+
+    def _call_function(self, tx, args, kwargs):
+        if compat.breaks_are_errors(tx):
+            kind, *given = (arg.as_python_constant() for arg in args)
+            raise compat.out_of_dynamo(tx, kind(*given))
+        return compat.dynamo_constant(tx, None)
+
+
 trace_rules.add(__package__)  # after a graph break the op runs as it is
+compat.register_dynamo_variable(refusal, RefusalVariable)
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)
 compat.register_dynamo_variable(torch.ops.higher_order.flex_attention, TorchAttentionVariable)

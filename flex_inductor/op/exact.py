@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import compat
 from .chunked import run_lanes
 from .program import AXES, LaneProgram
 from .schedule import Schedule
@@ -78,7 +79,7 @@ class Units(NamedTuple):
         finfo, scores = torch.finfo(query.dtype), torch.finfo(score_dtype(query.dtype)).eps
         least = finfo.tiny * finfo.eps / 2
         fp32 = query.is_cuda and query.dtype == torch.float32
-        if fp32 and torch.get_float32_matmul_precision() != "highest":
+        if fp32 and compat.allows_tf32():
             return Units(scores, 2.0**-10, 2.0**-11, least)
         return Units(scores, 0.0, finfo.eps / 2, least)
 

@@ -18,7 +18,15 @@ from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors
 from .lift import LiftedMod, lift
-from .tracing import MASK_LANES, SCORE_LANES, random_op, score_dtype, trace_mod, written_placeholder
+from .tracing import (
+    MASK_LANES,
+    SCORE_LANES,
+    number_dtype,
+    random_op,
+    score_dtype,
+    trace_mod,
+    written_placeholder,
+)
 
 
 class AttentionCall(NamedTuple):
@@ -84,8 +92,19 @@ class AttentionBackward(HigherOrderOperator):
         )
 
 
+class Refusal(HigherOrderOperator):
+    """Only ever met by Dynamo: where it may not break the graph, the user gets this error and not Dynamo's of it."""
+
+    def __init__(self) -> None:
+        super().__init__("flex_inductor_refusal")
+
+    def __call__(self, kind: type[errors.FlexError], *args: Any) -> None:
+        return super().__call__(kind, *args)
+
+
 attention = Attention()
 attention_backward = AttentionBackward()
+refusal = Refusal()
 
 
 class WrappedMod:
@@ -162,12 +181,12 @@ def mark_checked(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def prepare(call: AttentionCall) -> AttentionCall:
-    """Numbers become tensors, a scale that changes from call to call a capture; captures are checked."""
+    """Numbers become tensors, a scale that no kernel can hold as a literal a capture; captures are checked."""
     call = call._replace(
         score_captures=tuple(_number_to_tensor(c, call.query) for c in call.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in call.mask_captures),
     )
-    if isinstance(call.scale, (torch.SymFloat, Tensor)):
+    if not _is_literal(call.scale, score_dtype(call.query.dtype)):
         call = _scale_as_capture(call)
     inputs = (call.query, call.key, call.value, *call.score_captures)
     saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -195,19 +214,24 @@ def with_score_graph(call: AttentionCall) -> AttentionCall:
 
 def _number_to_tensor(capture: Any, query: Tensor) -> Any:
     """A Python number that Dynamo lifted, because it changes from call to call, becomes a 0-d tensor."""
-    if isinstance(capture, (float, torch.SymFloat)):
-        dtype = score_dtype(query.dtype)
-    elif isinstance(capture, (int, torch.SymInt)):
-        dtype = torch.int64
-    else:
+    dtype = number_dtype(capture, query)
+    if dtype is None:
         return capture
     number: Any = capture
     return torch.scalar_tensor(number, dtype=dtype, device=query.device)
 
 
+def _is_literal(scale: Any, dtype: torch.dtype) -> bool:
+    """Whether `scale` is the same in each call, and finite."""
+    changes = isinstance(scale, (torch.SymInt, torch.SymFloat, Tensor))
+    return not changes and abs(scale) <= torch.finfo(dtype).max
+
+
 def _scale_as_capture(call: AttentionCall) -> AttentionCall:
     inner = call.score_mod
-    scale = _number_to_tensor(call.scale, call.query)
+    scale: Any = call.scale
+    if not isinstance(scale, Tensor):
+        scale = torch.ones((), dtype=score_dtype(call.query.dtype), device=call.query.device) * scale
 
     def scaled(score, b, h, q_idx, kv_idx, scale, *captures):
         score = score * scale

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .. import compat
+from .. import compat, errors
+from ..places import line_raising
 from .tracing import LaneIndexing, apart_from_surrounding_trace, example_lanes
 
 _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
@@ -128,8 +129,12 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
         with fake_mode:
             lanes = example_lanes(query, lane_names)
         record = _Record(fake_mode, query)
-        with fake_mode, LaneIndexing(), record:
-            result = mod(*lanes)
+        try:
+            with fake_mode, LaneIndexing(), record:
+                result = mod(*lanes)
+        except DataDependentOutputException as error:
+            name = "score_mod" if "score" in lane_names else "mask_mod"
+            raise errors.needs_a_value(name, line_raising(error)) from None
         if isinstance(result, Tensor):
             record.capture(result)
     captures = tuple(record.captures.values())

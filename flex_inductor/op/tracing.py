@@ -36,6 +36,13 @@ def score_dtype(input_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if input_dtype == torch.float64 else torch.float32
 
 
+def number_dtype(value: Any, query: Tensor) -> torch.dtype | None:
+    """The dtype of the 0-d tensor that stands for a number; None for what is not one."""
+    if isinstance(value, (float, torch.SymFloat)):
+        return score_dtype(query.dtype)
+    return torch.int64 if isinstance(value, (int, torch.SymInt)) else None
+
+
 def is_lane_index(index: Any) -> bool:
     return (
         isinstance(index, Tensor)
@@ -68,10 +75,17 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         named = sum(index is not None for index in key) - 1
         key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
     # What is not a lane index applies first; the dimensions the lanes index then come to the front.
-    others = tuple(slice(None) if is_lane_index(index) else index for index in key)
+    others = tuple(
+        # Tensor.__getitem__ would make a constant of a symbol.
+        slice(None) if is_lane_index(index) or isinstance(index, torch.SymInt) else index
+        for index in key
+    )
     if not all(isinstance(index, slice) and index == slice(None) for index in others):
         tensor = tensor[others]
     surviving = [index for index in key if not isinstance(index, int)]
+    for dim in reversed(range(len(surviving))):
+        if isinstance(surviving[dim], torch.SymInt):
+            tensor = tensor.select(dim, surviving.pop(dim))
     dims = [dim for dim, index in enumerate(surviving) if is_lane_index(index)]
     if dims != list(range(len(dims))):
         tensor = tensor.permute(*dims, *(dim for dim in range(tensor.dim()) if dim not in dims))

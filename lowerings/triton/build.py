@@ -15,6 +15,7 @@ import torch
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
+from flex_inductor import compat
 from flex_inductor.op.program import LaneProgram, split
 from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 
@@ -389,8 +390,7 @@ def one_kv_batch(problem: AttentionProblem) -> bool:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    exact = torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
-    return "ieee" if exact and dtype == torch.float32 else "tf32"
+    return "tf32" if dtype != torch.float32 or compat.allows_tf32() else "ieee"
 
 
 def layout_of(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:

@@ -23,18 +23,11 @@ def refused(how, error, match, score_mod=None, block_mask=None):
     def attend(q, k, v):
         return flex_attention(q, k, v, score_mod, block_mask)
 
-    inputs = [t.detach() for t in qkv()]
-    if how == "eager":
-        with pytest.raises(error, match=match) as caught:
-            attend(*inputs)
-        assert isinstance(caught.value, FlexError)
-    elif how == "compiled":
-        with pytest.raises(error, match=match) as caught:
-            torch.compile(attend, backend="aot_eager")(*inputs)
-        assert isinstance(caught.value, FlexError)
-    else:
-        with pytest.raises(Exception, match=match):
-            torch.compile(attend, backend="aot_eager", fullgraph=True)(*inputs)
+    if how != "eager":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=how == "fullgraph")
+    with pytest.raises(error, match=f"^{match}") as caught:
+        attend(*(t.detach() for t in qkv()))
+    assert isinstance(caught.value, FlexError)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -230,13 +223,7 @@ def test_mask_mod_result(mask_mod, returned, how):
 )
 def test_score_mod_result(score_mod, returned, how):
     message = f"score_mod must return one floating-point score, a 0-d tensor, but returned .*{returned}"
-    error: type[Exception] = TypeError
-    if how == "fullgraph" and returned == "a float":  # Dynamo itself refuses it, in its own words
-        error, message = (
-            torch._dynamo.exc.Unsupported,
-            "HigherOrderOperator body's output must consist of tensors",
-        )
-    refused(how, error, message, score_mod)
+    refused(how, TypeError, message, score_mod)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -322,3 +309,47 @@ def test_arity_of_a_function_made_inside_the_compiled_one(fullgraph):
 
     with pytest.raises(Exception, match=r"score_mod must take 5 arguments, .*score_mod` takes 4"):
         torch.compile(attend, backend="aot_eager", fullgraph=fullgraph)(*qkv())
+
+
+def chooses(score, b, h, q_idx, kv_idx):
+    return score if h == 0 else score * 2
+
+
+def joins(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx > 1 and kv_idx > 1, score, 0.0)
+
+
+def reads(score, b, h, q_idx, kv_idx):
+    return score * kv_idx.item()
+
+
+def looks_up(score, b, h, q_idx, kv_idx):
+    return score * [1.0, 2.0][h]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "score_mod, line",
+    [(chooses, "return score if h"), (joins, "q_idx > 1 and"), (reads, "item"), (looks_up, "2.0")],
+)
+def test_the_value_of_a_lane(score_mod, line, how):
+    refused(
+        how,
+        TypeError,
+        rf"score_mod needs the value of a tensor in Python, at test_bad_mods.py:\d+ \(.*{line}.*\): for `if`, .* "
+        "Choose with torch.where",
+        score_mod,
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_value_of_a_lane_in_a_mask(how):
+    mask = mask_of(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx and h == 0)
+    refused(
+        how, TypeError, "mask_mod needs the value of a tensor in Python, at test_bad_mods.py", block_mask=mask
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_call_that_is_refused_before_its_mods_are_traced(how):
+    refused(how, TypeError, "score_mod must be a function, .* but is a Tensor", torch.ones(()))

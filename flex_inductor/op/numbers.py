@@ -1,0 +1,204 @@
+"""Python numbers that change from call to call, in a mod that Dynamo traces.
+
+Such a number reaches the op as a 0-d tensor, so that it does not compile again. What a mod makes of numbers
+and captured tensors alone is computed before the op, where they are numbers still: sizes and slices need that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config
+from torch._dynamo.utils import is_int_specialization_case
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._guards import GuardSource
+from torch._ops import HigherOrderOperator
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from .. import compat
+from .tracing import LaneIndexing, number_dtype
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@contextlib.contextmanager
+def changing_numbers(tx: Any) -> Iterator[None]:
+    """Lets numbers change wherever the mod that Dynamo traces inside finds them.
+
+    Dynamo makes constants of a module's, a global's and a default argument's integers and of a module's tuples;
+    here they are only until one has changed. It reads a float as `.item()` of a tensor in the graph that it is
+    making, the mod's; here in the whole function's, so that others can use it. It traces one thread at a time.
+    """
+    builders = VariableBuilder._type_dispatch()
+    wrap_symfloat = VariableBuilder.wrap_symfloat
+
+    def integer(builder: Any, value: int) -> Any:
+        if not is_int_specialization_case(value, builder.source):
+            return builders[int](builder, value)
+        with config.patch(assume_static_by_default=True):
+            return builder.wrap_symint(value)
+
+    def tuple_of(builder: Any, value: tuple) -> Any:
+        with patch.object(GuardSource, "is_unspecialized_nn_module", lambda source: False):
+            return builders[tuple](builder, value)
+
+    def symfloat(builder: Any, value: float) -> Any:
+        with patch.object(tx.output, "tracers", tx.output.tracers[:1]):
+            return wrap_symfloat(builder, value)
+
+    changing = {**builders, int: integer, tuple: tuple_of}
+    with patch.multiple(VariableBuilder, _type_dispatch=lambda builder: changing, wrap_symfloat=symfloat):
+        yield
+
+
+def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
+    """A Python float that changes from call to call, as a 0-d tensor.
+
+    Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
+    """
+    if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
+        return value
+    one = like.call_method(
+        tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
+    )
+    product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
+    return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
+
+
+def numbers_outside(
+    tx: Any, query: Tensor, graph: fx.Graph, captures: Sequence[fx.Proxy], lanes: int
+) -> list[fx.Proxy]:
+    """The captures of `graph` once what it makes of numbers and captures alone is made outside of it.
+
+    The op takes the numbers that are left as 0-d tensors. Where an operation cannot take them so, they are
+    constants from here on, and another value compiles again.
+    """
+    return _Outside(tx, query, graph, captures, lanes).run()
+
+
+class _Outside:
+    def __init__(self, tx: Any, query: Tensor, graph: fx.Graph, captures: Sequence[fx.Proxy], lanes: int):
+        self.tx, self.query, self.graph = tx, query, graph
+        self.placeholders = graph.find_nodes(op="placeholder")[lanes:]
+        self.outer: dict[fx.Node, Any] = dict(zip(self.placeholders, captures, strict=True))
+        self.inner: dict[fx.Node, fx.Node] = {}  # a placeholder for each node that has moved and is used
+
+    def run(self) -> list[fx.Proxy]:
+        nodes = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
+        moved = self._moved(nodes)
+        for node in nodes:
+            if node not in moved:
+                for source in moved.intersection(node.all_input_nodes):
+                    node.replace_input_with(source, self._placeholder(source))
+                self._fix_numbers(node)
+        for node in reversed(nodes):
+            if node in moved:
+                self.graph.erase_node(node)
+        return [self.outer[placeholder] for placeholder in self.placeholders]
+
+    def _moved(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        # A tensor that is written to, or made where gradients are off, belongs where that happens.
+        tensors_stay = any(may_write(node) or "example_value" not in node.meta for node in nodes)
+        known, moved = set(self.placeholders), set[fx.Node]()
+        for node in nodes:
+            sources = node.all_input_nodes
+            if not sources or not known.issuperset(sources):
+                continue
+            known.add(node)
+            needs_numbers = any(
+                _has_numbers(s) or (s in moved and not isinstance(_example(s), Tensor)) for s in sources
+            )
+            if _has_numbers(node) or (needs_numbers and not tensors_stay):
+                moved.add(node)
+        return moved
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        if node not in self.inner:
+            first_operation = next(node for node in self.graph.nodes if node.op != "placeholder")
+            with self.graph.inserting_before(first_operation):
+                self.inner[node] = inner = self.graph.placeholder(node.name)
+            inner.meta["example_value"] = _example(node)
+            self.outer[inner] = self._made_outside(node)
+            self.placeholders.append(inner)
+        return self.inner[node]
+
+    def _made_outside(self, node: fx.Node) -> Any:
+        if node not in self.outer:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._made_outside)
+            proxy = self.tx.output.create_proxy(node.op, node.target, args, kwargs)
+            proxy.node.meta["example_value"] = _example(node)
+            self.outer[node] = proxy
+        return self.outer[node]
+
+    def _fix_numbers(self, node: fx.Node) -> None:
+        """The numbers that `node` takes become constants if it cannot take tensors in their place."""
+        numbers = [source for source in node.all_input_nodes if _has_numbers(source)]
+        if not numbers or self._takes_tensors(node):
+            return
+        constants = {source: tree_map_only(NUMBERS, _constant, _example(source)) for source in numbers}
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: constants.get(n, n))
+
+    def _takes_tensors(self, node: fx.Node) -> bool:
+        def given(source: fx.Node) -> Any:
+            return as_lane_tensor(_example(source), self.query)
+
+        fake_mode = self.tx.fake_mode
+        try:
+            # Without an environment for symbols a fake tensor refuses to be read as a number.
+            with patch.object(fake_mode, "shape_env", None), fake_mode, LaneIndexing():
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), given)
+                if node.op == "call_method":
+                    getattr(args[0], node.target)(*args[1:], **kwargs)
+                else:
+                    node.target(*args, **kwargs)
+        except Exception:  # whatever the operation has against a tensor
+            return False
+        return True
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _has_numbers(node: fx.Node) -> bool:
+    return any(isinstance(leaf, (int, float, *NUMBERS)) for leaf in tree_iter(_example(node)))
+
+
+def _constant(number: Any) -> Any:
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(number)](number)
+
+
+def number_of_a_lane(graph: fx.Graph, lanes: int) -> fx.Node | None:
+    """The first Python number that the mod makes of something that differs from lane to lane."""
+    differ = set(graph.find_nodes(op="placeholder")[:lanes])
+    for node in graph.nodes:
+        if not differ.isdisjoint(node.all_input_nodes):
+            if node.op != "output" and _has_numbers(node):
+                return node
+            differ.add(node)
+    return None
+
+
+def as_lane_tensor(value: Any, query: Tensor) -> Any:
+    """What the op makes of a number, or `value` itself."""
+    dtype = number_dtype(value, query)
+    return value if dtype is None else query.new_zeros((), dtype=dtype)
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph looks like one that writes to a tensor, or has graphs of its own that may."""
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    if node.op == "call_method":
+        return node.target.endswith("_") and not node.target.endswith("__")
+    name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:  # iadd writes, and_ does not
+        return name == "setitem" or (name[0] == "i" and hasattr(operator, f"__{name[1:]}__"))
+    return node.op == "call_function" and (name.endswith("_") or "out" in node.kwargs)

@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         mask_mod = construct(arguments.name, arguments.options)
         block = arguments.block[0] if len(arguments.block) == 1 else tuple(arguments.block)
         keys = arguments.length if arguments.keys is None else arguments.keys
-        schedule = create_block_mask(mask_mod, None, None, arguments.length, keys, "cpu", block, compact=True)
+        # What is drawn is the first batch and head.
+        schedule = create_block_mask(mask_mod, 1, 1, arguments.length, keys, "cpu", block, compact=True)
         if arguments.out is None:
             print(schedule)
         else:

@@ -13,6 +13,7 @@ from mask_helpers import compare, small_steps
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
+from flex_inductor.masks.trace import trace_mask
 
 GENERATOR = torch.Generator().manual_seed(5)
 
@@ -110,7 +111,7 @@ SHAPES = {
 @pytest.mark.parametrize("levels", ["one level", "many levels"])
 def test_equals_torch(levels, mask, shape):
     B, H = (3, 2) if shape in ("odd", "rectangular") else (None, None)
-    if B is None and mask.startswith("batch"):
+    if B is None and mask.startswith(("batch", "heads")):
         B, H = 1, 1
     with small_steps() if levels == "many levels" else contextlib.nullcontext():
         compare(MASKS[mask], B, H, *SHAPES[shape])
@@ -214,6 +215,9 @@ BLOCKS = st.one_of(
 
 def check_generated(source: str, q_len: int, kv_len: int, block, B, H, deep: bool) -> None:
     mask_mod = eval(f"lambda b, h, q, kv: {source}", {"C": CAPTURES, "torch": torch})
+    # A mask that reads b or h needs their sizes; one of 1 is what torch takes None for.
+    reads = trace_mask(mask_mod, torch.device("cpu")).reads
+    B, H = 1 if B is None and "b" in reads else B, 1 if H is None and "h" in reads else H
     with small_steps() if deep else contextlib.nullcontext():
         compare(mask_mod, B, H, q_len, kv_len, block)
 

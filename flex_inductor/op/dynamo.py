@@ -85,7 +85,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
         except Exception as error:
             if ours := errors.own_error_in(error):
-                self._refuse(str(ours))
+                self._refuse(tx, ours)
             raise
 
     def _subgraph(self, tx, query, key, mod, name, lanes, given) -> tuple[Any, tuple]:

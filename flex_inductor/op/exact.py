@@ -295,7 +295,7 @@ class Exact:
     def backward(
         self,
         region: Region,
-        upstream: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        upstream: tuple[Tensor, ...],  # out, lse and their gradients, None for those that are zero
         joint: Mod | None,
         wants: str,
     ) -> tuple[dict[str, Bounded], Leaves | None]:
@@ -358,7 +358,7 @@ class Exact:
             tensor[b, :, tile.n].index_add_(1, self.kv_heads(tile), part)
 
     def _gradients(
-        self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+        self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Weights, the gradients of scores, and the gradient of out.
 
@@ -432,7 +432,7 @@ class Leaves:
             {**lanes, "grad_score": alone + shared}, live
         )  # it is linear in grad_score
         part_shared = (shared / (alone + shared)).nan_to_num(0.0)
-        bounded = []
+        bounded: list[tuple[Tensor, ...]] = []
         errors = self.joint.error(lanes, live, self.dtype, found)
         for value, first, second, by_grad, (plain, error) in zip(found, *ends, by_grads, errors, strict=True):
             if not value.is_floating_point():
@@ -448,14 +448,14 @@ class Leaves:
         for i, leaf in enumerate(self.joint.wide.leaves):
             contribution, indices, rest = rest[0], rest[1 : 1 + leaf.indices], rest[1 + leaf.indices :]
             self._put(i, contribution, [index for (index,) in indices], live)
-        value, _, together, off = bounded[0]
+        value, _, together, off = bounded[0]  # type: ignore[misc]
         return value, together + off
 
     def _put(self, i: int, contribution: tuple[Tensor, ...], indices: list[Tensor], live: Tensor) -> None:
         value, plain, together, off = contribution
-        parts = (value, plain, together, off.square(), value.abs())
+        parts = [value, plain, together, off.square(), value.abs()]
         if not indices:
-            parts = tuple(part.sum((0, 1, 2, 3)) for part in parts)
+            parts = [part.sum((0, 1, 2, 3)) for part in parts]
             self.sums[i] = (
                 [a + b for a, b in zip(self.sums[i], parts, strict=True)] if self.sums[i] else [*parts]
             )

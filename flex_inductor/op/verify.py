@@ -104,7 +104,7 @@ def _forward(*args: Any) -> Tensor:
 @torch.no_grad()
 def _backward(*args: Any) -> list[Tensor]:
     call = _Call(*args[:12])
-    *upstream, joint, wants, wanted_captures, grads = args[12:]
+    upstream, (joint, wants, wanted_captures, grads) = args[12:16], args[16:]
     found = iter(grads)
     got = {f"d_{name}": next(found) for name in wants}
     captured = {i: next(found) for i, wanted in enumerate(wanted_captures) if wanted}
@@ -144,7 +144,7 @@ def _sampled(call: _Call, length: int) -> list[slice]:
 
 
 def _check_some_captured(
-    call: _Call, exact: Exact, mod: Mod, upstream: Sequence[Tensor | None], captured: dict[int, Tensor]
+    call: _Call, exact: Exact, mod: Mod, upstream: tuple[Tensor, ...], captured: dict[int, Tensor]
 ) -> None:
     """Of a large call's captured gradients, those elements that only a bounded number of lanes add to."""
     left = set(captured)

@@ -139,7 +139,7 @@ class _Call:
         }
         wide = [t.detach().float().requires_grad_(not case.decoding) for t in self.inputs]
         wide_wanted = (*wide, *captures) if self.wanted else ()
-        out = flex_attention(*wide, **self.options)
+        out = flex_attention(wide[0], wide[1], wide[2], **self.options)
         self.gold = self._results(out, wide_wanted, self.grad.float())
 
     def attend(self, side: Side) -> Callable:
@@ -172,7 +172,7 @@ class _Call:
     def calls(self, side: Side) -> dict[str, Callable[[], Any]]:
         """What is timed, by pass."""
         attend = self.attend(side)
-        found = {FORWARD: partial(attend, *self.inputs)}
+        found: dict[str, Callable[[], Any]] = {FORWARD: partial(attend, *self.inputs)}
         if self.wanted:
             found[BACKWARD] = partial(
                 torch.autograd.grad, attend(*self.inputs), self.wanted, self.grad, retain_graph=True

@@ -242,11 +242,15 @@ _COPIES = (
 )
 
 
-def _is_inplace(target: Any) -> bool:
-    """Whether `target` is the in-place form of a pointwise op, such as add_."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
-        return False
-    return target._schema.is_mutable and target._schema.name.endswith("_")
+def _out_of_place(target: Any) -> Any:
+    """For the in-place form of a pointwise op, such as add_, the form that returns its result; else None."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+    returning = getattr(packet, target._overloadname, None)
+    # The in-place form itself is not always tagged: masked_fill_ is not.
+    return returning if torch.Tag.pointwise in getattr(returning, "tags", ()) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -272,9 +276,8 @@ def _tidy(graph: fx.Graph, root: torch.nn.Module, lanes: int) -> None:
             literal.meta["val"] = constant
             node.replace_all_uses_with(literal)
             graph.erase_node(node)
-        elif _is_inplace(node.target) and _storage_of(node.args[0]) not in captures:
-            packet = getattr(torch.ops.aten, node.target._schema.name.removeprefix("aten::")[:-1])
-            node.target = getattr(packet, node.target._overloadname)
+        elif (returning := _out_of_place(node.target)) and _storage_of(node.args[0]) not in captures:
+            node.target = returning
     graph.eliminate_dead_code()
 
 

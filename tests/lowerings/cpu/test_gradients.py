@@ -24,7 +24,7 @@ MODS = {
         (normal(4), normal(90), normal(70), normal(5), normal()),
         lambda slope, key, query, cycle, factor: (
             lambda score, b, h, q_idx, kv_idx: (
-                score
+                torch.maximum(score, 0.5 * score)
                 + slope[h] * torch.sin(kv_idx * 1.0)
                 + key[kv_idx] * score
                 + query[q_idx] * torch.cos(kv_idx * 0.1)

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import fallbacks, lowerings, to_dtype
-from torch._inductor.virtualized import V
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering, SubgraphLoweringException
+from torch._inductor.virtualized import V, ops
 
 from flex_inductor.op.program import LaneProgram
 
@@ -44,7 +45,34 @@ def refusal(program: LaneProgram, field: str, own_lowerings: Container[Any]) -> 
         known = node.target in lowerings or node.target in own_lowerings
         if not pointwise or not known or node.target in fallbacks:
             return f"{field} uses {node.target}, which is not inlined"
+        if node.target not in own_lowerings and not _inlines(node, lane):
+            dtypes = ", ".join(str(n.meta["val"].dtype).removeprefix("torch.") for n in node.all_input_nodes)
+            return f"{field} uses {node.target} of {dtypes}, which is not inlined"
     return None
+
+
+def _inlines(node: fx.Node, lane: fx.Graph) -> bool:
+    """Whether Inductor's lowering of an op of numbers is pointwise for these dtypes too: a power of integers is not."""
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in inputs):
+        return True
+
+    def stand_in(source: fx.Node) -> Any:
+        value = source.meta["val"]
+        return ir.Pointwise.create(
+            device=value.device,
+            dtype=value.dtype,
+            inner_fn=lambda _: ops.constant(0, value.dtype),
+            ranges=[],
+        )
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), stand_in)
+    try:
+        with V.set_graph_handler(PointwiseSubgraphLowering(lane.owning_module, V.graph)):
+            lowerings[node.target](*args, **kwargs)
+    except SubgraphLoweringException:  # it wants a buffer
+        return False
+    return True
 
 
 def _graph(part: Any) -> fx.Graph:

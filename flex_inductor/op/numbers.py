@@ -2,6 +2,7 @@
 
 Such a number reaches the op as a 0-d tensor, so that it does not compile again. What a mod makes of numbers
 and captured tensors alone is computed before the op, where they are numbers still: sizes and slices need that.
+So is a tensor that it writes out, which kernels could not hold.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class _Outside:
     def _moved(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         # A tensor that is written to, or made where gradients are off, belongs where that happens.
         tensors_stay = any(may_write(node) or "example_value" not in node.meta for node in nodes)
-        known, moved = set(self.placeholders), set[fx.Node]()
+        moved = set() if tensors_stay else set(filter(_is_literal, nodes))
+        known = moved.union(self.placeholders)
         for node in nodes:
             sources = node.all_input_nodes
             if not sources or not known.issuperset(sources):
@@ -164,6 +166,15 @@ class _Outside:
 
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
+
+
+def _is_literal(node: fx.Node) -> bool:
+    """Whether `node` is a tensor written out as a list."""
+    return (
+        node.target in (torch.tensor, torch.as_tensor)
+        and not node.all_input_nodes
+        and _example(node).dim() > 0
+    )
 
 
 def _has_numbers(node: fx.Node) -> bool:

@@ -350,7 +350,7 @@ class _Splitter:
         for node, name in (*extra, *((c, c.name) for c in self.captures)):
             placeholder = graph.placeholder(name)
             if node is not None:
-                given[node] = placeholder
+                given[node] = _with_value(placeholder, node)
         return given
 
     def _module(self, graph: fx.Graph, outputs: Any) -> fx.GraphModule:
@@ -364,7 +364,7 @@ class _Splitter:
 
     def _with_invariants(self, graph: fx.Graph, given: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         for i, node in enumerate(self.invariants):
-            given[node] = graph.placeholder(f"invariant_{i}")
+            given[node] = _with_value(graph.placeholder(f"invariant_{i}"), node)
         return given
 
     def _lane(self, guards: Sequence[tuple[str, ...]]) -> fx.GraphModule:
@@ -435,6 +435,13 @@ class _Splitter:
                     for index in load.args[1]
                 ]
             load.args = (load.args[0], indices, *load.args[2:])
+
+
+def _with_value(placeholder: fx.Node, node: fx.Node) -> fx.Node:
+    """`placeholder`, which knows the dtype of the tensor that it stands for."""
+    if isinstance(value := node.meta.get("val"), torch.Tensor):
+        placeholder.meta["val"] = value
+    return placeholder
 
 
 def _guard_name(axes: Sequence[str]) -> str:

@@ -1,0 +1,42 @@
+"""Ops in mods that kernels cannot hold, or that tracing could trip over: served by some route, and right."""
+
+import pytest
+import torch
+from op.calls import qkv
+
+import flex_inductor
+from flex_inductor import flex_attention
+from flex_inductor.reference import reference
+
+
+def power_of_two(score, b, h, q_idx, kv_idx):
+    return score / 2 ** (h + 1)
+
+
+def power_of_indices(score, b, h, q_idx, kv_idx):
+    return score + q_idx ** kv_idx.clamp(max=3) / 64
+
+
+def literal_table(score, b, h, q_idx, kv_idx):
+    return score * torch.tensor([1.0, 0.5])[h]
+
+
+@pytest.mark.parametrize(
+    "score_mod, route",
+    [
+        (power_of_two, "chunked"),
+        (power_of_indices, "chunked"),
+        (literal_table, "cpu"),
+    ],
+)
+def test_forward_and_backward(score_mod, route):
+    inputs = [t.detach().float().requires_grad_() for t in qkv()]
+    flex_inductor.decisions(clear=True)
+    attend = torch.compile(lambda *a: flex_attention(*a, score_mod), backend="flex_inductor", fullgraph=True)
+    out = attend(*inputs)
+    expected = reference(*inputs, score_mod)[0]
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs)
+    )
+    assert [decision.chosen for decision in flex_inductor.decisions()] == [route] * 2

@@ -357,9 +357,7 @@ class Exact:
                 b = tile.b
             tensor[b, :, tile.n].index_add_(1, self.kv_heads(tile), part)
 
-    def _gradients(
-        self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def _gradients(self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Weights, the gradients of scores, and the gradient of out.
 
         Weights with how far they may be off, gradients with how far each may be off by itself, and with its row.

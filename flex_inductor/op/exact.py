@@ -446,7 +446,7 @@ class Leaves:
         for i, leaf in enumerate(self.joint.wide.leaves):
             contribution, indices, rest = rest[0], rest[1 : 1 + leaf.indices], rest[1 + leaf.indices :]
             self._put(i, contribution, [index for (index,) in indices], live)
-        value, _, together, off = bounded[0]  # type: ignore[misc]
+        value, _, together, off = bounded[0]
         return value, together + off
 
     def _put(self, i: int, contribution: tuple[Tensor, ...], indices: list[Tensor], live: Tensor) -> None:

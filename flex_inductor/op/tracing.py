@@ -220,6 +220,9 @@ def _trace(
         args += [_fake_like(capture, fake_mode) for capture in captures]
         with fake_mode, numbers_known():
             graph = tracer.trace_call(fn, args)
+            if _writes_to_views(graph):
+                module, tracer = fx.GraphModule(tracer.root, graph), Tracer()
+                graph = tracer.trace_call(torch.func.functionalize(tracer.keeping_lines(module)), args)
         _tidy(graph, tracer.root, len(lanes))
         return fx.GraphModule(tracer.root, graph)
 
@@ -286,18 +289,37 @@ def written_placeholder(module: fx.GraphModule) -> tuple[int, str] | None:
 
     In-place operations on what a lane computes itself are gone from a traced graph.
     """
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in module.graph.nodes:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, written in _writes(module.graph):
+        storage = _storage_of(written)
+        if storage in placeholders:
+            return placeholders.index(storage), str(node.target)
+    return None
+
+
+def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each node that writes, and what it writes to."""
+    for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         arguments = node.target._schema.arguments
         given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
         for argument in arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                storage = _storage_of(given.get(argument.name))
-                if storage in placeholders:
-                    return placeholders.index(storage), str(node.target)
-    return None
+            written = given.get(argument.name)
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(written, fx.Node)
+            ):
+                yield node, written
+
+
+def _writes_to_views(graph: fx.Graph) -> bool:
+    """Whether a part of a tensor that the graph made is written to: the tensor must change with it."""
+    return any(
+        written is not (storage := _storage_of(written)) and storage.op != "placeholder"
+        for _, written in _writes(graph)
+    )
 
 
 def random_op(module: fx.GraphModule) -> str | None:

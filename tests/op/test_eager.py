@@ -225,6 +225,27 @@ def test_one_tensor_in_both_mods():
     check(lambda q, k, v: flex_attention(q, k, v, score_mod, mask), qkv(), [gate], score_mod, mask)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mod_may_write_into_parts_of_its_own_tensors(compiled):
+    def in_parts(score, b, h, q_idx, kv_idx):
+        pair = torch.zeros(2, dtype=score.dtype)
+        pair[0] = score
+        pair[1] = slopes[h] * kv_idx
+        pair[0] *= 2
+        return pair.sum()
+
+    def whole(score, b, h, q_idx, kv_idx):
+        return 2 * score + slopes[h] * kv_idx
+
+    inputs, slopes = qkv(), parameter(4)
+    attend = torch.compile(flex_attention, backend="aot_eager") if compiled else flex_attention
+    (out, want) = attend(*inputs, in_parts), flex_attention(*inputs, whole)
+    close(out, want)
+    wanted = (*inputs, slopes)
+    for got, like in zip(*(torch.autograd.grad(o.square().sum(), wanted) for o in (out, want)), strict=True):
+        close(got, like)
+
+
 def test_a_mod_may_change_its_own_values_in_place():
     bias = parameter(6)
 

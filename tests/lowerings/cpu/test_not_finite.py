@@ -11,7 +11,7 @@ import torch
 from flex_inductor import create_block_mask
 from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings.cpu.configs import TABLES
-from tests.support import Sizes, attention_of, dense_of, judge
+from tests.support import LAYOUTS, Sizes, attention_of, dense_of, judge
 
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=100, head_dim=16, value_dim=24)
 FEW = SIZES._replace(queries=3, keys=300)
@@ -52,7 +52,17 @@ def table_mask(allowed, block, compact):
 class Call:
     """One compiled call, whose inputs get other contents."""
 
-    def __init__(self, dtype, build, block, compact=False, sizes=SIZES, backward=True, configs=None):
+    def __init__(
+        self,
+        dtype,
+        build,
+        block,
+        compact=False,
+        sizes=SIZES,
+        layout="contiguous",
+        backward=True,
+        configs=None,
+    ):
         self.build, self.sizes, self.backward = build, sizes, backward
         self.attend = torch.compile(
             attention_of(build),
@@ -66,7 +76,12 @@ class Call:
         ]
         bias = [torch.randn(sizes.keys).to(dtype)] if build else []
         upstream = torch.randn(sizes.batch, sizes.heads, sizes.queries, sizes.value_dim)
-        self.tensors = [*sizes.inputs(dtype), upstream.to(dtype), *bias]
+        self.tensors = [LAYOUTS[layout](t) for t in (*sizes.inputs(dtype), upstream.to(dtype))] + bias
+
+    def keys_of(self, lanes):
+        """Which keys have any of these lanes, [KV batch, KV head, key]."""
+        keys = lanes.any(2).unflatten(1, (self.sizes.kv_heads, -1)).any(2)
+        return keys if self.sizes.kv_batch is None else keys.any(0, keepdim=True)
 
     def run(self, tensors, mask):
         if not self.backward:
@@ -83,7 +98,7 @@ class Call:
             clean = self.run(self.tensors, mask)
             assert all(t.isfinite().all() for name, t in clean.items() if name != "lse")
             spoilt = [t.clone() for t in self.tensors]
-            dead = ~allowed.unflatten(1, (self.sizes.kv_heads, -1)).any(2).any(2)
+            dead = ~self.keys_of(allowed)
             dead_rows = ~allowed.any(-1)
             which = [[1], [2], [0, 1, 2, 3, 4]][shift]
             for i, at in enumerate((dead_rows, dead, dead, dead_rows, dead.flatten(0, 1).all(0))):
@@ -97,7 +112,6 @@ class Call:
 
     def check_what_somebody_attends_to(self):
         """It spoils what it reaches, as in dense attention, and no more."""
-        sizes = self.sizes
         for (allowed, mask), (place, what) in zip(
             itertools.cycle(self.schedules), itertools.product(range(4), GARBAGE[:2])
         ):
@@ -109,8 +123,7 @@ class Call:
                 spoilt_rows[:, :, at] = allowed[:, :, at].any(-1)
             else:
                 spoilt_rows = allowed[..., at]
-            attended = (spoilt_rows[..., None] & allowed).any(2)
-            attended = attended.unflatten(1, (sizes.kv_heads, -1)).any(2)
+            attended = self.keys_of(spoilt_rows[..., None] & allowed)
             expected = {
                 "out": spoilt_rows & (place != 3),
                 "lse": spoilt_rows & (place < 2),
@@ -127,34 +140,34 @@ class Call:
 
 
 @pytest.mark.parametrize(
-    "dtype, build, block, compact",
+    "dtype, build, block, compact, layout, kv_batch",
     [
-        (torch.float32, biased, 32, False),
-        (torch.bfloat16, None, (24, 7), True),
-        pytest.param(torch.float16, biased, (16, 128), True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, biased, 32, False, marks=pytest.mark.slow),
-        pytest.param(torch.float32, None, (8, 5), False, marks=pytest.mark.slow),
+        (torch.float32, biased, 32, False, "bshd", None),
+        (torch.bfloat16, None, (24, 7), True, "head_dim_stride", None),
+        pytest.param(torch.float16, biased, (16, 128), True, "contiguous", 1, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, biased, 32, False, "bshd", 1, marks=pytest.mark.slow),
+        pytest.param(torch.float32, None, (8, 5), False, "head_dim_stride", None, marks=pytest.mark.slow),
     ],
 )
-def test_forward_and_backward(dtype, build, block, compact):
-    call = Call(dtype, build, block, compact)
+def test_forward_and_backward(dtype, build, block, compact, layout, kv_batch):
+    call = Call(dtype, build, block, compact, SIZES._replace(kv_batch=kv_batch), layout)
     judge(call.attend, dense_of(build), call.tensors[:3], call.tensors[4:], call.schedules[1][1])
     call.check_what_nobody_attends_to()
     call.check_what_somebody_attends_to()
 
 
 @pytest.mark.parametrize(
-    "dtype, build",
+    "dtype, build, layout, kv_batch",
     [
-        (torch.float32, biased),
-        pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
-        pytest.param(torch.float16, biased, marks=pytest.mark.slow),
+        (torch.float32, biased, "contiguous", None),
+        pytest.param(torch.bfloat16, None, "head_dim_stride", 1, marks=pytest.mark.slow),
+        pytest.param(torch.float16, biased, "bshd", None, marks=pytest.mark.slow),
     ],
 )
-def test_decode(dtype, build):
-    call = Call(
-        dtype, build, 32, sizes=FEW, backward=False, configs={"decode": {"block_n": 64, "split": 128}}
-    )
+def test_decode(dtype, build, layout, kv_batch):
+    configs = {"decode": {"block_n": 64, "split": 128}}
+    sizes = FEW._replace(kv_batch=kv_batch)
+    call = Call(dtype, build, 32, False, sizes, layout, backward=False, configs=configs)
     call.check_what_nobody_attends_to()
     call.check_what_somebody_attends_to()
 

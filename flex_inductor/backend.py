@@ -40,13 +40,13 @@ def flex_inductor(
     if config.get("max_autotune", torch._inductor.config.max_autotune):
         tell_tuner(module, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
-    with last.compilation(attention_nodes(module)):
-        try:
+    try:
+        with last.compilation(attention_nodes(module)):
             return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
-        except Exception as error:
-            ours = errors.own_error_in(error)
-            if ours is None:
-                raise
+    except Exception as error:
+        ours = errors.own_error_in(error)
+        if ours is None:
+            raise
     raise compat.through_dynamo(ours)
 
 

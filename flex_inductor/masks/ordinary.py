@@ -8,6 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from .. import compat
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -17,7 +19,8 @@ def ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_dynamo_compiling():  # a graph's tensors are what it is called for
+        # A graph's tensors are what it is called for, and an export would keep the modes as nodes.
+        if torch.compiler.is_dynamo_compiling() or compat.is_exporting():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)

@@ -32,6 +32,19 @@ def normalize(graph: fx.Graph) -> None:
                 {"dtype": node.args[1]},
                 node.args[:1],
             )
+        elif node.target is aten.neg.default and _is_cast(cast := node.args[0]):
+            # Rounding and the sign may change places; a cast that comes last can be done once, to a sum.
+            with graph.inserting_before(node):
+                negative = graph.call_function(aten.neg.default, cast.args)
+            negative.meta = dict(cast.args[0].meta)
+            node.target, node.args, node.kwargs = cast.target, (negative,), cast.kwargs
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether it turns floats of one kind into floats of another."""
+    return node.target is aten._to_copy.default and all(
+        n.meta["val"].is_floating_point() for n in (node, node.args[0])
+    )
 
 
 def compose_indexing(graph: fx.Graph) -> None:

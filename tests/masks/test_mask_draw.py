@@ -131,7 +131,6 @@ def test_command_takes_lists_and_draws(capsys, tmp_path):
             ["sliding_window", "size=x"],
             "size: expected an integer, integers with commas, true or false; got 'x'",
         ),
-        (["causal", "--length", "-4"], "Q_LEN: expected an integer of at least 0, got -4"),
     ],
 )
 def test_command_says_what_is_wrong(words, message, capsys):

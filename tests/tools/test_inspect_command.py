@@ -77,7 +77,6 @@ REFUSED = {
     "target": ([f"{SCRIPT}:plain_causal", "--target", "sm_1"], "flex_inductor.inspect['target'] is 'sm_1'; expected one of cpu, sm_80, "),
     "against": ([f"{SCRIPT}:plain_causal", "--against", SCRIPT], f"--against {SCRIPT}: not a report saved with --json ("),
     "kernel": ([f"{SCRIPT}:plain_causal", "--kernel", "nothing"], "--kernel nothing: no such kernel; there is forward"),
-    "unwritable": ([f"{SCRIPT}:plain_causal", "--json", "/nowhere/r.json"], "[Errno 2] No such file or directory: '/nowhere/r.json'"),
 }  # fmt: skip
 
 

@@ -383,7 +383,7 @@ BAD = {
     ),
     "refused call": (
         lambda: flex_inductor.inspect(flex_attention, *(torch.zeros(1, n, 8, 4) for n in (4, 2, 2))),
-        "The function raises: query has 4 heads and key has 2; without enable_gqa they must be equal. For "
+        "query has 4 heads and key has 2; without enable_gqa they must be equal. For "
         "grouped-query attention pass enable_gqa=True.",
     ),
 }

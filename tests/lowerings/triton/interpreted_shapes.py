@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge, served_by
+from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge, run, served_by
 
 from flex_inductor import BlockMask, create_block_mask, decisions, flex_attention
 from flex_inductor.lowerings.triton import kernel
@@ -78,6 +78,23 @@ def test_blocks_that_reach_far_beyond_the_last_query(length):
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
 def test_layouts(layout):
     judge_interpreted("relative_bias", Sizes(batch=2, queries=40, keys=48), "causal", layout)
+
+
+def test_garbage_beyond_the_keys_and_in_blocks_that_nobody_visits():
+    sizes = Sizes()
+    mask = create_block_mask(
+        lambda b, h, q, k: (k // 32 != 1) & (q + 60 >= k), None, None, sizes.queries, sizes.keys, "cpu", 32
+    )
+    attend, results = interpret.compiled(attention_of(None)), []
+    query, *caches = sizes._replace(keys=160).inputs(torch.float32)
+    with served_by("triton"):
+        for garbage in (0.0, float("nan"), float("inf")):
+            for cache in caches:
+                cache[:, :, 32:64] = cache[:, :, sizes.keys :] = garbage
+            inputs = (query, *(cache[:, :, : sizes.keys] for cache in caches))
+            results.append(run(attend, inputs, (), mask).named())
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])

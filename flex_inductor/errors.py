@@ -242,6 +242,14 @@ def needs_a_value(name: str, line: Any) -> FlexTypeError:
     )
 
 
+def number_beyond(mod: str, number: float, dtype: torch.dtype) -> FlexValueError:
+    name = str(dtype).removeprefix("torch.")
+    return FlexValueError(
+        f"{mod} computes in {name} with the number {number:g}, which is beyond what {name} holds "
+        f"({torch.finfo(dtype).max:.3g}). Write float('inf') or -float('inf') if that is meant, else a smaller number."
+    )
+
+
 def capture_on_other_device(mod: str, capture: str, device: Any, expected: Any) -> FlexValueError:
     return FlexValueError(
         f"{mod} captures `{capture}`, which is on {device}, but query is on {expected}. "

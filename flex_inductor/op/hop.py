@@ -21,6 +21,7 @@ from .lift import LiftedMod, lift
 from .tracing import (
     MASK_LANES,
     SCORE_LANES,
+    number_beyond,
     number_dtype,
     random_op,
     score_dtype,
@@ -172,6 +173,8 @@ def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:
         raise errors.capture_mutated(field, names[position], op)
     if drawn := random_op(graph):
         raise errors.mod_is_random(field, drawn)
+    if beyond := number_beyond(graph):
+        raise errors.number_beyond(field, *beyond)
 
 
 def mark_checked(graph: fx.GraphModule) -> fx.GraphModule:

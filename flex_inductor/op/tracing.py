@@ -6,6 +6,7 @@ A mod is a function of one *lane*, that is of one score: 0-d tensors in, one 0-d
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 from .. import compat, errors
 from .lookups import as_indexing
@@ -327,6 +329,20 @@ def random_op(module: fx.GraphModule) -> str | None:
     for node in module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return str(node.target)
+    return None
+
+
+def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
+    """The first number beyond the dtype that it meets, of which torch makes infinity or an error, as the op may be."""
+    for node in module.graph.nodes:
+        tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+        if not dtypes or node.target is torch.ops.aten._to_copy.default:
+            continue
+        widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).max)
+        for number in tree_iter((node.args, node.kwargs)):
+            if isinstance(number, float) and torch.finfo(widest).max < abs(number) < math.inf:
+                return number, widest
     return None
 
 

@@ -353,3 +353,17 @@ def test_the_value_of_a_lane_in_a_mask(how):
 @pytest.mark.parametrize("how", HOW)
 def test_a_call_that_is_refused_before_its_mods_are_traced(how):
     refused(how, TypeError, "score_mod must be a function, .* but is a Tensor", torch.ones(()))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("number", [-1e300, 1e40])
+def test_a_number_beyond_the_dtype(number, how):
+    def attend(q, k, v):
+        return flex_attention(q, k, v, lambda s, b, h, q, kv: torch.where(q >= kv, s, number))
+
+    if how != "eager":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=how == "fullgraph")
+    message = rf"score_mod computes in float32 with the number {number:g}, which is beyond what float32 holds \(3.4e\+38\)"
+    with pytest.raises(ValueError, match=message.replace("e+40", r"e\+40").replace("e+300", r"e\+300")):
+        attend(*(t.float() for t in qkv()))
+    attend(*(t.detach() for t in qkv()))  # float64 holds it

@@ -325,6 +325,13 @@ def argument_refused(value: Any) -> FlexValueError:
     )
 
 
+def constant_in_export(name: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"A mod holds `{name}`, a table written out in it, which torch.export cannot save with strict=False. Make the "
+        f"tensor before the call and capture it, or export with strict=True."
+    )
+
+
 def constant_refused(name: str, value: Any) -> FlexValueError:
     return FlexValueError(
         f"A mod holds `{name}`, a {type(value).__name__}, which cannot be written into a compiled graph. Expected a "
@@ -438,7 +445,7 @@ def kernel_differs(
     allowed: float,
     code: str,
 ) -> FlexRuntimeError:
-    axes = ("batch", "head", "queries" if name in ("out", "lse", "d_q") else "keys")
+    axes = ("batch", "head", "queries" if name in ("out", "lse", "max_scores", "d_q") else "keys")
     if name.startswith("d_captures"):
         where = "the captured tensor"
     else:
@@ -448,7 +455,7 @@ def kernel_differs(
         )
     lines = "".join(f"\n  {line}" for line in code.splitlines()) or " nothing"
     return FlexRuntimeError(
-        f"verify: {name} is wrong in {where}. At {[*place]} the kernel gives {got:.6g} and the reference in float64 "
+        f"verify: {name} is wrong in {where}. At {[*place]} the kernel gives {got:.6g} and float64 gives "
         f"{want:.6g}, where rounding allows for {allowed:.3g}. It is a fault of flex_inductor: options={{'route': "
         f"'chunked'}} avoids the kernel. Inlined:{lines}"
     )
@@ -458,7 +465,7 @@ def captures_not_verified(shapes: Sequence[Sequence[int]], lanes: int, limit: in
     """A warning's text."""
     return (
         f"verify: gradients of captured tensors of shapes {', '.join(map(str, shapes))} are not checked: the call has "
-        f"{lanes:,} scores, and more than {limit:,} of them add to every element. Check a shorter call."
+        f"{lanes:,} scores, and no element was found that at most {limit:,} of them add to. Check a shorter call."
     )
 
 

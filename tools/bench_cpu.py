@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from flex_inductor import create_block_mask, flex_attention, mods
 from flex_inductor.masks import library
-from flex_inductor.op.tracing import LaneIndexing
 from flex_inductor.reference import over_lanes
 
 from .cases import selected
@@ -261,11 +260,10 @@ def dense(
     h, m = h + first_head, m if rows is None else rows
     key, value = (t.repeat_interleave(query.size(1) // t.size(1), 1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.size(-1))
-    with LaneIndexing():
-        if score_mod is not None:
-            scores = over_lanes(score_mod, (0,))(scores, b, h, m, n)
-        if mask_mod is not None:
-            scores = torch.where(over_lanes(mask_mod, ())(b, h, m, n), scores, -math.inf)
+    if score_mod is not None:
+        scores = over_lanes(score_mod, (0,))(scores, b, h, m, n)
+    if mask_mod is not None:
+        scores = torch.where(over_lanes(mask_mod, ())(b, h, m, n), scores, -math.inf)
     return scores.softmax(-1).to(value.dtype) @ value
 
 

@@ -1,4 +1,4 @@
-"""Everything a card is asked the first time, in order of importance, in ten minutes.
+"""Everything a card is asked the first time, in order of importance, in nine minutes.
 
     speed     the most telling calls, ours next to torch's kernels and SDPA
     compare   configs and axes of our kernels against each other
@@ -50,6 +50,8 @@ def main() -> int:
         parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if arguments.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, here and in the workers
+    if not (ROOT / "tests" / "card.py").exists():
+        parser.error("the calls to check are in tests/: run tools/gpu_check.sh of a checkout")
     missing = [name for name in EXTRAS if not importlib.util.find_spec(name)]
 
     import torch
@@ -122,7 +124,9 @@ def correct(bench, arguments) -> None:
 
 
 def _chosen(cases, arguments):
-    found = [case for case in cases if not arguments.only or arguments.only in case.title]
+    from flex_inductor.tools.cases import selected
+
+    found = selected(cases, arguments.only)
     return [*{case.small().title: case.small() for case in found}.values()] if arguments.dry else found
 
 

@@ -9,7 +9,7 @@ What the schedule rules out is not computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,20 +39,6 @@ class Mods(NamedTuple):
     mask_captures: tuple[Tensor, ...]
 
 
-def _all(_: slice) -> bool:
-    return True
-
-
-class Part(NamedTuple):
-    """What is computed, for a caller that needs no more: results elsewhere are not meaningful."""
-
-    queries: Callable[[slice], bool] = _all
-    keys: Callable[[slice], bool] = _all
-
-
-EVERYTHING = Part()
-
-
 class _Tile(NamedTuple):
     """A chunk of scores: ranges of batches, KV heads, queries and keys."""
 
@@ -75,11 +61,10 @@ def forward(
     schedule: Schedule | None,
     mods: Mods,
     scale: float,
-    part: Part = EVERYTHING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value)
-    run = _Run(query, key, value, schedule, mods, None, scale, (value,), part)
+    run = _Run(query, key, value, schedule, mods, None, scale, (value,))
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
         total = run.zeros(rows, 1)
@@ -113,11 +98,10 @@ def backward(
     joint: LaneProgram | None,
     scale: float,
     wants: Sequence[bool],
-    part: Part = EVERYTHING,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
     factors = (query, key) if grad_out is None else (query, key, grad_out)
-    run = _Run(query, key, value, schedule, mods, joint, scale, factors, part)
+    run = _Run(query, key, value, schedule, mods, joint, scale, factors)
     d_query, d_key, d_value = (
         torch.zeros(t.shape, dtype=run.dtype, device=t.device) if want else None
         for t, want in zip((query, key, value), wants, strict=True)
@@ -179,9 +163,7 @@ class _Run:
         joint: LaneProgram | None,
         scale: float,
         factors: Sequence[Tensor],
-        part: Part,
     ):
-        self.part = part
         self.query, self.kv, self.scale, self.mods, self.schedule = query, (key, value), scale, mods, schedule
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
@@ -224,7 +206,7 @@ class _Run:
         for b in _ranges(self.batch, batches):
             for k in _ranges(self.kv_heads, kv_heads):
                 h = slice(k.start * self.group, k.stop * self.group)
-                for m in filter(self.part.queries, _ranges(self.queries, queries)):
+                for m in _ranges(self.queries, queries):
                     yield _Tile(b, k, h, m, slice(0, self.keys))
 
     def score_tiles(
@@ -234,8 +216,6 @@ class _Run:
         band = None if self.schedule is None else self.schedule.band(rows.b, rows.h, rows.m)
         step = self.tile[3]
         for n in _ranges(self.keys, step) if band is None else band.key_tiles(self.keys, step):
-            if not self.part.keys(n):
-                continue
             tile = rows._replace(n=n)
             live = self.live(tile, band)
             if live is not None and not live.any():

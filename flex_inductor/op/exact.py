@@ -33,9 +33,8 @@ from .tracing import INDEX_DTYPE, score_dtype
 
 LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of what surrounds them
-SPREAD = (
-    6  # errors of products, in standard deviations and more: rounding is off by 0.6 of its bound at the most
-)
+# Errors of products, in standard deviations and more: rounding is off by 0.6 of its bound at the most.
+SPREAD = 6
 NEIGHBOURS = 16  # keys: how well a mod computes in fp32 is judged by the worst of these lanes
 TINY = 2.0**-120  # a weight below may be 0
 
@@ -123,7 +122,8 @@ class Mod:
                 yield plain, plain
                 continue
             plain = plain.double()
-            yield plain, 2 * _worst_near(_apart(plain, value).where(live, 0.0))
+            shape = (..., *(None,) * (value.dim() - 4))  # rows beside the lanes
+            yield plain, 2 * _worst_near(_apart(plain, value).where(live[shape], 0.0))
 
 
 def _widened(text: str) -> str:
@@ -458,18 +458,19 @@ class Leaves:
                 [a + b for a, b in zip(self.sums[i], parts, strict=True)] if self.sums[i] else [*parts]
             )
             return
-        at = torch.where(live, offsets(indices, self.shapes[i]), 0).reshape(-1)
+        places, row = self.shapes[i][: len(indices)], self.shapes[i][len(indices) :]
+        at = torch.where(live, offsets(indices, places), 0).reshape(-1)
         if self.sums[i] is None:
-            size = math.prod(self.shapes[i])
-            self.sums[i] = [value.new_zeros(size) for _ in parts]
+            self.sums[i] = [value.new_zeros(math.prod(places), *row) for _ in parts]
         for total, part in zip(self.sums[i], parts, strict=True):
-            total.index_add_(0, at, part.expand(live.shape).reshape(-1))
+            total.index_add_(0, at, part.expand(*live.shape, *row).flatten(0, 3))
 
     def forget(self, incomplete: Sequence[Tensor | None]) -> None:
         """Makes NaN of the elements of each leaf that other lanes add to as well, and so of what follows from them."""
         for parts, flags in zip(self.sums, incomplete, strict=True):
             for part in parts or ():
-                part.masked_fill_(flags, math.nan)
+                rows = (..., *(None,) * (part.dim() - flags.dim()))
+                part.masked_fill_(flags[rows], math.nan)
 
     def gradients(self, captures: Sequence[Tensor], count: int, eps: float) -> list[Bounded | None]:
         """Of the captured tensors; `count` is the most numbers that are added up one after another."""

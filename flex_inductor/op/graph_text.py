@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from .. import errors
+from .. import compat, errors
 
 FORMAT = 1
 DEPTH = 4  # how far lists go into each other in an argument
@@ -126,6 +126,8 @@ def _constant_data(constant: Any, name: str) -> list[Any]:
     plain = type(constant) in (Tensor, torch.nn.Parameter) and constant.layout == torch.strided
     if not plain or constant.is_quantized:
         raise errors.constant_refused(name, constant)
+    if compat.is_exporting():  # which keeps values from being read
+        raise errors.constant_in_export(name)
     flat = constant.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
     content = bytes(flat.view(torch.uint8).tolist())
     text = base64.b64encode(content).decode()

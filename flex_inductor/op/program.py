@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from . import graph_text
 from .normal_form import Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 AXES = ("b", "h", "q_idx", "kv_idx")
 

@@ -205,7 +205,7 @@ def _additions(call: _Call, mod: Mod, i: int, spans: Sequence[slice]) -> Tensor:
     outputs = mod.exact({"score": score, "grad_score": score, **lanes}, None)
     before = sum(1 + leaf.indices for leaf in mod.wide.leaves[:i])
     first = 1 + before + 1
-    shape = Leaves(mod, torch.float64).shapes[i]
+    shape = Leaves(mod, torch.float64).shapes[i][: mod.wide.leaves[i].indices]
     at = offsets(outputs[first : first + mod.wide.leaves[i].indices], shape).reshape(-1)
     size = torch.Size(shape).numel()
     return torch.bincount(at[(at >= 0) & (at < size)], minlength=size)

@@ -120,7 +120,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
 def _check_options(
     score_mod: Any, scale: Any, return_lse: bool, kernel_options: Any, return_aux: Any
 ) -> None:
-    if scale is not None and isinstance(scale, Tensor):
+    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise errors.bad_scale(scale)
     if return_lse and return_aux is not None:
         raise errors.lse_and_aux()

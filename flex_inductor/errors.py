@@ -271,6 +271,13 @@ def mask_capture_needs_grad(capture: str) -> FlexValueError:
     )
 
 
+def value_overwritten() -> FlexRuntimeError:
+    return FlexRuntimeError(
+        "score_mod changes in place a value that its gradient needs as it was. Use the out-of-place form: x = x * 2 "
+        "instead of x.mul_(2), or write into a clone."
+    )
+
+
 def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"{mod} changes the captured tensor `{capture}` in place ({op}). It runs once for every score, in any "

@@ -32,12 +32,27 @@ def normalize(graph: fx.Graph) -> None:
                 {"dtype": node.args[1]},
                 node.args[:1],
             )
+        elif node.target in _SLICES:
+            _clamp_slice(node, _SLICES[node.target])
         elif node.target is aten.neg.default and _is_cast(cast := node.args[0]):
             # Rounding and the sign may change places; a cast that comes last can be done once, to a sum.
             with graph.inserting_before(node):
                 negative = graph.call_function(aten.neg.default, cast.args)
             negative.meta = dict(cast.args[0].meta)
             node.target, node.args, node.kwargs = cast.target, (negative,), cast.kwargs
+
+
+# Of ops that take a slice, where its dimension stands among the arguments; start and end follow.
+_SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
+
+
+def _clamp_slice(node: fx.Node, at: int) -> None:
+    """`t[1:]` ends at the largest integer, with which torch's vmap cannot reckon."""
+    dim, start, end = (*node.args[at:], *(0, None, None)[len(node.args) - at :])[:3]
+    size = node.args[0].meta["val"].shape[dim]
+    if isinstance(size, int) and all(n is None or isinstance(n, int) for n in (start, end)):
+        start, end, _ = slice(start, end).indices(size)
+        node.args = (*node.args[:at], dim, start, max(start, end), *node.args[at + 3 :])
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -65,7 +80,7 @@ def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
         return
     if inner := scatter_of(outer.value):
         node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
-    elif outer.value.target is aten.add.Tensor and not outer.value.kwargs:  # row[i] + row[j], with row = t[h]
+    elif _adds_alike(outer.value):  # row[i] + row[j], with row = t[h]
         with graph.inserting_before(node):
             parts = [
                 graph.call_function(node.target, (*node.args[:2], part, True)) for part in outer.value.args
@@ -76,6 +91,15 @@ def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
         for part in parts:
             _compose_scatter(graph, part)
         node.replace_all_uses_with(total)
+
+
+def _adds_alike(node: fx.Node) -> bool:
+    """Whether `node` is the sum of two tensors of its own shape."""
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(n, fx.Node) and n.meta["val"].shape == node.meta["val"].shape for n in node.args)
+    )
 
 
 class Scatter(NamedTuple):

@@ -137,7 +137,19 @@ def _plain_saved_tensors() -> Any:
     """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return saved_tensors_hooks(_packed, _unpacked)
+
+
+def _packed(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    """What autograd does itself where there are no hooks: a value that has changed since gives a wrong gradient."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise errors.value_overwritten()
+    return tensor
 
 
 def _plain_backward() -> Any:
@@ -202,6 +214,7 @@ def trace_joint(
         grads: Sequence[Tensor | None] = (None,) * len(sources)
         with torch.enable_grad(), LaneIndexing():
             new_score = run(inputs[0].clone(), b, h, q_idx, kv_idx, *inputs[1:])
+            errors.check_mod_result("score_mod", new_score)
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
         found = iter(grads)

@@ -124,7 +124,7 @@ RANDOM = {
 @pytest.mark.parametrize("op", RANDOM)
 def test_random_score_mod(op, how):
     # Dynamo may take the whole dropout for the op.
-    drawn = "(bernoulli_|native_dropout)" if op == "bernoulli_" else op
+    drawn = "(bernoulli|native_dropout)" if op == "bernoulli_" else op
     message = rf"score_mod draws random numbers \(aten\.{drawn}.*\)\. It runs again in the backward .* Draw a tensor"
     refused(how, RuntimeError, message, RANDOM[op])
 
@@ -367,3 +367,18 @@ def test_a_number_beyond_the_dtype(number, how):
     with pytest.raises(ValueError, match=message.replace("e+40", r"e\+40").replace("e+300", r"e\+300")):
         attend(*(t.float() for t in qkv()))
     attend(*(t.detach() for t in qkv()))  # float64 holds it
+
+
+def test_a_value_overwritten_that_a_gradient_needs():
+    table = parameter(6)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        both = torch.stack([score, table[kv_idx]])
+        both[1] = both[0] * table[q_idx]
+        both[0].mul_(2)
+        return both.sum()
+
+    with pytest.raises(
+        FlexError, match="score_mod changes in place a value that its gradient needs as it was"
+    ):
+        flex_attention(*qkv(), score_mod)

@@ -225,6 +225,42 @@ def test_one_tensor_in_both_mods():
     check(lambda q, k, v: flex_attention(q, k, v, score_mod, mask), qkv(), [gate], score_mod, mask)
 
 
+class Shifted(torch.autograd.Function):
+    """A gradient that is not a product."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 1.0
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 0.01
+
+
+def test_a_gradient_to_which_a_number_is_added():
+    table = parameter(6)
+    check(
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: Shifted.apply(s + table[j])),
+        qkv(), (table,), lambda s, b, h, i, j: Shifted.apply(s + table[j]),
+    )  # fmt: skip
+
+
+def test_open_slices_of_a_mods_own_tensor():
+    def sliced(score, b, h, q_idx, kv_idx):
+        both = torch.stack([score, score])
+        both[1:] *= 3
+        return both[-1:].sum() + both[:-1].sum()
+
+    inputs = qkv()
+    close(flex_attention(*inputs, sliced), flex_attention(*inputs, lambda score, *_: 4 * score))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_mod_may_write_into_parts_of_its_own_tensors(compiled):
     def in_parts(score, b, h, q_idx, kv_idx):

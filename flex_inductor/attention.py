@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from . import compat, errors
 from .masks.schedule import RunSchedule, schedule_parts
-from .op import attention
+from .op import Inputs, attention
 from .op.hop import refusal
-from .options import check_kernel_options, op_options
+from .options import call_options, check_kernel_options
 
 compat.when_imported("torch._inductor.lowering", lambda _: import_module("flex_inductor.lowerings.register"))
 
@@ -61,7 +61,7 @@ def flex_attention(
         if torch.compiler.is_dynamo_compiling():
             refusal(type(error), *error.args)
         raise
-    schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else ((), None)
+    schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
     if mask_mod is noop_mask:
         mask_mod = None
 
@@ -75,11 +75,11 @@ def flex_attention(
         query,
         key,
         value,
-        schedule,
         score_mod,
         mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        op_options(kernel_options, lse=wants_lse, max_scores=wants_max),
+        Inputs(schedule=schedule),
+        call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
     )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)

@@ -487,6 +487,12 @@ def blocks_not_for_all(names: Sequence[str], place: Sequence[int]) -> FlexValueE
     )
 
 
+def inputs_not_served(names: Sequence[str]) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"the call has {' and '.join(names)}, which flex_inductor does not serve here. Call it without."
+    )
+
+
 # ---- Derivatives ----------------------------------------------------------------------------------
 
 

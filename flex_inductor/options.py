@@ -69,34 +69,72 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
         raise errors.bad_option("kernel_options", "BACKEND", backend, f"one of {', '.join(_BACKENDS)}")
 
 
-def op_options(kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool) -> dict[str, Any]:
-    """The op's constant options. The build's hash among them makes every compile cache miss on new code."""
-    return {
-        **(kernel_options or {}),
-        "OUTPUT_LOGSUMEXP": lse,
-        "OUTPUT_MAX": max_scores,
-        "build": build.FINGERPRINT,
-    }
+class CallOptions(NamedTuple):
+    """The constants of one call. Everything that sets one is in this file."""
+
+    hints: tuple[tuple[str, Any], ...] = ()  # the call's kernel_options
+    lse: bool = True  # whether the caller reads it
+    max_scores: bool = True
+    build: str = ""  # the build's hash: every compile cache misses on new code
+    route: str = ""  # what the backend adds: its own options,
+    configs: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    verify: bool = False
+    number: int = 0  # the call's place among those of Dynamo's graph,
+    imported: str = ""  # which tuning results were imported, where kernels are timed,
+    visited: tuple[float, float] | None = None  # and the shares of partial and of full blocks
+
+    @property
+    def hinted(self) -> dict[str, Any]:
+        return dict(self.hints)
+
+    def wire(self) -> dict[str, Any]:
+        """As graphs hold it: they have no NamedTuples."""
+        given = zip(self._fields, self, strict=True)
+        return {name: value for name, value in given if value != self._field_defaults[name]}
+
+    @classmethod
+    def read(cls, wire: Any) -> CallOptions:
+        return wire if isinstance(wire, CallOptions) else cls(**wire)
 
 
-def hints(options: dict[str, Any]) -> dict[str, Any]:
-    """The tuning hints among an op's options."""
-    return {
+def call_options(kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool) -> CallOptions:
+    """Those of a call of flex_attention."""
+    return CallOptions(tuple((kernel_options or {}).items()), lse, max_scores, build.FINGERPRINT)
+
+
+def torch_call_options(options: dict[str, Any]) -> CallOptions:
+    """Those of a call of torch's op, which has hints and outputs in one table."""
+    hints = {
         name: value
         for name, value in options.items()
         if name.removeprefix("fwd_").removeprefix("bwd_") in compat.KERNEL_HINTS
     }
+    return call_options(
+        hints, lse=options.get("OUTPUT_LOGSUMEXP", False), max_scores=options.get("OUTPUT_MAX", False)
+    )
 
 
-def own_constants(options: BackendOptions) -> dict[str, Any]:
-    """What the backend adds to the constant options of every call it compiles."""
-    constants: dict[str, Any] = {"build": build.FINGERPRINT}
-    if options.route is not None:
-        constants["route"] = options.route
-    if options.verify:
-        constants["verify"] = True
-    if options.configs:
-        constants["configs"] = tuple(
-            (kernel, tuple(sizes.items())) for kernel, sizes in options.configs.items()
-        )
-    return constants
+def backend_options(options: CallOptions, backend: BackendOptions, number: int) -> CallOptions:
+    """A call's options once the backend compiles it."""
+    configs = tuple((kernel, tuple(sizes.items())) for kernel, sizes in (backend.configs or {}).items())
+    return options._replace(
+        build=build.FINGERPRINT,
+        route=backend.route or "",
+        configs=configs,
+        verify=backend.verify,
+        number=number,
+    )
+
+
+def tuning_options(options: CallOptions, imported: str, visited: tuple[float, float] | None) -> CallOptions:
+    """A call's options where kernels are timed."""
+    return options._replace(imported=imported, visited=visited)
+
+
+def saved_options(options: CallOptions) -> dict[str, Any]:
+    """What a file keeps of a call's options; `loaded_options` reads it."""
+    return {"hints": dict(options.hints), "lse": options.lse, "max_scores": options.max_scores}
+
+
+def loaded_options(saved: dict[str, Any]) -> CallOptions:
+    return call_options(saved["hints"], lse=saved["lse"], max_scores=saved["max_scores"])

@@ -15,8 +15,9 @@ from torch import fx
 from torch.nn.attention import flex_attention as torch_flex
 
 from . import compat
-from .op import AttentionCall, attention
-from .options import BackendOptions, own_constants
+from .op import AttentionCall, Inputs, attention
+from .op.schedule import BlockLists
+from .options import BackendOptions, backend_options, torch_call_options
 
 _LARGE_BLOCK = 1 << 30  # what torch writes for "no block mask"
 
@@ -30,9 +31,8 @@ def replace_torch_nodes(module: fx.GraphModule, options: BackendOptions) -> None
         ):
             _replace(graph_module, node)
     for number, node in enumerate(attention_nodes(module)):
-        call = AttentionCall(*node.args)
-        constants = own_constants(options) | ({"call": number} if number else {})
-        node.args = tuple(call._replace(options={**call.options, **constants}))
+        call = AttentionCall.read(*node.args)
+        node.args = call._replace(options=backend_options(call.options, options, number)).wire()
     for graph_module in graph_modules:
         graph_module.recompile()
 
@@ -51,18 +51,18 @@ def attention_nodes(module: fx.GraphModule) -> list[fx.Node]:
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     query, key, value, score_mod, block_mask, scale, options, score_captures, mask_captures = node.args
-    schedule: tuple
+    schedule: BlockLists | None
     mask_mod: Any
-    schedule, mask_mod = compat.block_mask_parts(block_mask)
+    fields, mask_mod = compat.block_mask_parts(block_mask)
+    schedule = BlockLists(*fields)
     if schedule[:2] == (_LARGE_BLOCK, _LARGE_BLOCK):
-        schedule, mask_mod, mask_captures = (), None, ()
+        schedule, mask_mod, mask_captures = None, None, ()
     if _is_identity(module.get_submodule(score_mod.target)):
         score_mod = None
-    call = AttentionCall(
-        query, key, value, schedule, score_mod, mask_mod, scale, dict(options), score_captures, mask_captures
-    )
+    inputs = Inputs(tuple(score_captures), tuple(mask_captures), schedule)
+    call = AttentionCall(query, key, value, score_mod, mask_mod, scale, inputs, torch_call_options(options))
     with graph.inserting_before(node):
-        ours = graph.call_function(attention, tuple(call))
+        ours = graph.call_function(attention, call.wire())
         ours.meta = dict(node.meta)
         out, lse, max_scores = (graph.call_function(_item, (ours, i)) for i in range(3))
         # torch's op gives these two in log2, and its wrapper converts them afterwards.

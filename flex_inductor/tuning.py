@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from .op import AttentionCall, attention
-from .op.schedule import BlockRuns, schedule_of
+from .op.schedule import BlockRuns, by_rows
+from .options import tuning_options
 
 _LEAST_SHARE = 2.0**-12
 
@@ -23,19 +24,18 @@ def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     values = dict(zip(placeholders, inputs, strict=True))
     imported = winners.stamp()
     for node in module.graph.find_nodes(op="call_function", target=attention):
-        call = AttentionCall(*node.args)
-        told: dict[str, Any] = {"imported": imported} if imported else {}
-        shares = _visited(call.schedule, values)
-        if shares is not None:
-            told["visited"] = shares
-        node.args = tuple(call._replace(options={**call.options, **told}))
+        call = AttentionCall.read(*node.args)
+        shares = _visited(call.inputs.schedule, values)
+        node.args = call._replace(options=tuning_options(call.options, imported, shares)).wire()
     module.recompile()
 
 
-def _visited(schedule: Sequence[Any], values: Mapping[Any, Any]) -> tuple[float, float] | None:
+def _visited(schedule: Any, values: Mapping[Any, Any]) -> tuple[float, float] | None:
     """The shares of partial and of full blocks, coarsely: an octave has two steps."""
-    given = schedule_of([values.get(field, field) for field in schedule])
-    if given is None or not _is_here(given.kv_block) or not all(map(_is_here, given[2:6])):
+    if schedule is None:
+        return None
+    given: Any = type(schedule)(*(values.get(field, field) for field in schedule))
+    if not _is_here(given.kv_block) or not all(map(_is_here, by_rows(given))):
         return None
     if isinstance(given, BlockRuns):
         columns = given.q_offsets.size(-1) - 1

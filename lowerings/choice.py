@@ -23,7 +23,7 @@ WORTH_CHANGING = 0.03  # timings that differ by less are the same
 
 def demanded(problem: AttentionProblem, kernel: str) -> dict[str, int] | None:
     """What the backend's option `configs` says about a kernel, maybe nothing but its name; None if it is not named."""
-    configs = dict(problem.options.get("configs", ()))
+    configs = dict(problem.options.configs)
     return dict(configs[kernel]) if kernel in configs else None
 
 
@@ -33,7 +33,7 @@ def refusal(
     misfit: Callable[[str, Any], str | None],
 ) -> str | None:
     """Why a route cannot make the kernels that `configs` describes, given the default config of each of its own."""
-    for kernel, fields in problem.options.get("configs", ()):
+    for kernel, fields in problem.options.configs:
         if kernel not in kernels:
             return f"has no kernel {kernel!r} to configure, only {', '.join(kernels) or 'none'}"
         config = kernels[kernel]
@@ -52,14 +52,13 @@ def choose(
     fitting: Sequence[Config],
     rejected: Sequence[tuple[Config, str]],
     device: str,
-    program: str,
     time: Callable[[Sequence[Config]], list[float]] | None,
     estimate: Callable[[Any], str],
 ) -> list[Config]:
     """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
 
-    `program` is the text of the mods: what they do decides what is fast. `time` gives seconds, and is asked where
-    tuning; without it all of `fitting` are left for whoever can time them. `estimate` says what a config takes.
+    `time` gives seconds, and is asked where tuning; without it all of `fitting` are left for whoever can time them.
+    `estimate` says what a config takes.
     """
     left_out = tuple(_line(config, reason) for config, reason in rejected)
     others: tuple[tuple[str, str], ...] = ()
@@ -71,7 +70,7 @@ def choose(
         chosen, why = [fitting[0]], f"first of {len(fitting)} that fit; not timed"
         others = (*(_line(c, f"not timed; {estimate(c)}") for c in fitting[1:]), *left_out)
     else:
-        key = problem_class(problem, kernel, program)
+        key = problem_class(problem, kernel)
         chosen, why, times = _tuned(key, device, fitting, time)
         others = tuple(
             _line(c, _text(times[c]) if c in times else f"not timed; {estimate(c)}")
@@ -122,14 +121,14 @@ def _line(config: Any, remark: str) -> tuple[str, str]:
     return config_text(config._asdict()), remark
 
 
-def problem_class(problem: AttentionProblem, kernel: str, program: str) -> str:
+def problem_class(problem: AttentionProblem, kernel: str) -> str:
     """What decides which config is fast, in a line: lengths to a power of two, mods by a hash of their text."""
     p = problem
     dims = f"D{p.D}/{p.V} " + " ".join(f"{name}{_bucket(getattr(p, name))}" for name in ("B", "M", "N"))
     blocks = "" if p.blocks is None else f" {p.schedule} of {p.blocks[0]}x{p.blocks[1]}"
-    visited = "".join(f" {share:.3g}" for share in p.options.get("visited", ()))
+    visited = "".join(f" {share:.3g}" for share in p.options.visited or ())
     outputs = ",".join(p.outputs)
-    mods = hashlib.sha256(program.encode()).hexdigest()[:16]
+    mods = hashlib.sha256(p.programs.text().encode()).hexdigest()[:16]
     dtype = str(p.dtype).removeprefix("torch.")
     return f"{kernel} {dtype} H{p.H}:{p.K} {dims}{blocks}{visited} [{outputs}] mods {mods}"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from flex_inductor.op import chunked_ops
-from flex_inductor.op.program import split
-from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
+from flex_inductor.op import call_text, chunked
+from flex_inductor.op.call import QKV, wanted_gradients
+from flex_inductor.op.program import Programs, with_guards
 
 from . import host_ops
 from .hints import unused_hints
@@ -17,13 +17,16 @@ from .problem import AttentionProblem
 
 class ChunkedRoute:
     name = "chunked"
+    serves = frozenset(chunked.SERVES)
 
     def available(self) -> tuple[bool, str]:
         return True, "plain torch operations in bounded memory"
 
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
-        if problem.options.get("configs"):
+        if problem.options.configs:
             return False, "has no kernel to configure"
+        if problem.schedule == "bounds":
+            return False, "does not read a schedule of bounds"
         return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
 
     def notes(self, problem: AttentionProblem) -> list[str]:
@@ -31,41 +34,24 @@ class ChunkedRoute:
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         call = inputs
-        qkv, common, captures = op_arguments(problem, call)
+        qkv, text, tensors = op_arguments(problem, call)
         if problem.direction == "forward":
-            return host_ops.call(torch.ops.flex_inductor.chunked_forward.default, *qkv, *common, *captures)
-        return self._lower_backward(problem, call, qkv, common, captures, mod_texts(problem)["joint"])
-
-    def _lower_backward(self, problem, call, qkv, common, captures, joint) -> Any:
-        wanted = chunked_ops.wanted_gradients(problem.joint, len(call.score_captures))
+            return host_ops.call(torch.ops.flex_inductor.chunked_forward.default, *qkv, tensors, text)
         grads = host_ops.call(
             torch.ops.flex_inductor.chunked_backward.default,
-            *qkv, call.out, call.lse, call.grad_out, call.grad_lse,
-            *common, joint, call.options["wants"], wanted, *captures,
+            *qkv, call.out, call.lse, call.grad_out, call.grad_lse, tensors, text,
         )  # fmt: skip
         found = iter(grads)
-        d_qkv = [next(found) if name in call.options["wants"] else None for name in "qkv"]
+        d_qkv = [next(found) if name in problem.outputs else None for name in QKV]
+        wanted = wanted_gradients(call.joint and call.joint.graph_module, len(call.inputs.score_captures))
         return (*d_qkv, tuple(next(found) if want else None for want in wanted))
 
 
-def mod_texts(problem: AttentionProblem) -> dict[str, str]:
-    """The call's graphs as text, empty where there is none."""
-    guarded = problem.mask_mod is not None or problem.schedule is not None
-    graphs = (
-        ("score_mod", problem.score_mod, SCORE_LANES),
-        ("mask_mod", problem.mask_mod, MASK_LANES),
-        ("joint", problem.joint, JOINT_LANES),
-    )
-    return {
-        name: "" if graph is None else split(graph, lanes, guarded=guarded).to_text()
-        for name, graph, lanes in graphs
-    }
-
-
-def op_arguments(problem: AttentionProblem, call: Any) -> tuple[tuple, tuple, tuple]:
-    """What the ops that take mods as text are called with: inputs, schedule with mods and scale, captures."""
-    texts = mod_texts(problem)
-    schedule = (problem.schedule or "", list(problem.blocks or ()), list(call.schedule[2:10]))
-    common = (*schedule, texts["score_mod"], texts["mask_mod"], call.scale)
-    captures = (list(call.score_captures), list(call.mask_captures))
-    return (call.query, call.key, call.value), common, captures
+def op_arguments(problem: AttentionProblem, call: Any) -> tuple[tuple, str, list[Any]]:
+    """What the ops that take a call as text are given: query, key and value, the text, and its tensors."""
+    mods = problem.programs
+    if problem.programs.mask is not None or problem.schedule is not None:
+        mods = Programs(*(program and with_guards(program) for program in mods))
+    wants = problem.outputs if problem.direction == "backward" else ()
+    text, tensors = call_text.dump(call.inputs, mods, float(call.scale), wants)
+    return (call.query, call.key, call.value), text, tensors

@@ -108,10 +108,11 @@ def decisions(*, clear: bool = False) -> list[Decision]:
 
 def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, Decision]:
     """Ask the routes in order; an explicitly demanded one serves or raises."""
-    demanded: str = problem.options.get("route", "")
+    demanded = problem.options.route
     rejected: list[tuple[str, str]] = []
     for i, route in enumerate(routes):
-        usable, why = route.can_use(problem)
+        missing = [name for name in problem.inputs if name not in route.serves]
+        usable, why = (False, f"does not serve {', '.join(missing)}") if missing else route.can_use(problem)
         if usable and demanded in ("", route.name):
             later = "not asked for" if demanded else f"{route.name} comes first"
             rejected += [(other.name, later) for other in routes[i + 1 :]]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flex_inductor.options import hints
-
 from .problem import AttentionProblem
 
 # Torch's wrapper writes these into every call.
@@ -20,7 +18,7 @@ _DEFAULTS = {
 
 
 def unused_hints(problem: AttentionProblem) -> list[str]:
-    ignored = [name for name in hints(problem.options) if says_something(name, problem.options[name])]
+    ignored = [name for name, value in problem.options.hints if says_something(name, value)]
     return [f"{', '.join(sorted(ignored))}: for GPU kernels, not used here"] if ignored else []
 
 

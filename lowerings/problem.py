@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import fx
+
+from flex_inductor.op.program import Programs
+from flex_inductor.options import CallOptions
 
 if TYPE_CHECKING:
     from .decision import Choice
@@ -33,17 +35,16 @@ class AttentionProblem:
     D: Size
     V: Size
     aligned: bool  # whether rows of query, key, value and the output's gradient are whole units of 16 bytes
-    schedule: str | None  # its form, "lists" or "runs"; None where everything is visited
+    schedule: str | None  # its form, "lists", "runs" or "bounds"; None where everything is visited
     blocks: tuple[int, int] | None  # its block sizes
     heads_alike: bool  # whether all heads visit what the first one visits
     lists_queries: bool  # whether the schedule also says which query blocks visit a KV block
-    score_mod: fx.GraphModule | None
-    mask_mod: fx.GraphModule | None
-    joint: fx.GraphModule | None
+    programs: Programs  # the mods, without guards
+    inputs: tuple[str, ...]  # the names of the optional inputs that the call has
     score_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
     mask_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
     outputs: tuple[str, ...]  # forward: which of lse, max_scores; backward: which of query, key, value
-    options: dict[str, Any]  # the op's constants: hints, the backend's own, build
+    options: CallOptions
     kernels: list[Choice] = field(default_factory=list, compare=False)  # what lowering the call made
 
     def describe(self) -> str:
@@ -54,10 +55,10 @@ class AttentionProblem:
             f"{self.direction} {str(self.dtype).removeprefix('torch.')} on {self.device.type}",
             f"B{self.B} H{heads} M{self.M} N{self.N} D{dims}",
         ]
-        for name in ("score_mod", "mask_mod"):
-            if getattr(self, name) is not None:
-                captures = len(getattr(self, name.replace("mod", "captures")))
-                parts.append(name + (f" ({captures} captured)" if captures else ""))
+        for name in ("score", "mask"):
+            if getattr(self.programs, name) is not None:
+                captures = len(getattr(self, f"{name}_captures"))
+                parts.append(f"{name}_mod" + (f" ({captures} captured)" if captures else ""))
         if self.blocks is not None:
             runs = " in runs" if self.schedule == "runs" else ""
             parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{runs}")

@@ -9,9 +9,9 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from flex_inductor.op import attention, attention_backward
-from flex_inductor.op.hop import AttentionCall, BackwardCall
-from flex_inductor.op.schedule import schedule_of
+from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
+from flex_inductor.op.program import programs
+from flex_inductor.op.schedule import by_rows
 
 from .decision import decide, record
 from .problem import AttentionProblem
@@ -27,16 +27,15 @@ warnings.filterwarnings("ignore", message="Please add support for subgraph args 
 
 @register_lowering(attention, type_promotion_kind=None)
 def _forward(*args: Any) -> Any:
-    call = AttentionCall(*args)
-    outputs = [("lse", "OUTPUT_LOGSUMEXP"), ("max_scores", "OUTPUT_MAX")]
-    return _lower(call, "forward", tuple(name for name, option in outputs if call.options.get(option)), None)
+    call = AttentionCall.read(*args)
+    outputs = tuple(name for name in ("lse", "max_scores") if getattr(call.options, name))
+    return _lower(call, "forward", outputs, None)
 
 
 @register_lowering(attention_backward, type_promotion_kind=None)
 def _backward(*args: Any) -> Any:
-    call = BackwardCall(*args)
-    names = {"q": "query", "k": "key", "v": "value"}
-    return _lower(call, "backward", tuple(names[w] for w in call.options["wants"]), call.joint)
+    call = BackwardCall.read(*args)
+    return _lower(call, "backward", call.wants, call.joint)
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
@@ -45,9 +44,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
     call = call._replace(**tensors)
-    schedule = schedule_of(call.schedule)
-    options = dict(call.options)
-    number = options.pop("call", 0)
+    inputs, schedule = call.inputs, call.inputs.schedule
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device(),
@@ -56,21 +53,20 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         aligned=all(map(_aligned, tensors.values())),
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
-        heads_alike=not call.schedule or call.schedule[2].get_size()[1] == 1,
-        lists_queries=bool(call.schedule) and call.schedule[6] is not None,
-        score_mod=_graph(call.score_mod),
-        mask_mod=_graph(call.mask_mod),
-        joint=_graph(joint),
-        score_captures=_metadata(call.score_captures),
-        mask_captures=_metadata(call.mask_captures),
+        heads_alike=schedule is None or by_rows(schedule).partial_counts.get_size()[1] == 1,
+        lists_queries=schedule is not None and schedule.lists_queries,
+        programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(joint), guarded=False),
+        inputs=tuple(inputs.given()),
+        score_captures=_metadata(inputs.score_captures),
+        mask_captures=_metadata(inputs.mask_captures),
         outputs=outputs,
-        options=options,
+        options=call.options,
     )
     route, decision = decide(problem, ROUTES)
     outputs = route.lower(problem, call)
     decision = decision._replace(kernels=tuple(problem.kernels))
-    _bring_along(V.graph, record(decision, V.graph.current_node.name, number))
-    return verified(problem, call, outputs) if problem.options.get("verify") else outputs
+    _bring_along(V.graph, record(decision, V.graph.current_node.name, problem.options.number))
+    return verified(problem, call, outputs) if problem.options.verify else outputs
 
 
 def _bring_along(graph: GraphLowering, line: str) -> None:

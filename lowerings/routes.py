@@ -15,6 +15,7 @@ class Route(Protocol):
     """One way to serve a call."""
 
     name: str
+    serves: frozenset[str]  # the optional inputs that it knows
 
     def available(self) -> tuple[bool, str]:
         """Whether this machine can run the route at all, and why or why not."""

@@ -8,12 +8,9 @@ import torch
 from torch._inductor.virtualized import V
 
 from flex_inductor.op import verify  # noqa: F401 - defines the ops
-from flex_inductor.op.chunked_ops import wanted_gradients
-from flex_inductor.op.program import split
-from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from . import host_ops
-from .chunked import mod_texts, op_arguments
+from .chunked import op_arguments
 from .problem import AttentionProblem
 
 
@@ -21,9 +18,9 @@ def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
     """`outputs`, through an op that raises where they are wrong."""
 
     def checked(op: Any, *args: Any) -> Any:
-        return host_ops.call(op, *qkv, *common, *captures, _code(problem), *args)
+        return host_ops.call(op, *qkv, tensors, text, _code(problem), *args)
 
-    qkv, common, captures = op_arguments(problem, call)
+    qkv, text, tensors = op_arguments(problem, call)
     if problem.direction == "forward":
         out, lse, max_scores = outputs
         read = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
@@ -32,29 +29,18 @@ def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
         out = checked(torch.ops.flex_inductor.verified_forward.default, out, *rows)
         return out, lse, max_scores
     *d_qkv, d_captures = outputs
-    wanted = wanted_gradients(problem.joint, len(call.score_captures))
     grads = [grad for grad in (*d_qkv, *d_captures) if grad is not None]
-    found = iter(
-        checked(
-            torch.ops.flex_inductor.verified_backward.default,
-            call.out, call.lse, call.grad_out, call.grad_lse, mod_texts(problem)["joint"],
-            call.options["wants"], wanted, grads,
-        )
-    )  # fmt: skip
+    given = (call.out, call.lse, call.grad_out, call.grad_lse)
+    found = iter(checked(torch.ops.flex_inductor.verified_backward.default, *given, grads))
     d_qkv = [None if grad is None else next(found) for grad in d_qkv]
     return (*d_qkv, tuple(None if grad is None else next(found) for grad in d_captures))
 
 
 def _code(problem: AttentionProblem) -> str:
     """What kernels inline of the mods."""
-    graphs = (
-        ("score_mod", problem.score_mod, SCORE_LANES),
-        ("joint", problem.joint, JOINT_LANES),
-        ("mask_mod", problem.mask_mod, MASK_LANES),
-    )
     texts = []
-    for name, graph, lanes in graphs:
-        if graph is not None:
-            lane: Any = split(graph, lanes, guarded=False).lane
+    for name, program in zip(("score_mod", "mask_mod", "joint"), problem.programs, strict=True):
+        if program is not None:
+            lane: Any = program.lane
             texts.append(lane.code.strip().replace("def forward(self, ", f"def {name}("))
     return "\n".join(texts)

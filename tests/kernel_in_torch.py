@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flex_inductor.op.program import split
-from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
+from flex_inductor.op import Inputs, call_text
+from flex_inductor.op.call import QKV
+from flex_inductor.op.program import programs
+from flex_inductor.op.tracing import MASK_LANES, SCORE_LANES, trace_joint, trace_mod
 
 LENGTH, HEADS, HEAD_DIM = 96, 2, 16
 ROWS = slice(64, 96)  # of queries, and a block of keys that they see
@@ -43,22 +45,15 @@ class Call(NamedTuple):
         table, grad_lse = (torch.randn(size, generator=generator) for size in (LENGTH // 8, shape[:3]))
         return Call(query, key, value, slopes, table, grad_out, grad_lse, HEAD_DIM**-0.5)
 
-    def forward_arguments(self) -> list:
+    def arguments(self, *, backward: bool = False) -> list:
         """What both ops of verify begin with."""
-        captures = [self.slopes, self.table]
-        graphs = (
-            trace_mod(score_mod, SCORE_LANES, self.query, captures),
-            trace_mod(mask_mod, MASK_LANES, self.query, ()),
-        )
-        texts = [
-            split(graph, lanes, guarded=True).to_text()
-            for graph, lanes in zip(graphs, (SCORE_LANES, MASK_LANES), strict=True)
-        ]
-        return [*self[:3], "", [], [], *texts, self.scale, captures, [], ""]
-
-    def joint(self) -> str:
-        graph = trace_joint(score_mod, self.query, [self.slopes, self.table], [True] * 3)
-        return split(graph, JOINT_LANES, guarded=True).to_text()
+        captures = (self.slopes, self.table)
+        score = trace_mod(score_mod, SCORE_LANES, self.query, captures)
+        mask = trace_mod(mask_mod, MASK_LANES, self.query, ())
+        joint = trace_joint(score_mod, self.query, captures, [True] * 3) if backward else None
+        mods = programs(score, mask, joint, guarded=True)
+        text, tensors = call_text.dump(Inputs(captures), mods, self.scale, QKV if backward else ())
+        return [*self[:3], tensors, text, ""]
 
 
 class Kernel:

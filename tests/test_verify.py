@@ -15,8 +15,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import template
 from flex_inductor.masks.schedule import schedule_parts
-from flex_inductor.op import verify
-from flex_inductor.op.program import split
+from flex_inductor.op import Inputs, call_text, verify
+from flex_inductor.op.program import programs
 from flex_inductor.op.tracing import MASK_LANES, trace_mod
 from flex_inductor.reference import reference
 from tests import inspected
@@ -84,10 +84,11 @@ def test_a_broken_backward_is_found(breaking):
 
 def op_arguments(rows=1024):
     q, k, v = (torch.randn(1, 2, rows, 16) for _ in range(3))
-    mask_mod = split(trace_mod(inspected.causal, MASK_LANES, q, ()), MASK_LANES, guarded=False).to_text()
+    mask = programs(None, trace_mod(inspected.causal, MASK_LANES, q, ()), guarded=False)
+    text, tensors = call_text.dump(Inputs(), mask, 0.25)
     scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(torch.ones(rows, rows).triu(1).bool(), -torch.inf)
     return (
-        [q, k, v, "", [], [], "", mask_mod, 0.25, [], [], ""],
+        [q, k, v, tensors, text, ""],
         torch.softmax(scores, -1) @ v,
         scores.logsumexp(-1),
     )
@@ -149,21 +150,19 @@ FORWARD = ("out", "lse", "max_scores")
 @functools.cache
 def call_of(dtype):
     call = Call.of(DTYPES[dtype])
-    return call, call.forward_arguments(), call.joint(), Kernel(call).forward()
+    return call, call.arguments(), call.arguments(backward=True), Kernel(call).forward()
 
 
 def check(dtype, fault=""):
     """What verify says of a kernel with `fault`; a wrong backward is given the right forward."""
-    call, arguments, joint, (out, lse, _) = call_of(dtype)
+    call, arguments, backward, (out, lse, _) = call_of(dtype)
     kernel = Kernel(call, fault)
     try:
         if not fault or FAULTS[fault] in FORWARD:
             torch.ops.flex_inductor.verified_forward(*arguments, *kernel.forward())
         if not fault or FAULTS[fault] not in FORWARD:
             upstream, grads = (out, lse, call.grad_out, call.grad_lse), kernel.backward(out, lse)
-            torch.ops.flex_inductor.verified_backward(
-                *arguments, *upstream, joint, "qkv", [True, True], grads
-            )
+            torch.ops.flex_inductor.verified_backward(*backward, *upstream, grads)
     except FlexError as error:
         return str(error).removeprefix("verify: ").split(" is wrong")[0]
     return None
@@ -251,8 +250,8 @@ def test_blocks_of_one_head_for_masks_of_each():
     for heads in (None, 2):
         mask = torch_flex.create_block_mask(per_head, None, heads, 64, 64, device="cpu", BLOCK_SIZE=16)
         schedule, _ = schedule_parts(mask)
-        mod = split(trace_mod(per_head, MASK_LANES, out, ()), MASK_LANES, guarded=True).to_text()
-        arguments[3:6], arguments[7] = ["lists", list(schedule[:2]), list(schedule[2:])], mod
+        mods = programs(None, trace_mod(per_head, MASK_LANES, out, ()), guarded=True)
+        arguments[4], arguments[3] = call_text.dump(Inputs(schedule=schedule), mods, 0.25)
         out, lse, _ = reference(*arguments[:3], None, mask, 0.25)
         if heads is None:
             text = (

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from .. import compat
+from ..op.schedule import BlockLists, BlockRuns
 from .algebra import offset
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
@@ -214,11 +215,12 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
     )
 
 
-def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[tuple, Callable]:
-    """The ops' `schedule` argument, fields of op.schedule's BlockLists or BlockRuns, and the mask_mod."""
+def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[BlockLists | BlockRuns, Callable]:
+    """What the ops are told to visit, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
-        return compat.block_mask_parts(block_mask.as_tuple())
-    return (*block_mask.BLOCK_SIZE, *block_mask.tensors, "runs"), block_mask.mask_mod
+        fields, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
+        return BlockLists(*fields), mask_mod
+    return BlockRuns(*block_mask.BLOCK_SIZE, *block_mask.tensors), block_mask.mask_mod
 
 
 def extent_of(block_mask: BlockMask) -> Extent:

@@ -4,9 +4,10 @@ from importlib import import_module
 
 from .. import compat
 from . import autograd, chunked_ops, rules, saved  # noqa: F401 - their rules and ops register themselves
-from .hop import AttentionCall, attention, attention_backward
+from .call import AttentionCall, BackwardCall, Inputs
+from .hop import attention, attention_backward
 
-__all__ = ["AttentionCall", "attention", "attention_backward"]
+__all__ = ["AttentionCall", "BackwardCall", "Inputs", "attention", "attention_backward"]
 
 compat.when_imported("torch._dynamo", lambda _: import_module(f"{__name__}.dynamo"))
 compat.when_imported("torch.utils.flop_counter", lambda _: import_module(f"{__name__}.flops"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,101 +14,87 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
-from .hop import AttentionCall, BackwardCall, attention, attention_backward, prepare, with_score_graph
+from .call import QKV, AttentionCall, BackwardCall
+from .hop import attention, attention_backward, prepare, with_score_graph
 from .tracing import random_op, trace_joint
 from .vmap import fold_backward, fold_forward
 
-_SAVED = object()  # where a saved tensor of the schedule goes
-
 
 class _AttentionFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd and functorch."""
+    """Ties the two ops together for autograd and functorch. `tensors` are those of the call's inputs."""
 
     @staticmethod
-    def forward(query, key, value, call, joint, *score_captures):
+    def forward(query, key, value, call, joint, *tensors):
         with torch._C._AutoDispatchBelowAutograd():
-            return attention(*call._replace(query=query, key=key, value=value, score_captures=score_captures))
+            return attention(*_with_tensors(call, query, key, value, tensors))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, call, joint, *score_captures = inputs
+        query, key, value, ctx.call, ctx.joint, *tensors = inputs
         out, lse, max_scores = output
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            query,
-            key,
-            value,
-            out,
-            lse,
-            *score_captures,
-            *call.mask_captures,
-            *(field for field in call.schedule if isinstance(field, Tensor)),
-        )
-        ctx.counts = (len(score_captures), len(call.mask_captures))
-        schedule = tuple(_SAVED if isinstance(field, Tensor) else field for field in call.schedule)
-        ctx.call = _without_inputs(call)._replace(mask_captures=(), schedule=schedule)
-        ctx.joint = joint
+        ctx.save_for_backward(query, key, value, out, lse, *tensors)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _grad_max):
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
-            return (None,) * (5 + ctx.counts[0])
-        query, key, value, out, lse, *rest = ctx.saved_tensors
-        scores, masks = ctx.counts
-        saved = iter(rest[scores + masks :])
-        schedule = tuple(next(saved) if field is _SAVED else field for field in ctx.call.schedule)
-        wants = "".join(name for name, needed in zip("qkv", ctx.needs_input_grad, strict=False) if needed)
+            return (None,) * (5 + len(tensors))
         call = ctx.call
-        d_query, d_key, d_value, d_captures = attention_backward(
+        inputs = call.inputs.filled(tensors)
+        wants = tuple(name for name, needed in zip(QKV, ctx.needs_input_grad, strict=False) if needed)
+        d_query, d_key, d_value, d_inputs = attention_backward(
             query, key, value, out, lse, grad_out, grad_lse,
-            schedule, call.score_mod, ctx.joint, call.mask_mod, call.scale, {**call.options, "wants": wants},
-            tuple(rest[:scores]), tuple(rest[scores : scores + masks]),
+            call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, inputs, call.options,
         )  # fmt: skip
-        return d_query, d_key, d_value, None, None, *d_captures
+        return d_query, d_key, d_value, None, None, *inputs.by_tensor(d_inputs)
 
     @staticmethod
     def jvp(ctx, *_tangents):
         raise errors.second_derivative()  # forward mode over reverse mode, as in torch.func.hessian
 
     @staticmethod
-    def vmap(info, in_dims, query, key, value, call, joint, *score_captures):
-        q_dim, k_dim, v_dim, call_dims, _, *capture_dims = in_dims
-        call = call._replace(query=query, key=key, value=value, score_captures=tuple(score_captures))
-        dims = call_dims._replace(query=q_dim, key=k_dim, value=v_dim, score_captures=tuple(capture_dims))
+    def vmap(info, in_dims, query, key, value, call, joint, *tensors):
+        q_dim, k_dim, v_dim, _, _, *tensor_dims = in_dims
+        dims = _with_tensors(call, q_dim, k_dim, v_dim, tensor_dims)
+        call = _with_tensors(call, query, key, value, tensors)
         folded, joint, unfold = fold_forward(call, joint, dims, info.batch_size)
-        outputs = _AttentionFunction.apply(
-            folded.query, folded.key, folded.value, _without_inputs(folded), joint, *folded.score_captures
-        )
-        return tuple(unfold(output) for output in outputs), (0, 0, 0)
+        return tuple(unfold(output) for output in _apply(folded, joint)), (0, 0, 0)
 
 
-def _without_inputs(call: AttentionCall) -> AttentionCall:
-    return call._replace(query=None, key=None, value=None, score_captures=())
+def _with_tensors(
+    call: AttentionCall, query: Any, key: Any, value: Any, tensors: Sequence[Any]
+) -> AttentionCall:
+    return call._replace(query=query, key=key, value=value, inputs=call.inputs.filled(tensors))
+
+
+def _apply(call: AttentionCall, joint: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, tensors = call.inputs.parts()
+    rest = call._replace(query=None, key=None, value=None, inputs=inputs)
+    return _AttentionFunction.apply(call.query, call.key, call.value, rest, joint, *tensors)
 
 
 def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need one."""
     joint = None
     if call.score_mod is not None:
-        joint = trace_joint(call.score_mod, call.query, call.score_captures, wanted)
+        joint = trace_joint(call.score_mod, call.query, call.inputs.score_captures, wanted)
         if drawn := random_op(joint):  # also in the backward of a Function
             raise errors.mod_is_random("score_mod", drawn)
         call = with_score_graph(call)
-    return _AttentionFunction.apply(
-        call.query, call.key, call.value, _without_inputs(call), joint, *call.score_captures
-    )
+    return _apply(call, joint)
 
 
 @attention.py_impl(DispatchKey.Autograd)
 def _autograd(*args):
-    call = prepare(AttentionCall(*args))
-    inputs = (call.query, call.key, call.value, *call.score_captures)
+    call = prepare(AttentionCall.read(*args))
+    inputs = (call.query, call.key, call.value, *call.inputs.differentiable)
     if any(unpack_dual(t).tangent is not None for t in inputs):
         raise errors.forward_mode_derivative()
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         wants_score = call.query.requires_grad or call.key.requires_grad
-        return _differentiable(call, [wants_score, *(c.requires_grad for c in call.score_captures)])
+        return _differentiable(call, [wants_score, *(c.requires_grad for c in call.inputs.score_captures)])
     call = with_score_graph(call)
     with torch._C._AutoDispatchBelowAutograd():
         return attention(*call)
@@ -136,8 +123,10 @@ class _BackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        folded, unfold = fold_backward(BackwardCall(*args), BackwardCall(*in_dims), info.batch_size)
-        grads = unfold(_backward_op(*folded))
+        call = BackwardCall.read(*args)
+        form = call.inputs.schedule and call.inputs.schedule.form
+        folded, unfold = fold_backward(call, BackwardCall.read(*in_dims, form=form), info.batch_size)
+        grads = unfold(_backward_op(*folded.wire()))
         return grads, tuple(None if grad is None else 0 for grad in grads)
 
 
@@ -148,7 +137,7 @@ def _backward_op(*args):
 
 @attention_backward.py_impl(DispatchKey.Autograd)
 def _backward_autograd(*args):
-    call = BackwardCall(*args)
+    call = BackwardCall.read(*args)
     inputs = (call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         return _backward_op(*args)
@@ -159,9 +148,9 @@ def _backward_autograd(*args):
 @attention.py_impl(TransformType.Grad)
 @attention.py_impl(TransformType.Vmap)
 def _transform(interpreter, *args):
-    call = prepare(AttentionCall(*args))
+    call = prepare(AttentionCall.read(*args))
     # Which level wants which gradient is not known here: every floating capture may need one.
-    return _differentiable(call, [True, *(c.dtype.is_floating_point for c in call.score_captures)])
+    return _differentiable(call, [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)])
 
 
 @attention_backward.py_impl(TransformType.Grad)
@@ -177,7 +166,7 @@ def _no_forward_mode(interpreter, *args):
 
 
 def _autocast(device_type: str, *args):
-    call = AttentionCall(*args)
+    call = AttentionCall.read(*args)
     dtype = torch.get_autocast_dtype(device_type)
     q, k, v = (
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from .. import errors
+from .call import QKV, Inputs, is_guarded
 from .layout import empty_like_layout
-from .program import AXES, LaneProgram, Leaf
-from .schedule import Band, Schedule
+from .program import AXES, LaneProgram, Leaf, Programs
+from .schedule import Band
 from .tracing import INDEX_DTYPE, score_dtype
 
 # A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
@@ -30,13 +31,7 @@ MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
-class Mods(NamedTuple):
-    """Both mods of a call as programs, with the captured tensors each takes."""
-
-    score: LaneProgram | None  # None where the score is used as it is
-    mask: LaneProgram | None  # None where every lane is live
-    score_captures: tuple[Tensor, ...]
-    mask_captures: tuple[Tensor, ...]
+SERVES = ("score_captures", "mask_captures", "schedule", "tile_map")
 
 
 class _Tile(NamedTuple):
@@ -58,13 +53,13 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    schedule: Schedule | None,
-    mods: Mods,
+    inputs: Inputs,
+    mods: Programs,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value)
-    run = _Run(query, key, value, schedule, mods, None, scale, (value,))
+    run = _Run(query, key, value, inputs, mods, scale, (value,))
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
         total = run.zeros(rows, 1)
@@ -93,20 +88,20 @@ def backward(
     lse: Tensor,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    schedule: Schedule | None,
-    mods: Mods,
-    joint: LaneProgram | None,
+    inputs: Inputs,
+    mods: Programs,
     scale: float,
-    wants: Sequence[bool],
+    wants: Sequence[str],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
     factors = (query, key) if grad_out is None else (query, key, grad_out)
-    run = _Run(query, key, value, schedule, mods, joint, scale, factors)
+    run = _Run(query, key, value, inputs, mods, scale, factors)
     d_query, d_key, d_value = (
-        torch.zeros(t.shape, dtype=run.dtype, device=t.device) if want else None
-        for t, want in zip((query, key, value), wants, strict=True)
+        torch.zeros(t.shape, dtype=run.dtype, device=t.device) if name in wants else None
+        for name, t in zip(QKV, (query, key, value), strict=True)
     )
-    leaves = _Accumulators(joint, mods.score_captures, run.dtype, query.device) if joint else None
+    captures = inputs.score_captures
+    leaves = _Accumulators(mods.joint, captures, run.dtype, query.device) if mods.joint else None
     for rows in run.row_tiles():
         row_lse = lse[rows.b, rows.h, rows.m].unsqueeze(-1)
         row_lse = torch.where(row_lse == -math.inf, math.inf, row_lse)  # no lane of a dead row has weight
@@ -135,7 +130,7 @@ def backward(
         None if grad is None else empty_like_layout(like, like.shape).copy_(grad)
         for grad, like in zip((d_query, d_key, d_value), (query, key, value), strict=True)
     ]
-    captured = leaves.gradients() if leaves is not None else (None,) * len(mods.score_captures)
+    captured = leaves.gradients() if leaves is not None else (None,) * len(captures)
     return grads[0], grads[1], grads[2], captured
 
 
@@ -158,28 +153,28 @@ class _Run:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        schedule: Schedule | None,
-        mods: Mods,
-        joint: LaneProgram | None,
+        inputs: Inputs,
+        mods: Programs,
         scale: float,
         factors: Sequence[Tensor],
     ):
-        self.query, self.kv, self.scale, self.mods, self.schedule = query, (key, value), scale, mods, schedule
+        self.query, self.kv, self.scale, self.mods, self.inputs = query, (key, value), scale, mods, inputs
+        self.schedule: Any = inputs.schedule
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
         self.kv_heads, self.keys = key.shape[1:3]
         self.group = self.heads // max(self.kv_heads, 1)
         self.width = max(query.size(-1), value.size(-1))
-        self.score_invariants = mods.score.prologue(*mods.score_captures) if mods.score else ()
-        self.mask_invariants = mods.mask.prologue(*mods.mask_captures) if mods.mask else ()
-        programs = (("score_mod", mods.score), ("mask_mod", mods.mask), ("score_mod", joint))
+        self.score_invariants = mods.score.prologue(*inputs.score_captures) if mods.score else ()
+        self.mask_invariants = mods.mask.prologue(*inputs.mask_captures) if mods.mask else ()
+        programs = (("score_mod", mods.score), ("mask_mod", mods.mask), ("score_mod", mods.joint))
         self.tensors = [tensor for _, program in programs if program for tensor in program.tensors]
         for name, program in programs:
             for _, size in program.tensors if program else ():
                 if size > MAX_LANE_ELEMENTS:
                     raise errors.tensor_in_lane(name, size, MAX_LANE_ELEMENTS)
         self.tile = self._tile_sizes()
-        masked = schedule is not None or mods.mask is not None
+        masked = is_guarded(mods.mask, inputs)
         self.all_finite = not masked or _all_finite(factors)
 
     def _tile_sizes(self) -> tuple[int, int, int, int]:
@@ -223,7 +218,7 @@ class _Run:
             raw = score = self.per_query_head(scaled_query, self.key(tile).transpose(-1, -2))
             if self.mods.score is not None:
                 lanes = {"score": raw, **self.indices(tile)}
-                captures = self.mods.score_captures
+                captures = self.inputs.score_captures
                 (score,) = run_lanes(self.mods.score, lanes, live, captures, self.score_invariants)
             yield tile, raw, score.to(self.dtype), live
 
@@ -240,7 +235,7 @@ class _Run:
         return (self._mask(tile, partial) & partial) | full
 
     def _mask(self, tile: _Tile, partial: Tensor | None) -> Tensor:
-        captures = self.mods.mask_captures
+        captures = self.inputs.mask_captures
         (live,) = run_lanes(self.mods.mask, self.indices(tile), partial, captures, self.mask_invariants)
         return _unexpanded(live)
 

@@ -28,11 +28,12 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import compat, errors
+from ..options import CallOptions
 from ..places import last_line, line_raising
+from .call import AttentionCall, Inputs
 from .hop import CAPTURE_NAME, attention, attention_backward, check_ops, readable_name, refusal
 from .lift import names_in
 from .numbers import (
@@ -63,24 +64,25 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         with changing_numbers(tx):
             return self._traced(tx, *args)
 
-    def _traced(self, tx, query, key, value, schedule, score_mod, mask_mod, scale, options, *captures):
+    def _traced(self, tx, query, key, value, score_mod, mask_mod, scale, inputs=None, options=None):
+        given = Inputs() if inputs is None else Inputs.read(inputs.as_proxy())
+        if given.schedule is not None:
+            given = given._replace(schedule=_with_static_block_sizes(given.schedule))
         # A graph that was traced before has its captures among the arguments already.
-        given_score, given_mask = (given.items for given in captures) if captures else ((), ())
+        score_given, mask_given = (_captures(tx, inputs, name) for name in ("score", "mask"))
         score, score_captures = self._subgraph(
-            tx, query, key, score_mod, "score_mod", SCORE_LANES, given_score
+            tx, query, key, score_mod, "score_mod", SCORE_LANES, score_given
         )
-        mask, mask_captures = self._subgraph(tx, query, key, mask_mod, "mask_mod", MASK_LANES, given_mask)
-        lists = _with_static_block_sizes(tx, schedule)
-        call = (
-            *(arg.as_proxy() for arg in (query, key, value, lists)),
+        mask, mask_captures = self._subgraph(tx, query, key, mask_mod, "mask_mod", MASK_LANES, mask_given)
+        call = AttentionCall(
+            *(arg.as_proxy() for arg in (query, key, value)),
             score,
             mask,
             float_to_tensor(tx, query, scale.as_proxy(), score_dtype(_example_of(query).dtype)),
-            options.as_proxy(),
-            score_captures,
-            mask_captures,
+            given._replace(score_captures=score_captures, mask_captures=mask_captures),
+            CallOptions() if options is None else CallOptions.read(options.as_proxy()),
         )
-        proxy = tx.output.create_proxy("call_function", self.value, args=call, kwargs={})
+        proxy = tx.output.create_proxy("call_function", self.value, args=call.wire(), kwargs={})
         try:
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
         except Exception as error:
@@ -238,13 +240,22 @@ def _example_of(variable: Any) -> Any:
     return variable
 
 
-def _with_static_block_sizes(tx: Any, schedule: Any) -> Any:
+def _captures(tx: Any, inputs: Any, mod: str) -> list[Any]:
+    """The captures that a call has already, as Dynamo's variables."""
+    if inputs is None:
+        return []
+    field, constant = f"{mod}_captures", compat.dynamo_constant
+    if hasattr(inputs, "tuple_cls"):
+        return inputs.items[Inputs._fields.index(field)].items
+    return inputs.call_method(tx, "get", [constant(tx, field), constant(tx, ())], {}).items
+
+
+def _with_static_block_sizes(schedule: Any) -> Any:
     """Kernels are made for a block size, so it is not a symbol even where every integer may be."""
     sizes = [
-        compat.dynamo_constant(tx, size.evaluate_expr()) if isinstance(size, SymNodeVariable) else size
-        for size in schedule.items[:2]
+        int(size.node.meta["example_value"]) if isinstance(size, fx.Proxy) else size for size in schedule[:2]
     ]
-    return TupleVariable([*sizes, *schedule.items[2:]])
+    return type(schedule)(*sizes, *schedule[2:])
 
 
 def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:

@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
-from .hop import AttentionCall, BackwardCall, attention, attention_backward
-from .schedule import schedule_of
+from .call import AttentionCall, BackwardCall
+from .hop import attention, attention_backward
 
 
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
     """Scores and output."""
-    call = AttentionCall(*args)
+    call = AttentionCall.read(*args)
     return 2 * _visited_lanes(call) * (call.query.size(-1) + call.value.size(-1))
 
 
 def _backward_flops(*args: Any, out_val: Any = None) -> int:
     """Scores again, d query and d key along the head dim of queries; d value and d scores along that of values."""
-    call = BackwardCall(*args)
+    call = BackwardCall.read(*args)
     return 2 * _visited_lanes(call) * (3 * call.query.size(-1) + 2 * call.value.size(-1))
 
 
 def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     batch, heads, queries, _ = call.query.shape
     lanes = batch * heads * queries * call.key.size(2)
-    schedule = schedule_of(call.schedule)
+    schedule: Any = call.inputs.schedule
     if schedule is None or not _has_values(schedule[2]):
         return lanes
     visited = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors
+from .call import AttentionCall, BackwardCall
 from .lift import LiftedMod, lift
 from .tracing import (
     MASK_LANES,
@@ -30,41 +31,6 @@ from .tracing import (
 )
 
 
-class AttentionCall(NamedTuple):
-    """The arguments of the forward op, in order."""
-
-    query: Tensor  # [B, H, M, D]
-    key: Tensor  # [B or 1, K, N, D], H a multiple of K
-    value: Tensor  # [B or 1, K, N, V]
-    schedule: tuple  # (), or the fields of schedule.BlockLists or schedule.BlockRuns
-    score_mod: Callable | None
-    mask_mod: Callable | None
-    scale: float | Tensor  # a 0-d tensor where it changes from call to call
-    options: dict[str, Any]  # constants: kernel hints, which outputs are used, the build's hash
-    score_captures: tuple = ()
-    mask_captures: tuple = ()
-
-
-class BackwardCall(NamedTuple):
-    """The arguments of the backward op, in order."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor | None
-    grad_lse: Tensor | None
-    schedule: tuple
-    score_mod: Callable | None
-    joint: Callable | None  # None where score_mod is
-    mask_mod: Callable | None
-    scale: float
-    options: dict[str, Any]  # also "wants": which of "qkv" need a gradient
-    score_captures: tuple = ()
-    mask_captures: tuple = ()
-
-
 class Attention(HigherOrderOperator):
     """(out, logsumexp, max_scores), the last two per row and in natural logarithm."""
 
@@ -72,12 +38,12 @@ class Attention(HigherOrderOperator):
         super().__init__("flex_inductor_attention", cacheable=True)
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = _lift_captures(AttentionCall(*args))
+        call = _lift_captures(AttentionCall.read(*args))
         if compat.is_exporting():
             from .saved import save  # which calls this op
 
             return save(call)
-        return super().__call__(*call)
+        return super().__call__(*call.wire())
 
 
 class AttentionBackward(HigherOrderOperator):
@@ -89,7 +55,7 @@ class AttentionBackward(HigherOrderOperator):
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
         # The pullback of torch.func.vjp may be called once the transform has ended.
         return super().__call__(
-            *tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall(*args))
+            *tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall.read(*args).wire())
         )
 
 
@@ -122,13 +88,13 @@ def _lift_captures(call: AttentionCall) -> AttentionCall:
     """Calls from plain Python bring mods that still hold their captures."""
     for field, lanes in (("score", SCORE_LANES), ("mask", MASK_LANES)):
         name = f"{field}_mod"
-        mod, captures = getattr(call, name), getattr(call, f"{field}_captures")
+        mod, captures = getattr(call, name), getattr(call.inputs, f"{field}_captures")
         if mod is None or captures or isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod)):
             continue
         errors.check_arity(name, mod, lanes)
         lifted, captures = lift(mod, lanes, call.query)
-        changed: dict[str, Any] = {name: lifted, f"{field}_captures": captures}
-        call = call._replace(**changed)
+        changed: dict[str, Any] = {name: lifted}
+        call = call._replace(**changed).with_inputs(**{f"{field}_captures": captures})
     return call
 
 
@@ -185,16 +151,18 @@ def mark_checked(graph: fx.GraphModule) -> fx.GraphModule:
 
 def prepare(call: AttentionCall) -> AttentionCall:
     """Numbers become tensors, a scale that no kernel can hold as a literal a capture; captures are checked."""
-    call = call._replace(
-        score_captures=tuple(_number_to_tensor(c, call.query) for c in call.score_captures),
-        mask_captures=tuple(_number_to_tensor(c, call.query) for c in call.mask_captures),
+    inputs = call.inputs
+    call = call.with_inputs(
+        score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
+        mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
     if not _is_literal(call.scale, score_dtype(call.query.dtype)):
         call = _scale_as_capture(call)
-    inputs = (call.query, call.key, call.value, *call.score_captures)
-    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    inputs = call.inputs
+    tensors = (call.query, call.key, call.value, *inputs.differentiable)
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     for field in ("score", "mask"):
-        mod, captures = getattr(call, f"{field}_mod"), getattr(call, f"{field}_captures")
+        mod, captures = getattr(call, f"{field}_mod"), getattr(inputs, f"{field}_captures")
         for i, capture in enumerate(captures):
             if capture.device != call.query.device:
                 name = capture_names(mod, len(captures))[i]
@@ -204,7 +172,8 @@ def prepare(call: AttentionCall) -> AttentionCall:
             if field == "mask" and capture.requires_grad:
                 raise errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
     if call.mask_mod is not None:
-        call = call._replace(mask_mod=lane_graph(call.mask_mod, "mask_mod", call.query, call.mask_captures))
+        mask = lane_graph(call.mask_mod, "mask_mod", call.query, inputs.mask_captures)
+        call = call._replace(mask_mod=mask)
     return call
 
 
@@ -212,7 +181,8 @@ def with_score_graph(call: AttentionCall) -> AttentionCall:
     """`call` with its score_mod as a checked graph."""
     if call.score_mod is None:
         return call
-    return call._replace(score_mod=lane_graph(call.score_mod, "score_mod", call.query, call.score_captures))
+    captures = call.inputs.score_captures
+    return call._replace(score_mod=lane_graph(call.score_mod, "score_mod", call.query, captures))
 
 
 def _number_to_tensor(capture: Any, query: Tensor) -> Any:
@@ -240,7 +210,7 @@ def _scale_as_capture(call: AttentionCall) -> AttentionCall:
         score = score * scale
         return score if inner is None else inner(score, b, h, q_idx, kv_idx, *captures)
 
-    names = ("scale", *capture_names(inner, len(call.score_captures)))
-    return call._replace(
-        score_mod=WrappedMod(scaled, names), scale=1.0, score_captures=(scale, *call.score_captures)
-    )
+    captures = call.inputs.score_captures
+    names = ("scale", *capture_names(inner, len(captures)))
+    call = call._replace(score_mod=WrappedMod(scaled, names), scale=1.0)
+    return call.with_inputs(score_captures=(scale, *captures))

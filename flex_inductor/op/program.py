@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from . import graph_text
 from .normal_form import Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
+from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 aten = torch.ops.aten
 
@@ -175,19 +177,96 @@ def _leaf_from(data: Any) -> Leaf:
     return Leaf(tuple(shape), _tuple_of(bool, is_invariant), indices, _names(axes, AXES))
 
 
-def split(module: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:
-    """Cut `module(*lanes, *captures) -> value | (value, *gradients)` into a LaneProgram.
+class Programs(NamedTuple):
+    """The mods of one call, each split."""
 
-    With `guarded`, lanes take a `live` flag, and a lane that is not live reads index 0 of whatever it
-    indexes, so that a masked-out lane may hold an index that is out of range.
+    score: LaneProgram | None = None  # None where the score is used as it is
+    mask: LaneProgram | None = None  # None where every lane is live
+    joint: LaneProgram | None = None
+
+    def text(self) -> str:
+        """What they compute, as a key."""
+        return "\n".join(program.to_text() for program in self if program is not None)
+
+
+_splits: WeakKeyDictionary[fx.GraphModule, dict[bool, LaneProgram]] = WeakKeyDictionary()
+
+
+def programs(score_mod: Any, mask_mod: Any, joint: Any = None, *, guarded: bool) -> Programs:
+    """The graphs of a call as programs. Each graph is split once, however often it is asked for."""
+    graphs = ((score_mod, SCORE_LANES), (mask_mod, MASK_LANES), (joint, JOINT_LANES))
+    return Programs(
+        *(None if graph is None else _program(graph, lanes, guarded=guarded) for graph, lanes in graphs)
+    )
+
+
+def _program(graph: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:
+    known = _splits.setdefault(graph, {})
+    if guarded not in known:
+        known[guarded] = (
+            with_guards(_program(graph, lanes, guarded=False)) if guarded else split(graph, lanes)
+        )
+    return known[guarded]
+
+
+def split(module: fx.GraphModule, lanes: Sequence[str]) -> LaneProgram:
+    """Cut `module(*lanes, *captures) -> value | (value, *gradients)` into a LaneProgram without guards."""
+    return _Splitter(module, tuple(lanes)).run()
+
+
+def with_guards(program: LaneProgram) -> LaneProgram:
+    """`program`, whose lanes take `live` flags: a lane that is not live reads index 0 of whatever it indexes.
+
+    A masked-out lane may so hold an index that is out of range.
     """
-    return _Splitter(module, tuple(lanes), guarded).run()
+    module: Any = program.lane
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    placeholders = graph.find_nodes(op="placeholder")
+    depends = _lane_dependence(graph, dict(zip(placeholders, program.lanes, strict=False)))
+    loads = {
+        node: _axes_of(frozenset().union(*(depends[n] for n in _nodes_in(node.args[1]))))
+        for node in graph.nodes
+        if node.target in (aten.index.Tensor, aten.index_put.default)
+        and any(depends[n] for n in _nodes_in(node.args[1]))
+    }
+    guards = tuple(dict.fromkeys(loads.values()))
+    following = next(node for node in graph.nodes if node not in placeholders[: len(program.lanes)])
+    with graph.inserting_before(following):
+        live = {axes: graph.placeholder("_".join(("live", *axes))) for axes in guards}
+    for load, axes in loads.items():
+        with graph.inserting_before(load):
+            indices = [
+                graph.call_function(aten.where.ScalarOther, (live[axes], index, 0))
+                if isinstance(index, fx.Node)
+                else index
+                for index in load.args[1]
+            ]
+        load.args = (load.args[0], indices, *load.args[2:])
+    lane = fx.GraphModule(module, graph)
+    return program._replace(guards=guards, lane=lane, tensors=_tensors(lane, program.lanes, guards))
+
+
+def _axes_of(depends: frozenset[str]) -> tuple[str, ...]:
+    """Along which axes something varies; what a score decides varies along all."""
+    return tuple(axis for axis in AXES if axis in depends) if depends <= set(AXES) else AXES
+
+
+def _lane_dependence(graph: fx.Graph, lanes: dict[fx.Node, str]) -> dict[fx.Node, frozenset[str]]:
+    """The lane arguments that each node is computed from."""
+    depends: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node in lanes:
+            depends[node] = frozenset([lanes[node]])
+        else:
+            depends[node] = frozenset().union(*(depends[n] for n in node.all_input_nodes))
+    return depends
 
 
 class _Splitter:
-    def __init__(self, module: fx.GraphModule, lanes: tuple[str, ...], guarded: bool):
+    def __init__(self, module: fx.GraphModule, lanes: tuple[str, ...]):
         self.lane_names = lanes
-        self.guarded = guarded
         self.graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         output = self.graph.graph_copy(module.graph, copied)
@@ -202,30 +281,20 @@ class _Splitter:
         normalize(self.graph)
         compose_indexing(self.graph)
         self.outputs = list(next(n for n in self.graph.nodes if n.op == "output").args[0])
-        self.depends = self._lane_dependence()
+        self.depends = _lane_dependence(self.graph, dict(zip(self.lanes, self.lane_names, strict=True)))
         self._find_leaves()
         self.invariants = self._find_invariants()
-        guards = self._guards() if self.guarded else ()
-        lane = self._lane(guards)
+        lane = self._lane()
         return LaneProgram(
             self.lane_names,
-            guards,
+            (),
             tuple(self._leaf(node) for node in self.leaf_nodes),
             tuple(gradient is not None for gradient in self.outputs[1:]),
-            self._tensors(lane, guards),
+            _tensors(lane, self.lane_names, ()),
             self._prologue(),
             lane,
             self._epilogue(),
         )
-
-    def _lane_dependence(self) -> dict[fx.Node, frozenset[str]]:
-        depends: dict[fx.Node, frozenset[str]] = {}
-        for node in self.graph.nodes:
-            if node in self.lanes:
-                depends[node] = frozenset([self.lane_names[self.lanes.index(node)]])
-            else:
-                depends[node] = frozenset().union(*(depends[n] for n in node.all_input_nodes))
-        return depends
 
     def _is_lane(self, node: Any) -> bool:
         return isinstance(node, fx.Node) and bool(self.depends[node])
@@ -311,12 +380,10 @@ class _Splitter:
 
     def _leaf(self, node: fx.Node) -> Leaf:
         shape, indices, _ = self._leaf_parts(node)
-        axes = frozenset().union(*(self.depends[i] for i in indices))
-        if not axes <= set(AXES):
-            axes = frozenset(AXES)  # an index computed from the score
+        axes = _axes_of(frozenset().union(*(self.depends[i] for i in indices)))
         is_invariant = tuple(isinstance(size, fx.Node) for size in shape)
         sizes = tuple(self.invariants.index(s) if isinstance(s, fx.Node) else int(s) for s in shape)
-        return Leaf(sizes, is_invariant, len(indices), tuple(a for a in AXES if a in axes))
+        return Leaf(sizes, is_invariant, len(indices), axes)
 
     def _find_invariants(self) -> list[fx.Node]:
         """The values computed from captures alone that lanes, leaves or the epilogue use."""
@@ -345,13 +412,9 @@ class _Splitter:
 
         return fx.node.map_arg(list(wanted), copied)
 
-    def _inputs(self, graph: fx.Graph, extra: Sequence[tuple[fx.Node | None, str]]) -> dict[fx.Node, fx.Node]:
-        given = {}
-        for node, name in (*extra, *((c, c.name) for c in self.captures)):
-            placeholder = graph.placeholder(name)
-            if node is not None:
-                given[node] = _with_value(placeholder, node)
-        return given
+    def _inputs(self, graph: fx.Graph, extra: Sequence[tuple[fx.Node, str]]) -> dict[fx.Node, fx.Node]:
+        named = (*extra, *((c, c.name) for c in self.captures))
+        return {node: _with_value(graph.placeholder(name), node) for node, name in named}
 
     def _module(self, graph: fx.Graph, outputs: Any) -> fx.GraphModule:
         graph.output(tuple(outputs))
@@ -367,36 +430,15 @@ class _Splitter:
             given[node] = _with_value(graph.placeholder(f"invariant_{i}"), node)
         return given
 
-    def _lane(self, guards: Sequence[tuple[str, ...]]) -> fx.GraphModule:
+    def _lane(self) -> fx.GraphModule:
         graph = fx.Graph()
-        names = [(node, name) for node, name in zip(self.lanes, self.lane_names, strict=True)]
-        given = self._inputs(graph, [*names, *((None, _guard_name(axes)) for axes in guards)])
+        given = self._inputs(graph, [*zip(self.lanes, self.lane_names, strict=True)])
         self._with_invariants(graph, given)
         outputs = [self.outputs[0]]
         for node in self.leaf_nodes:
             _, indices, value = self._leaf_parts(node)
             outputs += [value, *indices]
-        results = self._copy(graph, given, outputs)
-        if guards:
-            self._guard_loads(graph, given)
-        return self._module(graph, results)
-
-    def _tensors(
-        self, lane: fx.GraphModule, guards: Sequence[tuple[str, ...]]
-    ) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """The largest tensor that lanes hold of those that vary along the same axes, for each such set of axes."""
-        given = [*((name,) if name in AXES else AXES for name in self.lane_names), *guards]
-        placeholders = lane.graph.find_nodes(op="placeholder")
-        varies = {node: frozenset(axes) for node, axes in zip(placeholders, given, strict=False)}
-        largest: dict[tuple[str, ...], int] = {}
-        for node in lane.graph.nodes:
-            if node not in varies:
-                varies[node] = frozenset().union(*(varies[n] for n in node.all_input_nodes))
-            axes = tuple(axis for axis in AXES if axis in varies[node])
-            for value in pytree.tree_leaves(node.meta.get("val")) if axes else ():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    largest[axes] = max(largest.get(axes, 1), _typical(value.numel()))
-        return tuple(largest.items())
+        return self._module(graph, self._copy(graph, given, outputs))
 
     def _epilogue(self) -> fx.GraphModule:
         graph = fx.Graph()
@@ -404,37 +446,23 @@ class _Splitter:
         self._with_invariants(graph, given)
         return self._module(graph, self._copy(graph, given, self.outputs[1:]))
 
-    def _loads(self) -> list[fx.Node]:
-        """What looks up by lane indices, and the scatters that stay within a lane."""
-        return [
-            node
-            for node in self.graph.nodes
-            if node.target in (aten.index.Tensor, aten.index_put.default)
-            and node not in self.leaf_nodes
-            and any(self._is_lane(n) for n in _nodes_in(node.args[1]))
-        ]
 
-    def _load_axes(self, node: fx.Node) -> tuple[str, ...]:
-        depends = frozenset().union(*(self.depends[n] for n in _nodes_in(node.args[1])))
-        return tuple(a for a in AXES if a in depends) if depends <= set(AXES) else AXES
-
-    def _guards(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(dict.fromkeys(self._load_axes(node) for node in self._loads()))
-
-    def _guard_loads(self, graph: fx.Graph, given: dict[fx.Node, fx.Node]) -> None:
-        live = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-        for node in self._loads():
-            if node not in given:
-                continue
-            load, guard = given[node], live[_guard_name(self._load_axes(node))]
-            with graph.inserting_before(load):
-                indices = [
-                    graph.call_function(aten.where.ScalarOther, (guard, index, 0))
-                    if isinstance(index, fx.Node)
-                    else index
-                    for index in load.args[1]
-                ]
-            load.args = (load.args[0], indices, *load.args[2:])
+def _tensors(
+    lane: fx.GraphModule, lanes: Sequence[str], guards: Sequence[tuple[str, ...]]
+) -> tuple[tuple[tuple[str, ...], int], ...]:
+    """The largest tensor that lanes hold of those that vary along the same axes, for each such set of axes."""
+    given = [*((name,) if name in AXES else AXES for name in lanes), *guards]
+    placeholders = lane.graph.find_nodes(op="placeholder")
+    varies = {node: frozenset(axes) for node, axes in zip(placeholders, given, strict=False)}
+    largest: dict[tuple[str, ...], int] = {}
+    for node in lane.graph.nodes:
+        if node not in varies:
+            varies[node] = frozenset().union(*(varies[n] for n in node.all_input_nodes))
+        axes = tuple(axis for axis in AXES if axis in varies[node])
+        for value in pytree.tree_leaves(node.meta.get("val")) if axes else ():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                largest[axes] = max(largest.get(axes, 1), _typical(value.numel()))
+    return tuple(largest.items())
 
 
 def _with_value(placeholder: fx.Node, node: fx.Node) -> fx.Node:
@@ -442,10 +470,6 @@ def _with_value(placeholder: fx.Node, node: fx.Node) -> fx.Node:
     if isinstance(value := node.meta.get("val"), torch.Tensor):
         placeholder.meta["val"] = value
     return placeholder
-
-
-def _guard_name(axes: Sequence[str]) -> str:
-    return "_".join(("live", *axes))
 
 
 def _nodes_in(argument: Any) -> list[fx.Node]:

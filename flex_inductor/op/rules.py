@@ -23,46 +23,31 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from .. import errors
 from . import chunked
-from .chunked_ops import wanted_gradients
-from .hop import AttentionCall, BackwardCall, attention, attention_backward, lane_graph, mark_checked, prepare
+from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
+from .hop import attention, attention_backward, mark_checked, prepare, with_score_graph
 from .layout import empty_like_layout
-from .program import split
-from .schedule import schedule_of
+from .program import programs
 from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, random_op
-
-
-def programs(call: AttentionCall | BackwardCall) -> chunked.Mods:
-    """Both mods, ready for the chunked route."""
-    guarded = call.mask_mod is not None or bool(call.schedule)
-    score = mask = None
-    if call.score_mod is not None:
-        graph = lane_graph(call.score_mod, "score_mod", call.query, call.score_captures)
-        score = split(graph, SCORE_LANES, guarded=guarded)
-    if call.mask_mod is not None:
-        graph = lane_graph(call.mask_mod, "mask_mod", call.query, call.mask_captures)
-        mask = split(graph, MASK_LANES, guarded=guarded)
-    return chunked.Mods(score, mask, call.score_captures, call.mask_captures)
 
 
 @attention.py_impl(DispatchKey.CompositeExplicitAutograd)
 @torch.no_grad()
 def _eager(*args):
-    call = prepare(AttentionCall(*args))
-    return chunked.forward(
-        call.query, call.key, call.value, schedule_of(call.schedule), programs(call), float(call.scale)
-    )
+    call = with_score_graph(prepare(AttentionCall.read(*args)))
+    check_served(call.inputs, chunked.SERVES)
+    mods = programs(call.score_mod, call.mask_mod, guarded=is_guarded(call.mask_mod, call.inputs))
+    return chunked.forward(call.query, call.key, call.value, call.inputs, mods, float(call.scale))
 
 
 @attention_backward.py_impl(DispatchKey.CompositeExplicitAutograd)
 @torch.no_grad()
 def _eager_backward(*args):
-    call = BackwardCall(*args)
-    mods = programs(call)
-    guarded = call.mask_mod is not None or bool(call.schedule)
-    joint = None if call.joint is None else split(call.joint, JOINT_LANES, guarded=guarded)
+    call = BackwardCall.read(*args)
+    check_served(call.inputs, chunked.SERVES)
+    guarded = is_guarded(call.mask_mod, call.inputs)
     return chunked.backward(
-        call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse,
-        schedule_of(call.schedule), mods, joint, call.scale, [name in call.options["wants"] for name in "qkv"],
+        call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse, call.inputs,
+        programs(call.score_mod, call.mask_mod, call.joint, guarded=guarded), call.scale, call.wants,
     )  # fmt: skip
 
 
@@ -73,22 +58,21 @@ def _functionalize(op: HigherOrderOperator, ctx, *args):
 
 @register_fake(attention)
 def _fake(*args):
-    call = AttentionCall(*args)
+    call = AttentionCall.read(*args)
     return chunked.empty_outputs(call.query, call.value)
 
 
 @register_fake(attention_backward)
 def _fake_backward(*args):
-    call = BackwardCall(*args)
+    call = BackwardCall.read(*args)
     grads = [
-        empty_like_layout(tensor, tensor.shape) if name in call.options["wants"] else None
-        for name, tensor in zip("qkv", (call.query, call.key, call.value), strict=True)
+        empty_like_layout(tensor, tensor.shape) if name in call.wants else None
+        for name, tensor in zip(QKV, (call.query, call.key, call.value), strict=True)
     ]
+    captures = call.inputs.score_captures
     captured = tuple(
         torch.empty(capture.shape, dtype=capture.dtype, device=capture.device) if wanted else None
-        for capture, wanted in zip(
-            call.score_captures, wanted_gradients(call.joint, len(call.score_captures)), strict=True
-        )
+        for capture, wanted in zip(captures, wanted_gradients(call.joint, len(captures)), strict=True)
     )
     return grads[0], grads[1], grads[2], captured
 
@@ -108,15 +92,15 @@ def _keeping_lines(mod: Callable) -> Callable:
 _GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}
 
 
-def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, *args):
-    call = layout(*args)
+def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *args):
+    call = layout.read(*args)
     example = op(*call)
     graphs: dict[str, Any] = {}
     for field, lanes in _GRAPH_FIELDS.items():
         mod = getattr(call, field, None)
         if mod is None:
             continue
-        captures = call.mask_captures if field == "mask_mod" else call.score_captures
+        captures = call.inputs.mask_captures if field == "mask_mod" else call.inputs.score_captures
         with disable_proxy_modes_tracing():
             examples = example_lanes(call.query, lanes)
         with LaneIndexing():
@@ -127,7 +111,7 @@ def _proxy(op: HigherOrderOperator, layout: type, mode: ProxyTorchDispatchMode, 
         mode.tracer.root.register_module(name, graph)
         graphs[field] = mark_checked(graph)
     traced = call._replace(**graphs)
-    proxies = tree_map(mode.tracer.unwrap_proxy, tuple(traced))
+    proxies = tree_map(mode.tracer.unwrap_proxy, traced.wire())
     with set_original_aten_op(op):
         proxy = mode.tracer.create_proxy("call_function", op, proxies, {})
     return track_tensor_tree(example, proxy, constant=None, tracer=mode.tracer)

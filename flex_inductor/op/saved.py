@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import build
-from . import graph_text
-from .hop import AttentionCall, WrappedMod, attention, prepare, with_score_graph
-from .schedule import FORMS, schedule_of
+from ..options import loaded_options, saved_options
+from . import call_text, graph_text
+from .call import AttentionCall
+from .hop import WrappedMod, attention, prepare, with_score_graph
 from .tracing import trace_joint
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
-    "saved_attention(Tensor query, Tensor key, Tensor value, Tensor?[] schedule, str call, Tensor[] score_captures, "
-    "Tensor[] mask_captures) -> (Tensor, Tensor, Tensor)"
+    "saved_attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -30,54 +29,43 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """The call as the op that can be saved."""
     call = prepare(call)
     joint: Any = None
+    captures = call.inputs.score_captures
     if call.score_mod is not None:
-        inputs = (call.query, call.key, call.value, *call.score_captures)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        tensors = (call.query, call.key, call.value, *call.inputs.differentiable)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # Of all that can have a gradient: what asks for it is only known when the saved call runs.
-            wanted = [True, *(capture.is_floating_point() for capture in call.score_captures)]
-            joint = trace_joint(call.score_mod, call.query, call.score_captures, wanted)
+            wanted = [True, *(capture.is_floating_point() for capture in captures)]
+            joint = trace_joint(call.score_mod, call.query, captures, wanted)
         call = with_score_graph(call)
     graphs = {"score_mod": call.score_mod, "joint": joint, "mask_mod": call.mask_mod}
-    schedule = schedule_of(call.schedule)
+    inputs, given = call_text.inputs_data(call.inputs)
     text = graph_text.dump(
         {
-            "form": schedule.form if schedule else "",
-            "blocks": list(call.schedule[:2]),
+            "inputs": inputs,
             "scale": float(call.scale),
-            "options": {name: value for name, value in call.options.items() if name != "build"},
+            "options": saved_options(call.options),
             **{
                 name: None if graph is None else graph_text.graph_data(graph)
                 for name, graph in graphs.items()
             },
         }
     )
-    return torch.ops.flex_inductor.saved_attention(
-        call.query,
-        call.key,
-        call.value,
-        list(call.schedule[2:10]),
-        text,
-        list(call.score_captures),
-        list(call.mask_captures),
-    )
+    return torch.ops.flex_inductor.saved_attention(call.query, call.key, call.value, given, text)
 
 
 @torch.library.impl(_library, "saved_attention", "CompositeImplicitAutograd")
-def _run(query, key, value, schedule, call, score_captures, mask_captures):
-    # Packaged code gives no list where it is empty.
-    schedule, score_captures, mask_captures = schedule or (), score_captures or (), mask_captures or ()
+def _run(query, key, value, tensors, call):
     saved = _read(call)
+    inputs = call_text.inputs_from(saved.inputs, tensors)
     return attention(
         query,
         key,
         value,
-        (*saved.blocks, *schedule, *(("runs",) if saved.form == "runs" else ())),
-        saved.score_mod and WrappedMod(saved.score_mod, _names(score_captures)),
-        saved.mask_mod and WrappedMod(saved.mask_mod, _names(mask_captures)),
+        saved.score_mod and WrappedMod(saved.score_mod, _names(inputs.score_captures)),
+        saved.mask_mod and WrappedMod(saved.mask_mod, _names(inputs.mask_captures)),
         saved.scale,
-        {**saved.options, "build": build.FINGERPRINT},
-        tuple(score_captures),
-        tuple(mask_captures),
+        inputs,
+        loaded_options(saved.options),
     )
 
 
@@ -86,8 +74,7 @@ def _names(captures: Any) -> list[str]:
 
 
 class _Saved(NamedTuple):
-    form: str
-    blocks: list[int]
+    inputs: Any  # as data
     scale: float
     options: dict[str, Any]
     score_mod: Callable | None
@@ -96,23 +83,21 @@ class _Saved(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _read(text: str) -> _Saved:
-    names = ("form", "blocks", "scale", "options", "score_mod", "joint", "mask_mod")
-    form, blocks, scale, options, score_mod, joint, mask_mod = graph_text.fields(
-        graph_text.load(text), *names
-    )
-    graph_text.expect(form in ("", *FORMS), f"a schedule has the form {str(form)[:80]}")
-    sizes = isinstance(blocks, list) and all(map(graph_text.is_count, blocks))
-    graph_text.expect(sizes and len(blocks) == (2 if form else 0), f"blocks are {str(blocks)[:80]}")
+    names = ("inputs", "scale", "options", "score_mod", "joint", "mask_mod")
+    inputs, scale, options, score_mod, joint, mask_mod = graph_text.fields(graph_text.load(text), *names)
     graph_text.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
-    plain = isinstance(options, dict) and all(type(v) in (bool, int, float, str) for v in options.values())
-    graph_text.expect(plain, f"the options are {str(options)[:80]}")
+    hints, lse, max_scores = graph_text.fields(options, "hints", "lse", "max_scores")
+    plain = isinstance(hints, dict) and all(type(v) in (bool, int, float, str) for v in hints.values())
+    graph_text.expect(
+        plain and {type(lse), type(max_scores)} == {bool}, f"the options are {str(options)[:80]}"
+    )
     score: Any
     score, derivative, mask = (
         None if data is None else graph_text.graph_function(data) for data in (score_mod, joint, mask_mod)
     )
     if derivative is not None:
         score = functools.partial(_differentiable, score, derivative)
-    return _Saved(form, blocks, scale, options, score, mask)
+    return _Saved(inputs, scale, options, score, mask)
 
 
 def _differentiable(function: Callable, joint: Callable, *args: Tensor) -> Tensor:

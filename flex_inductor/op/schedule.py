@@ -1,16 +1,28 @@
-"""What to visit, as data: block lists or runs, in the form the ops carry and the chunked route reads."""
+"""What to visit, as data: block lists, runs or bounds, in the form the ops carry and the chunked route reads.
+
+A schedule's class is its tag, and `form` the tag's name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 
+class Visits(NamedTuple):
+    """What the lines of one side visit: counts and indices, or offsets and runs."""
+
+    partial_counts: Tensor
+    partial_blocks: Tensor
+    full_counts: Tensor | None
+    full_blocks: Tensor | None
+
+
 class BlockLists(NamedTuple):
-    """The part of a BlockMask that says what to visit, as the ops' `schedule` argument.
+    """The part of a BlockMask that says what to visit.
 
     Lists are [B or 1, H or 1, rows] counts and [B or 1, H or 1, rows, columns] indices, once for each
     row of query blocks (`kv_*`) and once for each column of KV blocks (`q_*`, absent when the mask
@@ -32,6 +44,11 @@ class BlockLists(NamedTuple):
     def form(self) -> str:
         return "lists"
 
+    @property
+    def lists_queries(self) -> bool:
+        """Whether it also says which query blocks visit a KV block."""
+        return self.q_num_blocks is not None
+
     def band(self, b: slice, h: slice, m: slice) -> Band:
         """What the queries `m` visit."""
         rows = _blocks_of(m, self.q_block)
@@ -47,7 +64,7 @@ class BlockLists(NamedTuple):
 
 
 class BlockRuns(NamedTuple):
-    """A RunSchedule as the ops' `schedule` argument: ranges of blocks, so memory by rows.
+    """The part of a RunSchedule that says what to visit: ranges of blocks, so memory by rows.
 
     Row r of (b, h) visits the KV blocks [start, stop) of `kv_runs[kv_offsets[b, h, r] : kv_offsets[b, h, r + 1]]`
     under mask_mod, and those of `full_kv_*` as they are. `q_*` say the same by columns: which query blocks
@@ -65,7 +82,14 @@ class BlockRuns(NamedTuple):
     q_runs: Tensor
     full_q_offsets: Tensor
     full_q_runs: Tensor
-    form: str = "runs"
+
+    @property
+    def form(self) -> str:
+        return "runs"
+
+    @property
+    def lists_queries(self) -> bool:
+        return True
 
     def band(self, b: slice, h: slice, m: slice) -> Band:
         """What the queries `m` visit."""
@@ -80,17 +104,31 @@ class BlockRuns(NamedTuple):
         return Band(self.q_block, self.kv_block, m, partial, full)
 
 
+class RowBounds(NamedTuple):
+    """Closed forms instead of a table: expressions for the first and last key of each row. No route serves it yet."""
+
+    q_block: int
+    kv_block: int
+    expressions: str  # a graph as text, of the row and `tensors`
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def form(self) -> str:
+        return "bounds"
+
+
 Schedule: TypeAlias = BlockLists | BlockRuns
+FORMS: dict[str, type] = {"lists": BlockLists, "runs": BlockRuns, "bounds": RowBounds}
 
 
-def schedule_of(argument: Sequence[Any]) -> Schedule | None:
-    """The ops' `schedule` argument with names; None where everything is visited."""
-    if not argument:
-        return None
-    return BlockRuns(*argument) if len(argument) == len(BlockRuns._fields) else BlockLists(*argument)
+def by_rows(schedule: Schedule) -> Visits:
+    """Which blocks of keys each row of query blocks visits."""
+    return Visits(*schedule[2:6])
 
 
-FORMS: dict[str, Callable[..., Schedule]] = {"lists": BlockLists, "runs": BlockRuns}
+def by_columns(schedule: Schedule) -> Visits:
+    """Which blocks of queries visit each block of keys."""
+    return Visits(*schedule[6:10])
 
 
 class Band:

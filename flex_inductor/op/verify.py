@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from .chunked_ops import schedule_from
+from . import call_text
+from .call import QKV, check_served
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
 from .program import AXES
 
@@ -27,17 +28,14 @@ TILE = 128  # what a message calls a tile
 _places = random.Random(0)  # of its own: what is verified draws the same numbers as without
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, str form, int[] blocks, Tensor?[] schedule, str score_mod, "
-    "str mask_mod, float scale, Tensor[] score_captures, Tensor[] mask_captures, str code"
-)
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call, str code"
 _library.define(
     f"verified_forward({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 _library.define(
-    f"verified_backward({_CALL}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, str joint, str wants, "
-    "bool[] wanted_captures, Tensor[] grads) -> Tensor[]",
+    f"verified_backward({_CALL}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, Tensor[] grads) "
+    "-> Tensor[]",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
@@ -46,14 +44,7 @@ class _Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    form: str
-    blocks: list[int]
-    schedule: list[Tensor | None]
-    score_mod: str
-    mask_mod: str
-    scale: float
-    score_captures: list[Tensor]
-    mask_captures: list[Tensor]
+    call: call_text.Call
     code: str  # of the mods, for the message
 
     @property
@@ -70,15 +61,20 @@ class _Call(NamedTuple):
         return self.lanes <= WHOLE_LANES
 
     def exact(self) -> Exact:
+        inputs, score, mask = self.call.inputs, self.call.texts["score"], self.call.texts["mask"]
         return Exact(
             self.query,
             self.key,
             self.value,
-            schedule_from(self.form, self.blocks, self.schedule),
-            Mod(self.score_mod, self.score_captures) if self.score_mod else None,
-            Mod(self.mask_mod, self.mask_captures) if self.mask_mod else None,
-            self.scale,
+            inputs.schedule,
+            Mod(score, inputs.score_captures) if score else None,
+            Mod(mask, inputs.mask_captures) if mask else None,
+            self.call.scale,
         )
+
+    def joint(self) -> Mod | None:
+        joint = self.call.texts["joint"]
+        return Mod(joint, self.call.inputs.score_captures) if joint else None
 
     def region(self, **part: Any) -> Region:
         """Everything, but for what `part` says."""
@@ -86,10 +82,16 @@ class _Call(NamedTuple):
         return Region(b, h, [m], [n])._replace(**part)
 
 
+def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, code: str) -> _Call:
+    call = call_text.load(text, tensors)
+    check_served(call.inputs, ("score_captures", "mask_captures", "schedule"))
+    return _Call(query, key, value, call, code)
+
+
 @torch.library.impl(_library, "verified_forward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _forward(*args: Any) -> Tensor:
-    call, given = _Call(*args[:12]), dict(zip(("out", "lse", "max_scores"), args[12:], strict=True))
+    call, given = _call(*args[:6]), dict(zip(("out", "lse", "max_scores"), args[6:], strict=True))
     rows = _sampled(call, call.query.size(2))
     exact, region = call.exact(), call.region(m=rows)
     _check_blocks(exact, region)
@@ -103,13 +105,15 @@ def _forward(*args: Any) -> Tensor:
 @torch.library.impl(_library, "verified_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _backward(*args: Any) -> list[Tensor]:
-    call = _Call(*args[:12])
-    upstream, (joint, wants, wanted_captures, grads) = args[12:16], args[16:]
+    call = _call(*args[:6])
+    upstream, grads = args[6:10], args[10]
     found = iter(grads)
+    wants = "".join(
+        name for name, whole in zip(("q", "k", "v"), QKV, strict=True) if whole in call.call.wants
+    )
     got = {f"d_{name}": next(found) for name in wants}
-    captured = {i: next(found) for i, wanted in enumerate(wanted_captures) if wanted}
-    exact = call.exact()
-    mod = Mod(joint, call.score_captures) if joint else None
+    captured = {i: next(found) for i, wanted in enumerate(call.call.wanted_captures) if wanted}
+    exact, mod = call.exact(), call.joint()
     rows, keys = (_sampled(call, size) for size in call.sizes[2:])
     parts = [({"m": rows}, "q"), ({"n": keys}, "kv")]
     for part, names in [({}, "qkv")] if call.whole else parts:
@@ -126,7 +130,7 @@ def _backward(*args: Any) -> list[Tensor]:
 
 @torch.library.register_fake("flex_inductor::verified_forward", lib=_library)
 def _forward_fake(*args: Any) -> Tensor:
-    return torch.empty_like(args[12])
+    return torch.empty_like(args[6])
 
 
 @torch.library.register_fake("flex_inductor::verified_backward", lib=_library)
@@ -252,7 +256,7 @@ def _compare(call: _Call, name: str, got: Tensor, gold: Bounded, rows: Sequence[
 def _compare_captured(call: _Call, captured: dict[int, Tensor], leaves: Leaves) -> set[int]:
     """Which of the captured gradients have been compared; not a number, in a large call, is not known."""
     eps = torch.finfo(leaves.dtype).eps
-    golds = leaves.gradients(call.score_captures, sum(call.sizes[2:]), eps)
+    golds = leaves.gradients(call.call.inputs.score_captures, sum(call.sizes[2:]), eps)
     compared = set()
     for i, got in captured.items():
         gold = golds[i]

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .chunked_ops import wanted_gradients
-from .hop import AttentionCall, BackwardCall, WrappedMod, capture_names, lane_graph
-from .schedule import schedule_of
+from .call import AttentionCall, BackwardCall, Inputs, check_served, wanted_gradients
+from .hop import WrappedMod, capture_names, lane_graph
 from .tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES, trace_mod
 
 aten = torch.ops.aten
@@ -25,20 +24,17 @@ def fold_forward(
 ) -> tuple[AttentionCall, fx.GraphModule | None, Callable[[Tensor], Tensor]]:
     """The call on all examples at once, its joint graph, and what separates an output into examples."""
     fold = _Fold(examples, call.query, dims.query)
-    score = _FoldedMod(fold, call.score_captures, dims.score_captures)
-    mask = _FoldedMod(fold, call.mask_captures, dims.mask_captures)
+    mods = _FoldedMods(fold, call.inputs, dims.inputs)
     query = fold.tensor(call.query, dims.query)
     folded = call._replace(
         query=query,
         key=fold.tensor(call.key, dims.key),
         value=fold.tensor(call.value, dims.value),
-        schedule=fold.schedule(call.schedule, dims.schedule),
-        score_mod=score.graph(call.score_mod, "score_mod", query),
-        mask_mod=mask.graph(call.mask_mod, "mask_mod", query),
-        score_captures=score.captures,
-        mask_captures=mask.captures,
+        score_mod=mods.score.graph(call.score_mod, "score_mod", query),
+        mask_mod=mods.mask.graph(call.mask_mod, "mask_mod", query),
+        inputs=mods.inputs,
     )
-    return folded, score.joint(joint, query), fold.separate
+    return folded, mods.score.joint(joint, query), fold.separate
 
 
 def fold_backward(
@@ -46,9 +42,8 @@ def fold_backward(
 ) -> tuple[BackwardCall, Callable[[Sequence[Any]], tuple]]:
     """The backward call on all examples at once, and what separates its gradients into examples."""
     fold = _Fold(examples, call.query, dims.query)
-    wanted = wanted_gradients(call.joint, len(call.score_captures))
-    score = _FoldedMod(fold, call.score_captures, dims.score_captures, separate=wanted)
-    mask = _FoldedMod(fold, call.mask_captures, dims.mask_captures)
+    captures = len(call.inputs.score_captures)
+    mods = _FoldedMods(fold, call.inputs, dims.inputs, separate=wanted_gradients(call.joint, captures))
     tensors: dict[str, Any] = {
         name: fold.tensor(getattr(call, name), getattr(dims, name))
         for name in ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
@@ -56,12 +51,10 @@ def fold_backward(
     query = tensors["query"]
     folded = call._replace(
         **tensors,
-        schedule=fold.schedule(call.schedule, dims.schedule),
-        score_mod=score.graph(call.score_mod, "score_mod", query),
-        joint=score.joint(call.joint, query),
-        mask_mod=mask.graph(call.mask_mod, "mask_mod", query),
-        score_captures=score.captures,
-        mask_captures=mask.captures,
+        score_mod=mods.score.graph(call.score_mod, "score_mod", query),
+        joint=mods.score.joint(call.joint, query),
+        mask_mod=mods.mask.graph(call.mask_mod, "mask_mod", query),
+        inputs=mods.inputs,
     )
 
     def separate(grads: Sequence[Any]) -> tuple:
@@ -70,9 +63,24 @@ def fold_backward(
             d_qkv, (call.query, call.key, call.value), (dims.query, dims.key, dims.value), strict=True
         )
         d_qkv = [fold.gradient(grad, tensor, dim) for grad, tensor, dim in inputs]
-        return *d_qkv, *d_captures[: len(call.score_captures)]
+        return *d_qkv, *d_captures[:captures]
 
     return folded, separate
+
+
+class _FoldedMods:
+    """Both mods on their captures of all examples, and the call's inputs with these."""
+
+    def __init__(self, fold: _Fold, inputs: Inputs, dims: Inputs, separate: Sequence[bool] = ()):
+        check_served(inputs, _FOLDED)
+        self.score = _FoldedMod(fold, inputs.score_captures, dims.score_captures, separate)
+        self.mask = _FoldedMod(fold, inputs.mask_captures, dims.mask_captures)
+        self.inputs = Inputs(
+            self.score.captures, self.mask.captures, fold.schedule(inputs.schedule, dims.schedule)
+        )
+
+
+_FOLDED = ("score_captures", "mask_captures", "schedule")
 
 
 class _Fold:
@@ -102,17 +110,19 @@ class _Fold:
         shared = _examples_first(tensor, dim, self.examples).size(1) != self.batch
         return grad.sum(1, keepdim=True) if shared else grad
 
-    def schedule(self, schedule: tuple, dims: tuple) -> tuple:
-        tensors, at = schedule[2:10], dims[2:10]
+    def schedule(self, schedule: Any, dims: Any) -> Any:
+        if schedule is None:
+            return None
+        tensors, at = schedule[2:], dims[2:]
         # Every other one, counts or offsets, is [B or 1, ...] in either form.
         if all(t is None or t.size(0) == 1 for t in tensors[::2]) and all(dim is None for dim in at):
             return schedule  # the same for every example and batch
-        if schedule_of(schedule).form == "runs":
+        if schedule.form == "runs":
             pairs = zip(tensors[::2], at[::2], tensors[1::2], at[1::2], strict=True)
             folded = [tensor for pair in pairs for tensor in self._runs(*pair)]
         else:
             folded = [self.tensor(tensor, dim) for tensor, dim in zip(tensors, at, strict=True)]
-        return (*schedule[:2], *folded, *schedule[10:])
+        return type(schedule)(*schedule[:2], *folded)
 
     def _runs(
         self, offsets: Tensor, offsets_dim: int | None, runs: Tensor, runs_dim: int | None

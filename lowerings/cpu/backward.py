@@ -18,8 +18,7 @@ LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
 
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
-    mods = inlinable(problem, call)
-    score, mask, joint = mods["score_mod"], mods["mask_mod"], mods["joint"]
+    score, mask, joint = inlinable(problem, call)
     walked, lists = walks(problem, call, mask is not None)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
@@ -74,5 +73,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     layouts += [contiguous_layout(torch.float32, sizes) for sizes in leaf_sizes]
     results = add_node("backward", problem, render, tensors, mod_tensors, layouts)
     found = dict(zip(wanted, results, strict=False))
-    d_captures = joint.gradients(results[len(wanted) :]) if joint else [None] * len(call.score_captures)
+    d_captures = (
+        joint.gradients(results[len(wanted) :]) if joint else [None] * len(call.inputs.score_captures)
+    )
     return (*(found.get(f"d_{name}") for name in ("query", "key", "value")), tuple(d_captures))

@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch._inductor import ir
 
-from flex_inductor.op.program import LaneProgram, split
-from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
+from flex_inductor.op.program import Programs, with_guards
+from flex_inductor.op.schedule import by_rows
 
 from ..choice import choose
 from ..problem import AttentionProblem
@@ -24,30 +24,31 @@ AMX_KEYS = 32  # that a product of tiles takes: in smaller blocks some would bel
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
 
-def programs(problem: AttentionProblem) -> dict[str, LaneProgram | None]:
-    masked = problem.mask_mod is not None
-    return {
-        field: None if graph is None else with_reciprocals(split(graph, names, guarded=guarded))
-        for field, graph, names, guarded in (
-            ("score_mod", problem.score_mod, SCORE_LANES, masked),
-            ("mask_mod", problem.mask_mod, MASK_LANES, False),
-            ("joint", problem.joint, JOINT_LANES, masked),
-        )
-    }
+def programs(problem: AttentionProblem) -> Programs:
+    """The call's mods as kernels inline them. What mask_mod rules out is only known once it has been computed."""
+    score, mask, joint = (program and with_reciprocals(program) for program in problem.programs)
+    if mask is not None:
+        score, joint = (program and with_guards(program) for program in (score, joint))
+    return Programs(score, mask, joint)
 
 
-def inlinable(problem: AttentionProblem, call: Any) -> dict[str, lanes.Lanes | None]:
+class Inlined(NamedTuple):
     """The mods, with the tensors that they read as buffers of the surrounding graph."""
+
+    score: lanes.Lanes | None
+    mask: lanes.Lanes | None
+    joint: lanes.Lanes | None
+
+
+def inlinable(problem: AttentionProblem, call: Any) -> Inlined:
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
-    captures = {
-        "score_mod": call.score_captures,
-        "mask_mod": call.mask_captures,
-        "joint": call.score_captures,
-    }
-    return {
-        field: program and lanes.Lanes(program, captures[field], sizes)
-        for field, program in programs(problem).items()
-    }
+    score, mask = call.inputs.score_captures, call.inputs.mask_captures
+    return Inlined(
+        *(
+            program and lanes.Lanes(program, captures, sizes)
+            for program, captures in zip(programs(problem), (score, mask, score), strict=True)
+        )
+    )
 
 
 class Walk(NamedTuple):
@@ -63,7 +64,7 @@ def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk
     if problem.schedule is None:
         return [], {}
     names = ("partial_counts", "partial_blocks", "full_counts", "full_blocks")
-    given = dict(zip(names, call.schedule[2:6], strict=True))
+    given = dict(zip(names, by_rows(call.inputs.schedule), strict=True))
     walked = [Walk(*names[:2], "partial_lanes" if masked else "full_lanes")]
     if given["full_counts"] is not None:
         walked.append(Walk(*names[2:], "full_lanes"))
@@ -129,7 +130,6 @@ def add_node(
         fitting,
         rejected,
         tuner.device(),
-        "\n".join(program.to_text() for program in programs(problem).values() if program is not None),
         functools.partial(tuner.times, problem, rendering, tensors, mod_tensors, layouts),
         lambda config: estimate(kernel, config, problem),
     )

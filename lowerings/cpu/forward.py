@@ -27,8 +27,7 @@ def is_decode(problem: AttentionProblem) -> bool:
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
     name = "decode" if is_decode(problem) else "forward"
-    mods = inlinable(problem, call)
-    score, mask = mods["score_mod"], mods["mask_mod"]
+    score, mask, _ = inlinable(problem, call)
     walked, lists = walks(problem, call, mask is not None)
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},

@@ -14,6 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class CpuRoute:
     name = "cpu"
+    serves = frozenset(("score_captures", "mask_captures", "schedule"))
 
     def available(self) -> tuple[bool, str]:
         from torch._inductor import config
@@ -44,6 +45,8 @@ class CpuRoute:
         if problem.dtype not in DTYPES:
             names = ", ".join(_name(dtype) for dtype in DTYPES)
             return False, f"no {_name(problem.dtype)}; {names} only"
+        if problem.schedule == "bounds":
+            return False, "does not read a schedule of bounds"
         if any(size == 0 for _, shape in (*problem.score_captures, *problem.mask_captures) for size in shape):
             return False, "a captured tensor has no elements to look up"
         usable, why = self.available()
@@ -57,7 +60,7 @@ class CpuRoute:
         if reason := choice.refusal(problem, {kernel: table[0] for kernel, table in TABLES.items()}, misfit):
             return False, reason
 
-        for field, program in programs(problem).items():
+        for field, program in zip(("score_mod", "mask_mod", "joint"), programs(problem), strict=True):
             if program is not None and (reason := refusal(program, field)):
                 return False, reason
         return True, f"fused C++ {problem.direction}"

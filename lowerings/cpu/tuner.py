@@ -97,7 +97,7 @@ def _example(buffer: Any, role: str | None, problem: AttentionProblem) -> torch.
 
 def _example_list(role: str, size: list[int], problem: AttentionProblem) -> torch.Tensor:
     """Lists or runs in which every row visits as many blocks, partial ones after full ones."""
-    shares = problem.options.get("visited") or (LIKELY_SHARE / 8, LIKELY_SHARE * 7 / 8)
+    shares = problem.options.visited or (LIKELY_SHARE / 8, LIKELY_SHARE * 7 / 8)
     assert problem.blocks is not None
     columns = -(-size_hint(problem.N) // problem.blocks[1])
     full = round(shares[1] * columns)

@@ -15,10 +15,12 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
+from flex_inductor.op.schedule import by_columns, by_rows
+
 from ..problem import AttentionProblem
 from ..subgraphs import realized
 from . import captured
-from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles
+from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles, visits
 from .configs import LARGEST_TILE, Config
 from .kernel import KernelCall, empty
 
@@ -44,7 +46,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     of_keys = kinds(problem)
     one_pass = ONE_PASS in of_keys
     rows = "kv_idx" if one_pass else "q_idx"
-    sums = captured.sums(joint, len(call.score_captures), problem, rows) if joint else []
+    sums = captured.sums(joint, len(call.inputs.score_captures), problem, rows) if joint else []
     if not one_pass:
         if any(total.how == "units" for total in sums):
             measured = captured.magnitudes(sums, problem)
@@ -56,15 +58,15 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
             _dq(problem, call, found, tensors, grads["d_query"], sums)
     for kind, wanted in of_keys.items():
         grads.update(_dkdv(problem, call, found, tensors, fakes, kind, wanted, sums if one_pass else ()))
-    d_captures: Sequence[Any] = (None,) * len(call.score_captures)
+    d_captures: Sequence[Any] = (None,) * len(call.inputs.score_captures)
     if joint is not None:
-        d_captures = captured.gradients(joint, call.score_captures, sums)
+        d_captures = captured.gradients(joint, call.inputs.score_captures, sums)
     return (*grads.values(), tuple(d_captures))
 
 
 def kinds(problem: AttentionProblem) -> dict[str, list[str]]:
     """The kernels in which keys stay, and whose gradients each finds; a config by its name asks for a kernel."""
-    asked = {kernel for kernel, _ in problem.options.get("configs", ())}
+    asked = {kernel for kernel, _ in problem.options.configs}
     wanted: list[str] = [name for name in ("key", "value") if name in problem.outputs]
     if ONE_PASS in asked and {"query", "key"} <= set(problem.outputs):
         return {ONE_PASS: wanted}
@@ -124,7 +126,7 @@ def _dq(
     joint, placed = _joint(builder, found, sums)
     values = {
         **_values(builder, call, tensors, score_mod, mask_mod, joint),
-        "walks": builder.walks(call.schedule[2:6], "keys"),
+        "walks": builder.walks(visits(call, by_rows), "keys"),
         "wants": [] if d_query is None else ["d_query"],
         "d_query": None if d_query is None else builder.tensor("d_query", d_query, written=True),
         "sums": placed,
@@ -185,7 +187,7 @@ def _dkdv(
         else None,
         "sums": placed,
         **written,
-        "walks": builder.walks(call.schedule[6:10], "queries"),
+        "walks": builder.walks(visits(call, by_columns), "queries"),
         "wants": list(written),
         "heads": heads,
     }

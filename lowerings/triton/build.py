@@ -16,8 +16,9 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from flex_inductor import compat
-from flex_inductor.op.program import LaneProgram, split
-from flex_inductor.op.tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
+from flex_inductor.op.program import LaneProgram
+from flex_inductor.op.schedule import Visits
+from flex_inductor.op.tracing import INDEX_DTYPE
 
 from ..choice import choose, demanded, problem_class
 from ..problem import AttentionProblem
@@ -49,16 +50,8 @@ LN_2 = 0.6931471805599453
 
 def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
     """The call's mods, cut into what runs once and what runs for every score."""
-    graphs = (
-        ("score", problem.score_mod, SCORE_LANES),
-        ("mask", problem.mask_mod, MASK_LANES),
-        ("joint", problem.joint, JOINT_LANES),
-    )
-    return {
-        name: with_reciprocals(split(graph, lanes, guarded=False))
-        for name, graph, lanes in graphs
-        if graph is not None
-    }
+    named = problem.programs._asdict().items()
+    return {name: with_reciprocals(program) for name, program in named if program is not None}
 
 
 class Mod(NamedTuple):
@@ -69,9 +62,15 @@ class Mod(NamedTuple):
 def mods(problem: AttentionProblem, call: Any) -> dict[str, Mod]:
     found = {}
     for name, program in programs(problem).items():
-        captures = [realized(t) for t in (call.mask_captures if name == "mask" else call.score_captures)]
+        inputs = call.inputs
+        captures = [realized(t) for t in (inputs.mask_captures if name == "mask" else inputs.score_captures)]
         found[name] = Mod(program, [*captures, *invariants(program, captures)])
     return found
+
+
+def visits(call: Any, side: Callable[[Any], Visits]) -> Visits | None:
+    """What one side of the call's schedule visits; None where that is everything."""
+    return None if call.inputs.schedule is None else side(call.inputs.schedule)
 
 
 class Inline(NamedTuple):
@@ -170,19 +169,17 @@ class Builder:
         fitting, rejected = candidates(table, cost, device, shape)
         fitting += variants(kind, fitting[0], cost, device, shape)
         others = fitting
-        wanted = hinted(fitting[0], kind, self.problem.options)
+        wanted = hinted(fitting[0], kind, self.problem.options.hinted)
         if wanted != fitting[0]:
             self.asked_for = True
             fitting = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]]
-        program = "\n".join(mod.program.to_text() for mod in self.mods.values())
-        self.kind, self.timed_as = kind, problem_class(self.problem, kind, program)
+        self.kind, self.timed_as = kind, problem_class(self.problem, kind)
         chosen = choose(
             self.problem,
             kind,
             fitting,
             rejected,
             device.key,
-            program,
             time=None,
             estimate=lambda config: estimate(config, cost, device, shape),
         )
@@ -207,10 +204,10 @@ class Builder:
             for n in names
         ]
 
-    def walks(self, fields: Sequence[Any], side: str) -> list[Walk]:
-        """Passes over four fields of BlockLists or BlockRuns: partial blocks, and full ones if there are."""
+    def walks(self, fields: Visits | None, side: str) -> list[Walk]:
+        """Passes over what a schedule visits: partial blocks, and full ones if there are."""
         masked, form = "mask" in self.mods, self.problem.schedule
-        if not fields:
+        if fields is None:
             return [Walk(f"All {side}.", masked)]
         title = f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}."
         found = [Walk(title, masked, form, *self._visited("", fields[:2]))]
@@ -337,7 +334,7 @@ def first_choice(kind: str, problem: AttentionProblem) -> Config:
 def refused_hint(kind: str, problem: AttentionProblem) -> str | None:
     """Why what hints ask for is not used."""
     first = first_choice(kind, problem)
-    wanted = hinted(first, kind, problem.options)
+    wanted = hinted(first, kind, problem.options.hinted)
     reason = refused_config(kind, wanted, problem) if wanted != first else None
     return None if reason is None else f"{kind}: {describe(wanted)} was asked for: {reason}"
 

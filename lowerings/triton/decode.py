@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
+from flex_inductor.op.schedule import by_rows
+
 from ..choice import demanded
 from ..problem import AttentionProblem
-from .build import LN_2, Builder, Mod, first_choice, refused_config, shape_of, softmax_values, tiles
+from .build import LN_2, Builder, Mod, first_choice, refused_config, shape_of, softmax_values, tiles, visits
 from .configs import Config, current_device
 from .kernel import KernelCall, empty
 from .packing import few, packed
@@ -32,7 +34,7 @@ def serves(problem: AttentionProblem) -> bool:
     if splits(problem, config, heads) > 1:
         return True
     tile = first_choice("forward", problem).block_m
-    asked = {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.keys()
+    asked = {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.hinted.keys()
     if asked or demanded(problem, "forward") is not None:
         return False
     return config.block_m < heads * tile * int(tiles(problem.M, tile))
@@ -64,7 +66,7 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
         for name, buffer in written.items()
     }
     values |= {
-        "walks": builder.walks(call.schedule[2:6], "keys"),
+        "walks": builder.walks(visits(call, by_rows), "keys"),
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),

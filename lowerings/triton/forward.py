@@ -6,9 +6,11 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
+from flex_inductor.op.schedule import by_rows
+
 from ..problem import AttentionProblem
 from . import decode, persistent
-from .build import Builder, Mod, layout_of, mods, softmax_values, tiles
+from .build import Builder, Mod, layout_of, mods, softmax_values, tiles, visits
 from .configs import Config, axes_of
 from .kernel import KernelCall, empty
 
@@ -33,7 +35,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         for name, output in outputs.items()
     }
     values["launch"] = launch = builder.launch(f"tl.cdiv({values['M']}, BLOCK_M)", problem.H)
-    fields = call.schedule[2:6]
+    fields = visits(call, by_rows)
     values["walks"] = builder.walks(fields, "keys")
     configs = builder.configs("forward")
     counted = "persistent" in axes_of(configs)

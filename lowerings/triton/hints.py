@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flex_inductor.options import hints
-
 from ..hints import says_something
 from .configs import Config
 
@@ -24,21 +22,21 @@ _TILES = {
 _LAUNCH = {"warps": "num_warps", "stages": "num_stages"}
 
 
-def hinted(config: Config, kind: str, options: dict[str, Any]) -> Config:
+def hinted(config: Config, kind: str, hints: dict[str, Any]) -> Config:
     """`config` with what the hints ask of this kind of kernel; a prefixed hint outranks a plain one."""
     prefix = "bwd_" if kind.startswith("backward") else "fwd_"
     for field, name in (_TILES[kind] | _LAUNCH).items():
-        value = options.get(prefix + name, options.get(name))
+        value = hints.get(prefix + name, hints.get(name))
         if value is not None:
             config = config._replace(**{field: int(value)})
     return config
 
 
-def without_effect(options: dict[str, Any]) -> list[str]:
+def without_effect(hints: dict[str, Any]) -> list[str]:
     """The hints that mean something to torch's kernels and nothing to these."""
     known = {name for names in (*_TILES.values(), _LAUNCH) for name in names.values()}
     return sorted(
         name
-        for name, value in hints(options).items()
+        for name, value in hints.items()
         if name.removeprefix("fwd_").removeprefix("bwd_") not in known and says_something(name, value)
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._inductor.lowering import lowerings, to_dtype
+
+from flex_inductor.op.schedule import Visits
 
 from ..choice import size_hint
 from ..problem import AttentionProblem
@@ -26,15 +27,15 @@ def programs(problem: AttentionProblem) -> int:
     return EACH * current_device(problem.device).multiprocessors
 
 
-def values(builder: Builder, fields: Sequence[Any]) -> dict[str, Any]:
-    """What the template is given besides; `fields` are four of BlockLists or BlockRuns."""
+def values(builder: Builder, fields: Visits | None) -> dict[str, Any]:
+    """What the template is given besides."""
     problem = builder.problem
     builder.tensor("taken", zeros([1], torch.int32, problem), written=True)
     return {
         "B": builder.size(problem.B),
         "H": problem.H,
         "heads_together": _heads_together(problem),
-        "order": builder.tensor("order", _heaviest_first(problem, fields)) if fields else None,
+        "order": builder.tensor("order", _heaviest_first(problem, fields)) if fields is not None else None,
     }
 
 
@@ -44,7 +45,7 @@ def _heads_together(problem: AttentionProblem) -> int:
     return int(problem.H // problem.K) * max(CACHED_BYTES // int(one), 1)
 
 
-def _heaviest_first(problem: AttentionProblem, fields: Sequence[Any]) -> Any:
+def _heaviest_first(problem: AttentionProblem, fields: Visits) -> Any:
     """[B or 1, H or 1, rows]: the schedule's rows, those that visit the most blocks first."""
     visited = _visited(problem, *fields[:2])
     if fields[2] is not None:

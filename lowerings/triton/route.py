@@ -13,6 +13,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
+    serves = frozenset(("score_captures", "mask_captures", "schedule"))
 
     def available(self) -> tuple[bool, str]:
         if torch.cuda.is_available():
@@ -30,7 +31,7 @@ class TritonRoute:
 
         kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", *of_keys(problem))
         refused = [refused_hint(kind, problem) for kind in kinds]
-        ignored = without_effect(problem.options)
+        ignored = without_effect(problem.options.hinted)
         notes = [f"{', '.join(ignored)}: for torch's kernels, without effect here"] if ignored else []
         return [*(reason for reason in refused if reason is not None), *notes]
 
@@ -55,6 +56,8 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "an empty tensor"
     if not all(getattr(size, "is_number", True) for size in (problem.H, problem.K, problem.D, problem.V)):
         return "a number of heads or a head dim that changes from call to call"
+    if problem.schedule == "bounds":
+        return "a schedule of bounds"
     if problem.blocks is not None and any(block % 16 for block in problem.blocks):
         return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
 

@@ -10,6 +10,8 @@ from torch._inductor import config as inductor_config
 
 from flex_inductor.lowerings import choice, winners
 from flex_inductor.lowerings.decision import Decision
+from flex_inductor.op.program import Programs
+from flex_inductor.options import CallOptions
 
 
 class Config(NamedTuple):
@@ -37,10 +39,10 @@ def choose(seconds=None, **options):
 
     problem = SimpleNamespace(
         dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64),
-        outputs=("lse",), options=options, kernels=[],
+        outputs=("lse",), options=CallOptions(**options), kernels=[], programs=Programs(),
     )  # fmt: skip
     (config,) = choice.choose(
-        problem, "forward", FITTING, REJECTED, "cpu AVX2", "the mods", time, lambda c: f"takes {c.block_m}"
+        problem, "forward", FITTING, REJECTED, "cpu AVX2", time, lambda c: f"takes {c.block_m}"
     )
     (made,) = problem.kernels
     assert made.config == config._asdict()
@@ -91,7 +93,7 @@ forward block_m=64 block_n=64 (fastest when timed before: 1 ms)
         (path,) = winners.folder().glob("*.json")
         self.assertExpectedInline(
             winners._load(path).problem,
-            """forward float32 H8:2 D64/32 B2 M128 N512 lists of 128x64 [lse] mods 5cf07c49d10391ec""",
+            """forward float32 H8:2 D64/32 B2 M128 N512 lists of 128x64 [lse] mods e3b0c44298fc1c14""",
         )
 
     @inductor_config.patch(max_autotune=True)
@@ -143,5 +145,5 @@ def misfit(kernel, config):
     ],
 )
 def test_refusal(configs, reason):
-    problem = SimpleNamespace(options={"configs": configs})
+    problem = SimpleNamespace(options=CallOptions(configs=configs))
     assert choice.refusal(problem, {"forward": FITTING[0]}, misfit) == reason

@@ -248,7 +248,7 @@ def test_checks_hold_below_autograd():
     q, k, v = (t.detach() for t in qkv())
     gate = parameter(6)
     with torch.inference_mode(), pytest.raises(ValueError, match="mask_mod captures `gate`"):
-        attention(q, k, v, (), None, lambda b, h, q_idx, kv_idx: gate[kv_idx] > 0, 1.0, {})
+        attention(q, k, v, None, lambda b, h, q_idx, kv_idx: gate[kv_idx] > 0, 1.0)
 
 
 class Gate(torch.nn.Module):
@@ -260,7 +260,7 @@ class Gate(torch.nn.Module):
         return self.table[kv_idx] > 0
 
     def forward(self, q, k, v):
-        return attention(q, k, v, (), None, self.mask_mod, 1.0, {})[0]
+        return attention(q, k, v, None, self.mask_mod, 1.0)[0]
 
 
 def through_a_module():
@@ -276,7 +276,7 @@ def through_a_local_function():
         def mask_mod(b, h, q_idx, kv_idx):
             return limit[kv_idx] > 0
 
-        return attention(q, k, v, (), None, mask_mod, 1.0, {})[0]
+        return attention(q, k, v, None, mask_mod, 1.0)[0]
 
     return attend, "(limit|gate)"  # Dynamo knows the tensor by its first name
 
@@ -286,7 +286,7 @@ def through_a_partial():
         return gate[kv_idx] > 0
 
     gated = functools.partial(mask_mod, gate=parameter(6))
-    return lambda q, k, v: attention(q, k, v, (), None, gated, 1.0, {})[0], "gate"
+    return lambda q, k, v: attention(q, k, v, None, gated, 1.0)[0], "gate"
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flex_inductor import create_block_mask, flex_attention
-from flex_inductor.op import attention, chunked
-from flex_inductor.op.hop import AttentionCall
+from flex_inductor.op import AttentionCall, attention, chunked
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
@@ -30,7 +29,7 @@ class Recorder:
 
     def call(self) -> AttentionCall:
         (node,) = self.graphs[-1].graph.find_nodes(op="call_function", target=attention)
-        return AttentionCall(*node.args)
+        return AttentionCall.read(*node.args)
 
 
 class TestGraph(expecttest.TestCase):
@@ -47,7 +46,7 @@ class TestGraph(expecttest.TestCase):
             def mask_mod(b, h, q_idx, kv_idx):
                 return q_idx - kv_idx <= limit
 
-            return attention(q, k, v, (), score_mod, mask_mod, 0.5, {})[0]
+            return attention(q, k, v, score_mod, mask_mod, 0.5)[0]
 
         check(attend, qkv(), [bias], *self.equivalent(bias, limit))
         self.assertExpectedInline(
@@ -63,7 +62,7 @@ class GraphModule(torch.nn.Module):
 
         score_mod_0 = self.score_mod_0
         mask_mod_0 = self.mask_mod_0
-        flex_inductor_attention = torch.ops.higher_order.flex_inductor_attention(l_q_, l_k_, l_v_, (), score_mod_0, mask_mod_0, 0.5, {}, (l_bias_,), (l_limit_,));  l_q_ = l_k_ = l_v_ = score_mod_0 = mask_mod_0 = l_bias_ = l_limit_ = None
+        flex_inductor_attention = torch.ops.higher_order.flex_inductor_attention(l_q_, l_k_, l_v_, score_mod_0, mask_mod_0, 0.5, {'score_captures': (l_bias_,), 'mask_captures': (l_limit_,)}, {});  l_q_ = l_k_ = l_v_ = score_mod_0 = mask_mod_0 = l_bias_ = l_limit_ = None
         getitem: "f64[2, 2, 6, 4]" = flex_inductor_attention[0];  flex_inductor_attention = None
         return (getitem,)
 
@@ -130,7 +129,7 @@ def test_a_length_inside_a_mod_lifts_no_tensor(dynamic):
         return flex_attention(q, k, v, lambda score, b, h, i, j: score * q.shape[2] / k.size(2))
 
     torch.compile(attend, backend=record, fullgraph=True, dynamic=dynamic)(*qkv())
-    lifted = [node.meta["example_value"] for node in record.call().score_captures]
+    lifted = [node.meta["example_value"] for node in record.call().inputs.score_captures]
     assert not [example for example in lifted if isinstance(example, torch.Tensor)]
 
 

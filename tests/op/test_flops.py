@@ -6,7 +6,8 @@ from op.calls import qkv
 from torch.utils.flop_counter import FlopCounterMode
 
 from flex_inductor import create_block_mask, flex_attention
-from flex_inductor.op import attention, attention_backward
+from flex_inductor.op import Inputs, attention, attention_backward
+from flex_inductor.op.schedule import BlockLists
 
 
 def count(inputs, **call):
@@ -54,5 +55,5 @@ def test_everything_is_counted_where_block_lists_have_no_values():
         lists = [None if t is None else mode.from_tensor(t) for t in mask.as_tuple()[2:10]]
         q, k, v = (mode.from_tensor(t) for t in qkv(1, 1, 8, 4))
         with FlopCounterMode(display=False) as counter:
-            attention(q, k, v, (4, 4, *lists), None, mask.mask_mod, 1.0, {})
+            attention(q, k, v, None, mask.mask_mod, 1.0, Inputs(schedule=BlockLists(4, 4, *lists)))
     assert counter.get_total_flops() == 2 * 8 * 8 * (4 + 4)

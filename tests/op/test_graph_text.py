@@ -11,8 +11,8 @@ from support import MODS, Sizes
 from torch import fx
 
 from flex_inductor.errors import FlexValueError
-from flex_inductor.op import chunked, graph_text
-from flex_inductor.op.program import LaneProgram, split
+from flex_inductor.op import Inputs, chunked, graph_text
+from flex_inductor.op.program import LaneProgram, Programs, split, with_guards
 from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
 
 aten = torch.ops.aten
@@ -25,8 +25,8 @@ def programs_of(build, captures, query):
 
     wanted = [True, *(capture.is_floating_point() for capture in captures)]
     return (
-        split(trace_mod(mod, SCORE_LANES, query, captures), SCORE_LANES, guarded=True),
-        split(trace_joint(mod, query, captures, wanted), JOINT_LANES, guarded=True),
+        with_guards(split(trace_mod(mod, SCORE_LANES, query, captures), SCORE_LANES)),
+        with_guards(split(trace_joint(mod, query, captures, wanted), JOINT_LANES)),
     )
 
 
@@ -35,14 +35,13 @@ def test_a_mod_that_was_read_gives_the_same_bits(name):
     query, key, value = SIZES.inputs(torch.float32)
     captures = MODS[name].captures(SIZES)
     score, joint = programs_of(MODS[name].build, captures, query)
-    mask = split(trace_mod(lambda b, h, q, kv: q >= kv, MASK_LANES, query, ()), MASK_LANES, guarded=False)
+    mask = split(trace_mod(lambda b, h, q, kv: q >= kv, MASK_LANES, query, ()), MASK_LANES)
 
     def run(score, joint, mask):
-        mods = chunked.Mods(score, mask, captures, ())
-        out, lse, peak = chunked.forward(query, key, value, None, mods, 0.5)
-        grads = chunked.backward(
-            query, key, value, out, lse, out, lse, None, mods, joint, 0.5, [True, True, True]
-        )
+        mods, inputs = Programs(score, mask, joint), Inputs(captures)
+        out, lse, peak = chunked.forward(query, key, value, inputs, mods, 0.5)
+        wants = ("query", "key", "value")
+        grads = chunked.backward(query, key, value, out, lse, out, lse, inputs, mods, 0.5, wants)
         return [out, lse, peak, *grads[:3], *(grad for grad in grads[3] if grad is not None)]
 
     again = [LaneProgram.from_text(program.to_text()) for program in (score, joint, mask)]
@@ -60,7 +59,7 @@ def test_equal_graphs_have_equal_text():
 
     query, slopes = torch.randn(1, 2, 3, 4), torch.randn(2)
     texts = [
-        split(trace_mod(mod, SCORE_LANES, query, (slopes,)), SCORE_LANES, guarded=True).to_text()
+        with_guards(split(trace_mod(mod, SCORE_LANES, query, (slopes,)), SCORE_LANES)).to_text()
         for mod in (first, second)
     ]
     assert texts[0] == texts[1]
@@ -311,8 +310,30 @@ def test_bools_are_bools_whatever_the_bytes():
 def test_the_ops_refuse_such_text():
     q = torch.randn(1, 1, 2, 4)
     for mod in ("import os", text_of(["os.getpid", [], {}])):
+        call = {"inputs": {}, "mods": {"score": mod, "mask": None, "joint": None}, "scale": 1.0, "wants": []}
         with pytest.raises(FlexValueError):
-            torch.ops.flex_inductor.chunked_forward(q, q, q, "", [], [], "", mod, 1.0, [], [])
+            torch.ops.flex_inductor.chunked_forward(q, q, q, [], graph_text.dump(call))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"inputs": {"sink": None}},
+        {"inputs": {"score_captures": [{"tensor": 0}]}},
+        {"inputs": {"schedule": {"bundle": "os", "fields": []}}},
+        {"inputs": {"schedule": {"bundle": "lists", "fields": [1, 2]}}},
+        {"inputs": []},
+        {"mods": {"score": 1, "mask": None, "joint": None}},
+        {"scale": "1"},
+        {"wants": [0]},
+    ],
+)
+def test_the_ops_refuse_such_calls(changed):
+    q = torch.randn(1, 1, 2, 4)
+    right = {"inputs": {}, "mods": dict.fromkeys(("score", "mask", "joint")), "scale": 1.0, "wants": []}
+    torch.ops.flex_inductor.chunked_forward(q, q, q, [], graph_text.dump(right))
+    with pytest.raises(FlexValueError):
+        torch.ops.flex_inductor.chunked_forward(q, q, q, [], graph_text.dump({**right, **changed}))
 
 
 def test_a_mod_that_cannot_be_written_says_why():

@@ -8,7 +8,7 @@ from flex_inductor.masks.lists import lists_from_runs
 from flex_inductor.masks.runs import from_grid
 from flex_inductor.masks.schedule import RunSchedule, schedule_parts
 from flex_inductor.masks.tables import Extent
-from flex_inductor.op.schedule import schedule_of
+from flex_inductor.op.schedule import BlockLists
 
 
 @st.composite
@@ -25,9 +25,9 @@ def schedules(draw):
     grid = torch.tensor(kinds, dtype=torch.int8).view(batch, heads, rows, columns)
     extent = Extent(batch, heads, lengths, block)
     runs = from_grid(grid.flatten(0, 2))
-    lists = schedule_of((*block, *lists_from_runs(runs, (batch, heads), extent, True)))
+    lists = BlockLists(*block, *lists_from_runs(runs, (batch, heads), extent, True))
     compact = RunSchedule.from_runs(runs, (batch, heads), extent, lambda b, h, q, kv: q >= kv)
-    return grid, (lists, schedule_of(schedule_parts(compact)[0])), lengths
+    return grid, (lists, schedule_parts(compact)[0]), lengths
 
 
 @settings(max_examples=100, deadline=None)
@@ -63,7 +63,8 @@ def test_runs_are_counted_per_batch_and_head():
     grid = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 0]], dtype=torch.int8)
     extent = Extent(2, 1, (2, 2), (1, 1))
     schedule = RunSchedule.from_runs(from_grid(grid), (2, 1), extent, lambda b, h, q, kv: q >= kv)
-    (_, _, kv_offsets, kv_runs, full_offsets, full_runs, *_, form), _ = schedule_parts(schedule)
-    assert form == "runs"
-    assert kv_offsets.tolist() == [[[0, 0, 1]], [[1, 1, 1]]] and kv_runs.tolist() == [[0, 2]]
-    assert full_offsets.tolist() == [[[0, 1, 1]], [[1, 2, 2]]] and full_runs.tolist() == [[1, 2], [0, 1]]
+    found, _ = schedule_parts(schedule)
+    assert found.form == "runs"
+    assert found.kv_offsets.tolist() == [[[0, 0, 1]], [[1, 1, 1]]] and found.kv_runs.tolist() == [[0, 2]]
+    assert found.full_kv_offsets.tolist() == [[[0, 1, 1]], [[1, 2, 2]]]
+    assert found.full_kv_runs.tolist() == [[1, 2], [0, 1]]

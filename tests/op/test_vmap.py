@@ -7,7 +7,7 @@ from torch.func import grad, vmap
 
 from flex_inductor import AuxRequest, create_block_mask, flex_attention
 from flex_inductor.masks.schedule import schedule_parts
-from flex_inductor.op import attention
+from flex_inductor.op import Inputs, attention
 from flex_inductor.reference import reference
 
 EXAMPLES = 3
@@ -165,11 +165,12 @@ def test_block_mask_of_each_example(compact):
         for row in documents
     ]
     schedules = [schedule_parts(mask)[0] for mask in masks]
-    form = schedules[0][10:]
-    tensors = [stacked(parts) for parts in zip(*(schedule[2:10] for schedule in schedules), strict=True)]
+    form = type(schedules[0])
+    tensors = [stacked(parts) for parts in zip(*(schedule[2:] for schedule in schedules), strict=True)]
 
     def attend(q, k, v, documents, *tensors):
-        return attention(q, k, v, (2, 2, *tensors, *form), None, same_document(documents), 0.5, {})[0]
+        inputs = Inputs(schedule=form(2, 2, *tensors))
+        return attention(q, k, v, None, same_document(documents), 0.5, inputs)[0]
 
     ours = vmap(attend)(q, k, v, documents, *tensors)
     expected = [reference(q[i], k[i], v[i], None, masks[i], 0.5)[0] for i in range(EXAMPLES)]

@@ -50,7 +50,9 @@ def inspect(
         for number, node in enumerate(watched.calls)
         if number in watched.lowered  # else its results are not used
     }
-    kernels = _kernels(watched, target, {number: call.values.schedule for number, call in facts.items()})
+    kernels = _kernels(
+        watched, target, {number: call.values.inputs.schedule for number, call in facts.items()}
+    )
     calls = []
     for number, call in facts.items():
         lowered = watched.lowered[number]

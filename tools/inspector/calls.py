@@ -63,19 +63,19 @@ class CallFacts:
 
 def facts_of(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> CallFacts:
     """What Dynamo's graph `module` says of the call at `node`, in it or in a graph inside."""
-    call = AttentionCall(*node.args)
+    call = AttentionCall.read(*node.args)
     around: Any = node.graph.owning_module
     examples = {name: _example(getattr(call, name)) for name in ("query", "key", "value")}
-    schedule, reason = _values(call.schedule, module, inputs)
-    values = call._replace(**examples, schedule=() if schedule is None else schedule)
-    captures, _ = _values(call.mask_captures, module, inputs)
+    schedule, reason = _values(call.inputs.schedule, module, inputs)
+    values = call._replace(**examples).with_inputs(schedule=schedule)
+    captures, _ = _values(call.inputs.mask_captures, module, inputs)
     return CallFacts(
         call_line(node),
         tuple(_tensor(name, value) for name, value in examples.items()),
-        _mod(call.score_mod, call.score_captures, around),
-        _mod(call.mask_mod, call.mask_captures, around),
+        _mod(call.score_mod, call.inputs.score_captures, around),
+        _mod(call.mask_mod, call.inputs.mask_captures, around),
         _mask(call, values, captures, around),
-        "every query sees every key" if not call.schedule else reason,
+        "every query sees every key" if call.inputs.schedule is None else reason,
         values,
     )
 
@@ -109,7 +109,8 @@ def _mod(mod: fx.Node | None, captures: Sequence[Any], module: fx.GraphModule) -
 def _mask(
     call: AttentionCall, values: AttentionCall, captures: Any, module: fx.GraphModule
 ) -> RunSchedule | None:
-    if not values.schedule:
+    schedule: Any = values.inputs.schedule
+    if schedule is None:
         return None
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
@@ -125,9 +126,9 @@ def _mask(
                 return graph(b, h, q_idx, kv_idx, *captures)
 
     lengths = (_number(values.query.size(2)), _number(values.key.size(2)))
-    blocks = (int(values.schedule[0]), int(values.schedule[1]))
-    tensors: Any = values.schedule[2:10]
-    if values.schedule[-1] == "runs":
+    blocks = (int(schedule.q_block), int(schedule.kv_block))
+    tensors: Any = schedule[2:]
+    if schedule.form == "runs":
         batch, heads = tensors[0].shape[:2]
         return RunSchedule(
             **dict(zip(TENSORS, tensors, strict=True)),

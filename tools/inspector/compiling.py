@@ -47,6 +47,7 @@ class Lowered:
     schedule: dict[str, int] = field(
         default_factory=dict
     )  # places of Inductor's buffers in the call's schedule
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)  # the call's mods, by name
 
 
 @dataclass(eq=False)
@@ -178,11 +179,13 @@ class _Watching:
             from torch._inductor.ir import CppTemplateBuffer
             from torch._inductor.virtualized import V
 
-            self.number = call.options.get("call", 0)
+            self.number = call.options.number
             before = len(V.graph.operations)
             result = lower(call, *args)
             assert self.current is not None
-            self.current.schedule = parts_of(call.schedule)
+            self.current.schedule = parts_of(call.inputs.schedule or ())
+            given = {name: getattr(call, name, None) for name in ("score_mod", "mask_mod", "joint")}
+            self.current.graphs = {name: g.graph_module for name, g in given.items() if g is not None}
             added: list[Any] = V.graph.operations[before:]
             for operation in added:
                 operation.flex_inductor_lowered = self.current

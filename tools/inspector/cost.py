@@ -96,10 +96,10 @@ def _measured_seconds(call: Call, direction: str) -> float | None:
 
 
 def _arguments(values: Any, forward: bool) -> tuple:
-    from flex_inductor.op.hop import BackwardCall
+    from flex_inductor.op import BackwardCall
 
     if forward:
-        return tuple(values)
+        return values.wire()
     given = dict.fromkeys(BackwardCall._fields)
     known = {name: getattr(values, name) for name in values._fields if name in given}
     return tuple(BackwardCall(**{**given, **known}))

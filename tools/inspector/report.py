@@ -32,7 +32,7 @@ class Kernel:
     choice: Choice | None  # why that config, and the others; None for a kernel that has only one
     resources: Resources
     built_with: str  # the compiler, and for which vectors
-    schedule: Sequence[Any] = field(repr=False)  # of the first call that has it, empty where it is not known
+    schedule: Sequence[Any] = field(repr=False)  # of the first call that has it, None where it is not known
 
     @property
     def name(self) -> str:
@@ -100,15 +100,15 @@ class Call:
 
     @property
     def score_mod_graph(self) -> fx.GraphModule | None:
-        return self.problem.score_mod
+        return self.lowered["forward"].graphs.get("score_mod")
 
     @property
     def mask_graph(self) -> fx.GraphModule | None:
-        return self.problem.mask_mod
+        return self.lowered["forward"].graphs.get("mask_mod")
 
     @property
     def joint_graph(self) -> fx.GraphModule | None:
-        return self.lowered["backward"].problem.joint if "backward" in self.lowered else None
+        return self.lowered["backward"].graphs.get("joint") if "backward" in self.lowered else None
 
     @functools.cached_property
     def graphs(self) -> dict[str, str]:

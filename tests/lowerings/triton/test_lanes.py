@@ -17,7 +17,7 @@ from flex_inductor.op.program import split
 def written(fn, nvidia=True, approximate=True):
     """The statements for fn(score, q_idx) on a GPU."""
     graph = make_fx(fn)(torch.zeros(()), torch.zeros((), dtype=torch.int32))
-    program = with_reciprocals(split(graph, ("score", "q_idx"), guarded=False))
+    program = with_reciprocals(split(graph, ("score", "q_idx")))
     lanes = [
         Lane("score", frozenset(("q_idx", SCORED)), torch.float32),
         Lane("q_idx", frozenset(("q_idx",)), torch.int32),
@@ -45,7 +45,7 @@ def test_indices_are_divided_as_eagerly_and_scores_fast(divide, quotient):
 def difference(fn, below):
     """The statements for fn(score, q_idx, kv_idx) where both indices are below a number."""
     indices = torch.zeros(2, dtype=torch.int32).unbind()
-    program = split(make_fx(fn)(torch.zeros(()), *indices), ("score", "q_idx", "kv_idx"), guarded=False)
+    program = split(make_fx(fn)(torch.zeros(()), *indices), ("score", "q_idx", "kv_idx"))
     lanes = [Lane("score", frozenset(("q_idx", "kv_idx", SCORED)), torch.float32)]
     lanes += [
         Lane(name, frozenset((name,)), torch.int32, None if below is None else sympy.Integer(below))

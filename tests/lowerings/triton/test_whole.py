@@ -22,7 +22,7 @@ LANES = ("b", "h", "q_idx", "kv_idx")
 def inlined(mask, length=LENGTH):
     """The statements of a mask, and when it chooses a tile whole."""
     graph = make_fx(mask, select_decomp_table())(*torch.zeros(4, dtype=torch.int32).unbind())
-    program = split(graph, LANES, guarded=False)
+    program = split(graph, LANES)
     below = None if length is None else sympy.Integer(length)
     lanes = [Lane(name, frozenset((name,)), torch.int32, below) for name in LANES]
     code = LaneCode(Arguments(), "mask_", torch.device("cuda"), approximate=True, nvidia=True)

@@ -1,0 +1,175 @@
+"""What the two ops are called with, by name.
+
+Everything that a call may have beside query, key, value and its mods is in `Inputs`. The ops' rules handle that
+bundle as a whole, so that a new input is a field there and a line in the routes that serve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .. import errors
+from ..options import CallOptions
+from .schedule import FORMS, Schedule
+from .tile_map import TileMap
+
+QKV = ("query", "key", "value")
+
+
+class Inputs(NamedTuple):
+    """The optional inputs of a call. A field holds tensors, alone or in a tuple or a NamedTuple, or a constant."""
+
+    score_captures: tuple[Tensor, ...] = ()  # what score_mod captures
+    mask_captures: tuple[Tensor, ...] = ()
+    schedule: Schedule | None = None  # which blocks to visit; None for all
+    tile_map: TileMap | None = None  # where tiles lie and which indices mods see there; None for a plain call
+    random_state: Tensor | None = None  # seed and offset of dropout
+    sinks: Tensor | None = None  # [H], a score for each head that takes weight and has no value
+    key_scale: Tensor | None = None  # of quantised keys and values
+    value_scale: Tensor | None = None
+    external_lse: Tensor | None = None  # backward: of whole rows, where this call has a part of their keys
+    external_delta: Tensor | None = None
+    partial: bool = False  # outputs and gradients in fp32, to be added to those of other calls
+
+    def given(self) -> list[str]:
+        """The names of those that the call has."""
+        return [name for name, value in zip(self._fields, self, strict=True) if not _is_absent(value)]
+
+    def wire(self) -> dict[str, Any]:
+        """As graphs hold it: they have no NamedTuples."""
+        found = {name: getattr(self, name) for name in self.given()}
+        if self.schedule is not None:
+            found["schedule"] = (self.schedule.form, *self.schedule)
+        if self.tile_map is not None:
+            found["tile_map"] = tuple(self.tile_map)
+        return found
+
+    @classmethod
+    def read(cls, wire: Any, form: str | None = None) -> Inputs:
+        """From `wire`. `form` is the schedule's where the values are not the call's own."""
+        if isinstance(wire, Inputs):
+            return wire
+        found = dict(wire)
+        if "schedule" in found:
+            own_form, *fields = found["schedule"]
+            found["schedule"] = FORMS[form or own_form](*fields)
+        if "tile_map" in found:
+            found["tile_map"] = TileMap(*found["tile_map"])
+        return cls(**found)
+
+    def parts(self) -> tuple[Inputs, list[Tensor]]:
+        """These inputs with a mark in the place of each tensor, and the tensors."""
+        leaves, spec = tree_flatten(self)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(marked, spec), tensors
+
+    def filled(self, values: Iterable[Any]) -> Inputs:
+        """The first of `parts` with values in the places of its marks."""
+        leaves, spec = tree_flatten(self)
+        found = iter(values)
+        return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The tensors that may have a gradient, in the order of the backward op's results for them."""
+        return [tensor for name in DIFFERENTIABLE for tensor in _tensors(getattr(self, name))]
+
+    def by_tensor(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """For every tensor of `parts` its gradient, given those of `differentiable`."""
+        found = iter(gradients)
+        return [
+            next(found) if name in DIFFERENTIABLE else None
+            for name, value in zip(self._fields, self, strict=True)
+            for _ in _tensors(value)
+        ]
+
+
+DIFFERENTIABLE = ("score_captures",)
+
+_TENSOR = object()
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, tuple) and not value)
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of the forward op, in order."""
+
+    query: Tensor  # [B, H, M, D]
+    key: Tensor  # [B or 1, K, N, D], H a multiple of K
+    value: Tensor  # [B or 1, K, N, V]
+    score_mod: Callable | None
+    mask_mod: Callable | None
+    scale: float | Tensor  # a 0-d tensor where it changes from call to call
+    inputs: Inputs = Inputs()
+    options: CallOptions = CallOptions()
+
+    @classmethod
+    def read(cls, *args: Any) -> AttentionCall:
+        """From the arguments of the op, in a graph or not."""
+        call = cls(*args)
+        return call._replace(inputs=Inputs.read(call.inputs), options=CallOptions.read(call.options))
+
+    def wire(self) -> tuple[Any, ...]:
+        """The op's arguments as graphs hold them."""
+        return (*self[:-2], self.inputs.wire(), self.options.wire())
+
+    def with_inputs(self, **changed: Any) -> AttentionCall:
+        return self._replace(inputs=self.inputs._replace(**changed))
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the backward op, in order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    score_mod: Callable | None
+    joint: Callable | None  # None where score_mod is
+    mask_mod: Callable | None
+    scale: float
+    wants: tuple[str, ...]  # which of query, key and value need a gradient
+    inputs: Inputs = Inputs()
+    options: CallOptions = CallOptions()
+
+    @classmethod
+    def read(cls, *args: Any, form: str | None = None) -> BackwardCall:
+        """From the arguments of the op; see Inputs.read for `form`."""
+        call = cls(*args)
+        return call._replace(inputs=Inputs.read(call.inputs, form), options=CallOptions.read(call.options))
+
+    def wire(self) -> tuple[Any, ...]:
+        return (*self[:-2], self.inputs.wire(), self.options.wire())
+
+
+def is_guarded(mask_mod: Any, inputs: Inputs) -> bool:
+    """Whether scores may be ruled out: their indices may then lie outside of what the mods look up."""
+    return mask_mod is not None or inputs.schedule is not None
+
+
+def wanted_gradients(joint: Any, count: int) -> list[bool]:
+    """Which of score_mod's captures the joint graph has a gradient for."""
+    if joint is None:
+        return [False] * count
+    (outputs,) = (node.args[0] for node in joint.graph.nodes if node.op == "output")
+    return [output is not None for output in outputs[1:]]
+
+
+def check_served(inputs: Inputs, served: Iterable[str]) -> None:
+    """Refuse inputs that whoever computes the call does not know."""
+    if missing := [name for name in inputs.given() if name not in served]:
+        raise errors.inputs_not_served(missing)

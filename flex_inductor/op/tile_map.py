@@ -1,0 +1,33 @@
+"""Where the tiles of a call lie in its tensors, and which indices mods see there.
+
+A plain call has no map: tile t of a batch begins at row t * block, and mods see batch and row. Packed sequences,
+pages, shards of a longer sequence and permuted ones are calls whose map says otherwise. The kernels differ in nothing
+else, and mods see (sequence, head, position, position) whatever lies underneath.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# The columns of a map, one line for each tile.
+BATCH = 0  # of the tensor in which the tile lies
+ROW = 1  # of that batch where it begins
+SEQUENCE = 2  # what mods see as b
+HEAD = 3  # added to the head that mods see as h
+INDEX = 4  # what mods see as q_idx or kv_idx in the tile's first row; it counts up from there
+COUNT = 5  # of rows that belong to the tile, from the first on
+COLUMNS = 6
+
+
+class TileMap(NamedTuple):
+    """int32 [tiles, COLUMNS] for queries and for keys.
+
+    The tiles are the blocks of the call's schedule, whose lists have one row for each tile of queries and name tiles
+    of keys; its batch dimension is 1. A tile of keys has the sequence and the head of every tile of queries that
+    visits it. Rows of the output that no tile has are 0, with a logsumexp of -inf.
+    """
+
+    queries: Tensor
+    keys: Tensor

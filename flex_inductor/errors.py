@@ -493,6 +493,12 @@ def inputs_not_served(names: Sequence[str]) -> FlexNotImplementedError:
     )
 
 
+def tile_map_without_schedule() -> FlexValueError:
+    return FlexValueError(
+        "tile_map is given without a schedule; expected one whose rows and columns are the map's tiles. Pass both."
+    )
+
+
 # ---- Derivatives ----------------------------------------------------------------------------------
 
 

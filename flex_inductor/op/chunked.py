@@ -35,18 +35,22 @@ SERVES = ("score_captures", "mask_captures", "schedule", "tile_map")
 
 
 class _Tile(NamedTuple):
-    """A chunk of scores: ranges of batches, KV heads, queries and keys."""
+    """A chunk of scores: ranges of batches, KV heads, queries and keys, where they lie in memory."""
 
     b: slice
     k: slice
     h: slice
     m: slice
     n: slice
+    kv_b: slice | None = None  # of keys and values, where a map has them in other batches
+    line: int = 0  # of the map
+    shift: tuple[int, int, int, int] = (0, 0, 0, 0)  # from places in memory to the indices that mods see
 
     @property
-    def lanes(self) -> tuple[slice, slice, slice, slice]:
-        """Where it lies along AXES."""
-        return self.b, self.h, self.m, self.n
+    def lanes(self) -> list[range]:
+        """What mods see along AXES."""
+        places = (self.b, self.h, self.m, self.n)
+        return [range(at.start + by, at.stop + by) for at, by in zip(places, self.shift, strict=True)]
 
 
 def forward(
@@ -59,7 +63,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value)
-    run = _Run(query, key, value, inputs, mods, scale, (value,))
+    run = _run(query, key, value, inputs, mods, scale, (value,))
+    if inputs.tile_map is not None:  # which may leave rows out
+        out.zero_(), lse.fill_(-math.inf), row_max.fill_(-math.inf)
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
         total = run.zeros(rows, 1)
@@ -95,7 +101,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
     factors = (query, key) if grad_out is None else (query, key, grad_out)
-    run = _Run(query, key, value, inputs, mods, scale, factors)
+    run = _run(query, key, value, inputs, mods, scale, factors)
     d_query, d_key, d_value = (
         torch.zeros(t.shape, dtype=run.dtype, device=t.device) if name in wants else None
         for name, t in zip(QKV, (query, key, value), strict=True)
@@ -208,11 +214,9 @@ class _Run:
         self, rows: _Tile, scaled_query: Tensor
     ) -> Iterator[tuple[_Tile, Tensor, Tensor, Tensor | None]]:
         """Tiles of `rows` with any live lane: scores before and after score_mod, live lanes (None for all)."""
-        band = None if self.schedule is None else self.schedule.band(rows.b, rows.h, rows.m)
-        step = self.tile[3]
-        for n in _ranges(self.keys, step) if band is None else band.key_tiles(self.keys, step):
-            tile = rows._replace(n=n)
-            live = self.live(tile, band)
+        band = self.band(rows)
+        for tile, listed in self.key_tiles(rows, band):
+            live = self.live(tile, band, listed)
             if live is not None and not live.any():
                 continue
             raw = score = self.per_query_head(scaled_query, self.key(tile).transpose(-1, -2))
@@ -222,13 +226,23 @@ class _Run:
                 (score,) = run_lanes(self.mods.score, lanes, live, captures, self.score_invariants)
             yield tile, raw, score.to(self.dtype), live
 
-    def live(self, tile: _Tile, band: Band | None) -> Tensor | None:
+    def band(self, rows: _Tile) -> Band | None:
+        """What the schedule has for these rows."""
+        return None if self.schedule is None else self.schedule.band(rows.b, rows.h, rows.m)
+
+    def key_tiles(self, rows: _Tile, band: Band | None) -> Iterator[tuple[_Tile, slice]]:
+        """The tiles of `rows` along the keys, and the keys of each as the schedule counts them."""
+        step = self.tile[3]
+        for n in _ranges(self.keys, step) if band is None else band.key_tiles(self.keys, step):
+            yield rows._replace(n=n), n
+
+    def live(self, tile: _Tile, band: Band | None, n: slice) -> Tensor | None:
         """Which lanes both the schedule and mask_mod leave, as a tensor that broadcasts; None for all."""
         if band is None:
             return None if self.mods.mask is None else self._mask(tile, None)
-        if band.all_full(tile.n) or (self.mods.mask is None and band.visits_all(tile.n)):
+        if band.all_full(n) or (self.mods.mask is None and band.visits_all(n)):
             return None
-        visited, full = band.lanes(tile.n)
+        visited, full = band.lanes(n)
         partial = visited & ~full
         if self.mods.mask is None or not partial.any():
             return visited
@@ -256,8 +270,12 @@ class _Run:
         return self._of_kv(self.kv[1], tile)
 
     def _of_kv(self, tensor: Tensor, tile: _Tile) -> Tensor:
-        b = tile.b if tensor.size(0) == self.batch else slice(None)
-        return tensor[b, tile.k, tile.n].to(self.dtype)
+        return tensor[self._kv_batches(tile, tensor), tile.k, tile.n].to(self.dtype)
+
+    def _kv_batches(self, tile: _Tile, tensor: Tensor) -> slice:
+        if tile.kv_b is not None:
+            return tile.kv_b
+        return tile.b if tensor.size(0) == self.batch else slice(None)
 
     def per_query_head(self, left_BHMx: Tensor, right_BKxy: Tensor, live: Tensor | None = None) -> Tensor:
         """Every query head times what its KV head holds, without repeating the latter."""
@@ -272,10 +290,9 @@ class _Run:
         live = self._fold_live(live, left_BHMN)
         live = None if live is None else live.transpose(-1, -2)
         product = self._matmul(self._fold(left_BHMN).transpose(-1, -2), self._fold(right_BHMy), live)
-        if into_BKNy.size(0) != self.batch:
-            into_BKNy[:, tile.k, tile.n] += product.sum(0, keepdim=True)
-        else:
-            into_BKNy[tile.b, tile.k, tile.n] += product
+        if into_BKNy.size(0) != self.batch and tile.kv_b is None:
+            product = product.sum(0, keepdim=True)
+        into_BKNy[self._kv_batches(tile, into_BKNy), tile.k, tile.n] += product
 
     def _fold(self, tensor_BHMx: Tensor) -> Tensor:
         """The query heads of one KV head as more rows: [B, K, G * M, x]."""
@@ -302,6 +319,41 @@ class _Run:
             axis: torch.arange(at.start, at.stop, dtype=INDEX_DTYPE, device=self.query.device)
             for axis, at in zip(AXES, tile.lanes, strict=True)
         }
+
+
+class _MappedRun(_Run):
+    """One call whose tiles lie where a map says; they are the schedule's blocks."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, *rest: Any):
+        super().__init__(query, key, value, inputs, *rest)
+        tile_map: Any = inputs.tile_map
+        self.q_lines, self.kv_lines = (lines.tolist() for lines in tile_map)
+
+    def row_tiles(self) -> Iterator[_Tile]:
+        for line, (batch, row, sequence, head, index, count) in enumerate(self.q_lines):
+            if count and self.heads:
+                shift = (sequence - batch, head, index - row, 0)
+                b, k, h = slice(batch, batch + 1), slice(0, self.kv_heads), slice(0, self.heads)
+                yield _Tile(b, k, h, slice(row, row + count), slice(0, 0), b, line, shift)
+
+    def band(self, rows: _Tile) -> Band:
+        start = rows.line * self.schedule.q_block
+        return self.schedule.band(slice(0, 1), rows.h, slice(start, start + _length(rows.m)))
+
+    def key_tiles(self, rows: _Tile, band: Band | None) -> Iterator[tuple[_Tile, slice]]:
+        block = self.schedule.kv_block
+        for start in (n.start for n in band.key_tiles(len(self.kv_lines) * block, block)):
+            batch, row, _, _, index, count = self.kv_lines[start // block]
+            if count:
+                n, shift = slice(row, row + count), (*rows.shift[:3], index - row)
+                yield (
+                    rows._replace(n=n, kv_b=slice(batch, batch + 1), shift=shift),
+                    slice(start, start + count),
+                )
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, *rest: Any) -> _Run:
+    return (_Run if inputs.tile_map is None else _MappedRun)(query, key, value, inputs, *rest)
 
 
 def run_lanes(

@@ -156,6 +156,8 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
+    if inputs.tile_map is not None and inputs.schedule is None:
+        raise errors.tile_map_without_schedule()
     if not _is_literal(call.scale, score_dtype(call.query.dtype)):
         call = _scale_as_capture(call)
     inputs = call.inputs

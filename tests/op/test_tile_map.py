@@ -42,14 +42,14 @@ def shifted(score_mod, part, sequence, head):
 def test_packed_parts(form, mask_mod):
     gap, head = 3, 2
     inputs, masks = packed(mask_mod, PARTS, BLOCK, form, head, gap)
-    q, k, v = tensors(*(sum(sizes) + gap * len(PARTS) for sizes in list(zip(*PARTS))[:2]))
+    q, k, v = tensors(*(sum(sizes) + gap * len(PARTS) for sizes in list(zip(*PARTS, strict=True))[:2]))
     table = torch.randn(len(PARTS), HEADS + head, 400, dtype=torch.float64, requires_grad=True)
     score_mod = bias_of(table)
     out, lse, _ = attention(q, k, v, score_mod, mask_mod, 0.3, inputs)
     grads = torch.autograd.grad((out.sin().sum() + lse.nan_to_num(0, 0, 0).cos().sum()), (q, k, v, table))
 
     loss, at, used = 0.0, [0, 0], torch.zeros(q.size(2), dtype=torch.bool)
-    for sequence, (part, mask) in enumerate(zip(PARTS, masks)):
+    for sequence, (part, mask) in enumerate(zip(PARTS, masks, strict=True)):
         rows, keys = slice(at[0], at[0] + part.queries), slice(at[1], at[1] + part.keys)
         mod = shifted(score_mod, part, sequence, head)
         want, want_lse, _ = reference(q[:, :, rows], k[:, :, keys], v[:, :, keys], mod, mask, 0.3)
@@ -60,7 +60,7 @@ def test_packed_parts(form, mask_mod):
         at = [rows.stop + gap, keys.stop + gap]
     assert not out[:, :, ~used].any() and (lse[:, :, ~used] == -torch.inf).all()
     loss = loss + lse[:, :, ~used].detach().nan_to_num(0, 0, 0).cos().sum()
-    for got, expected in zip(grads, torch.autograd.grad(loss, (q, k, v, table))):
+    for got, expected in zip(grads, torch.autograd.grad(loss, (q, k, v, table)), strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -97,7 +97,7 @@ def test_nothing_but_what_tiles_hold_is_read():
 def test_a_map_needs_a_schedule():
     inputs, _ = packed(None, [Part(20, 70)], BLOCK, "lists")
     with pytest.raises(
-        FlexValueError, match="^tile_map is given without a schedule; expected one whose rows"
+        FlexValueError, match=r"^tile_map is given without a schedule; expected one whose rows"
     ):
         attention(*tensors(20, 70), None, None, 0.3, inputs._replace(schedule=None))
 

@@ -1,12 +1,24 @@
 """flex_inductor: a torch.compile backend for attention written as a score_mod and a mask_mod."""
 
-from importlib import import_module as _import_module
+import sys as _sys
+from importlib.machinery import PathFinder as _PathFinder
 from pathlib import Path as _Path
 from typing import Any as _Any
 
-# A wheel has lowerings/, templates/ and tools/ inside this folder; a source checkout has them beside it.
+
+class _Beside:
+    """A wheel has lowerings/, templates/ and tools/ inside this folder; a source checkout has them beside it."""
+
+    folder = _Path(__path__[0]).parent
+    names = tuple(f"{__name__}.{name}" for name in ("lowerings", "templates", "tools"))
+
+    @classmethod
+    def find_spec(cls, name: str, path: _Any = None, target: _Any = None) -> _Any:
+        return _PathFinder.find_spec(name, [str(cls.folder)]) if name in cls.names else None
+
+
 if not (_Path(__path__[0]) / "lowerings").is_dir():
-    __path__.append(str(_Path(__path__[0]).parent))
+    _sys.meta_path.append(_Beside)
 
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -18,11 +30,12 @@ from torch.nn.attention.flex_attention import (
 )
 
 from . import masks, mods
+from . import upward as _upward
 from .attention import flex_attention
-from .build import VERSION as __version__
 from .errors import FlexError
+from .fingerprint import VERSION as __version__
 from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
-from .takeover import take_over
+from .take_over import take_over
 
 __all__ = [
     "AuxOutput",
@@ -47,14 +60,8 @@ __all__ = [
     "trace_mod",
 ]
 
-_LAZY = {
-    "decisions": "flex_inductor.lowerings.decision",
-    "inspect": "flex_inductor.tools.inspector",
-    "trace_mod": "flex_inductor.tools.trace_mod",
-}
-
 
 def __getattr__(name: str) -> _Any:
-    if name in _LAZY:
-        return getattr(_import_module(_LAZY[name]), name)
+    if name in _upward.PUBLIC:
+        return _upward.public(name)
     raise AttributeError(f"module 'flex_inductor' has no attribute {name!r}")

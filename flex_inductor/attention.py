@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
-from . import compat, errors
+from . import compat, errors, upward
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
 from .op.hop import refusal
 from .options import call_options, check_kernel_options
 
-compat.when_imported("torch._inductor.lowering", lambda _: import_module("flex_inductor.lowerings.register"))
+upward.register_lowerings()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

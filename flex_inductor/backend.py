@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from . import compat, errors
-from .lowerings import last
-from .lowerings.routes import ROUTES
-from .options import split_options
-from .takeover import attention_nodes, replace_torch_nodes
+from . import compat, errors, upward
+from .op import AttentionCall, attention
+from .options import BackendOptions, backend_options, split_options
+from .torch_calls import replace_torch_calls
 from .tuning import tell_tuner
 
 
@@ -32,22 +31,44 @@ def flex_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     own, inductors = split_options(options)
-    names = [route.name for route in ROUTES]
+    names = upward.route_names()
     if own.route not in (None, *names):
         raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
-    replace_torch_nodes(module, own)
+    prepare_calls(module, own)
     if config.get("max_autotune", torch._inductor.config.max_autotune):
         tell_tuner(module, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
     try:
-        with last.compilation(attention_nodes(module)):
+        with upward.compilation(attention_nodes(module)):
             return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
     except Exception as error:
         ours = errors.own_error_in(error)
         if ours is None:
             raise
     raise compat.through_dynamo(ours)
+
+
+def prepare_calls(module: fx.GraphModule, options: BackendOptions) -> None:
+    """Make torch's calls ours in a Dynamo graph; put the backend's options and its number on each call."""
+    replace_torch_calls(module)
+    for number, node in enumerate(attention_nodes(module)):
+        call = AttentionCall.read(*node.args)
+        node.args = call._replace(options=backend_options(call.options, options, number)).wire()
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            inner.recompile()
+
+
+def attention_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """Our op's nodes in a Dynamo graph and the graphs inside it, in the order in which they run."""
+    found: dict[fx.Node, None] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(inner := getattr(module, node.target, None), fx.GraphModule):
+            found |= dict.fromkeys(attention_nodes(inner))
+        elif node.target is attention:
+            found[node] = None
+    return list(found)
 
 
 def _with_own_errors(inner_compile: Callable) -> Callable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from . import build, compat, errors
+from . import compat, errors, fingerprint
 
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
@@ -99,7 +99,7 @@ class CallOptions(NamedTuple):
 
 def call_options(kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool) -> CallOptions:
     """Those of a call of flex_attention."""
-    return CallOptions(tuple((kernel_options or {}).items()), lse, max_scores, build.FINGERPRINT)
+    return CallOptions(tuple((kernel_options or {}).items()), lse, max_scores, fingerprint.FINGERPRINT)
 
 
 def torch_call_options(options: dict[str, Any]) -> CallOptions:
@@ -118,7 +118,7 @@ def backend_options(options: CallOptions, backend: BackendOptions, number: int) 
     """A call's options once the backend compiles it."""
     configs = tuple((kernel, tuple(sizes.items())) for kernel, sizes in (backend.configs or {}).items())
     return options._replace(
-        build=build.FINGERPRINT,
+        build=fingerprint.FINGERPRINT,
         route=backend.route or "",
         configs=configs,
         verify=backend.verify,

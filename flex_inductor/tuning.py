@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import upward
 from .op import AttentionCall, attention
 from .op.schedule import BlockRuns, by_rows
 from .options import tuning_options
@@ -18,11 +19,9 @@ _LEAST_SHARE = 2.0**-12
 
 def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Complete the options of each call in a Dynamo graph."""
-    from .lowerings import winners
-
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = dict(zip(placeholders, inputs, strict=True))
-    imported = winners.stamp()
+    imported = upward.imported_tuning()
     for node in module.graph.find_nodes(op="call_function", target=attention):
         call = AttentionCall.read(*node.args)
         shares = _visited(call.inputs.schedule, values)

@@ -10,7 +10,7 @@ import sympy
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
-from flex_inductor import build
+from flex_inductor import fingerprint
 
 from . import winners
 from .decision import Choice, config_text
@@ -114,7 +114,7 @@ def _winner(key: str, device: str, fitting: Sequence[Config], seconds: Sequence[
     best = min(range(len(fitting)), key=seconds.__getitem__)
     best = 0 if seconds[0] <= seconds[best] * (1 + WORTH_CHANGING) else best
     times = [(config._asdict(), round(s * 1e3, 4)) for config, s in zip(fitting, seconds, strict=True)]
-    return winners.Winner(key, device, build.FINGERPRINT, fitting[best]._asdict(), times)
+    return winners.Winner(key, device, fingerprint.FINGERPRINT, fitting[best]._asdict(), times)
 
 
 def _line(config: Any, remark: str) -> tuple[str, str]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from flex_inductor.mod_ir.program import Programs, with_guards
 from flex_inductor.op import call_text, chunked
 from flex_inductor.op.call import QKV, wanted_gradients
-from flex_inductor.op.program import Programs, with_guards
 
 from . import host_ops
 from .hints import unused_hints

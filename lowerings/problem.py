@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from flex_inductor.op.program import Programs
+from flex_inductor.mod_ir.program import Programs
 from flex_inductor.options import CallOptions
 
-if TYPE_CHECKING:
-    from .decision import Choice
+from .decision import Choice
 
 Size: TypeAlias = Any  # int, or sympy.Expr where it is dynamic
 

@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flex_inductor import build, errors
+from flex_inductor import errors, fingerprint
 
-from . import cache
-from .cache import replacing
+from . import cache_folder
+from .cache_folder import replacing
 
 _FORMAT = 1
 
@@ -27,12 +27,12 @@ class Winner(NamedTuple):
 
 
 def folder() -> Path:
-    return cache.folder() / "tuned"
+    return cache_folder.folder() / "tuned"
 
 
 def find(problem: str, device: str) -> Winner | None:
     """The winner for this class of problems on this device, if it was timed with this build."""
-    return _load(_path(problem, device, build.FINGERPRINT))
+    return _load(_path(problem, device, fingerprint.FINGERPRINT))
 
 
 def keep(winner: Winner) -> None:
@@ -63,7 +63,7 @@ def import_(path: Path) -> tuple[int, int]:
         found = [_read(written) for written in content["winners"]]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise errors.not_tuning_results(path, error) from error
-    ours = [winner for winner in found if winner.build == build.FINGERPRINT]
+    ours = [winner for winner in found if winner.build == fingerprint.FINGERPRINT]
     for winner in ours:
         keep(winner)
     if ours:

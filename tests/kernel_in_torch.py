@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flex_inductor.mod_ir.program import programs
+from flex_inductor.mod_ir.trace import MASK_LANES, SCORE_LANES, trace_joint, trace_mod
 from flex_inductor.op import Inputs, call_text
 from flex_inductor.op.call import QKV
-from flex_inductor.op.program import programs
-from flex_inductor.op.tracing import MASK_LANES, SCORE_LANES, trace_joint, trace_mod
 
 LENGTH, HEADS, HEAD_DIM = 96, 2, 16
 ROWS = slice(64, 96)  # of queries, and a block of keys that they see

@@ -11,8 +11,8 @@ from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import FlexError, flex_attention
 from flex_inductor.errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
-from flex_inductor.lowerings import register
-from flex_inductor.lowerings.decision import decide
+from flex_inductor.lowerings import lower
+from flex_inductor.lowerings.registry import decide
 
 
 def without_attention(x):
@@ -111,7 +111,7 @@ def test_an_error_of_ours_is_raised_as_it_is(kind, direction, dynamic, monkeypat
         return decide(problem, routes)
 
     torch._dynamo.reset()
-    monkeypatch.setattr(register, "decide", refuse)
+    monkeypatch.setattr(lower, "decide", refuse)
     compiled = torch.compile(flex_attention, backend="flex_inductor", dynamic=dynamic)
     inputs = [torch.randn(1, 2, 24, 8, requires_grad=True) for _ in range(3)]
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(kind) as raised:

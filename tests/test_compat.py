@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flex_inductor.lowerings.triton.build import dot_precision
+from flex_inductor.lowerings.triton.kernel_builder import dot_precision
 
 matmul = torch.backends.cuda.matmul
 

@@ -105,6 +105,11 @@ def test_checkout_is_used_from_its_root(beside_wheel, checkout, installed):
     assert output == f"flex_inductor {flex_inductor.__version__}"
 
 
+def test_a_checkout_offers_no_other_folder(checkout):
+    code = "import flex_inductor; from importlib.util import find_spec; print([find_spec(f'flex_inductor.{n}') for n in"
+    assert python("-c", f"{code} ('tests', 'flex_inductor', 'docs')])", cwd=checkout) == "[None, None, None]"
+
+
 def test_import_is_quick_and_leaves_the_compiler_alone():
     code = """
 import time, sys, torch

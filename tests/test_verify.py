@@ -15,9 +15,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import template
 from flex_inductor.masks.schedule import schedule_parts
+from flex_inductor.mod_ir.program import programs
+from flex_inductor.mod_ir.trace import MASK_LANES, trace_mod
 from flex_inductor.op import Inputs, call_text, verify
-from flex_inductor.op.program import programs
-from flex_inductor.op.tracing import MASK_LANES, trace_mod
 from flex_inductor.reference import reference
 from tests import inspected
 from tests.kernel_in_torch import Call, Kernel

@@ -168,7 +168,7 @@ def triton_driver() -> Fact:
 
 
 def routes() -> Iterator[Fact]:
-    from flex_inductor.lowerings.routes import ROUTES
+    from flex_inductor.lowerings.registry import ROUTES
 
     for route in ROUTES:
         usable, reason = route.available()

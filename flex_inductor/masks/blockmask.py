@@ -12,15 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from ..compat import outside_graphs
-from .errors import MaskArgumentError, MaskModError, size_needed
+from .analysis import analysed
+from .errors import MaskArgumentError
 from .in_graph import lists_in_trace, traced_block_lists
 from .lists import block_mask_of, lists_from_runs, without_full
 from .ordinary import ordinary_tensors
-from .refine import tile_runs
-from .runs import Runs
 from .schedule import RunSchedule
 from .tables import Extent
-from .trace import INDEX_NAMES, check_signature, trace_mask
+from .trace import check_signature
 
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 
@@ -94,28 +93,6 @@ def _compact(
     return RunSchedule.from_runs(
         runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
     )
-
-
-def analysed(
-    mask_mod: Callable, extent: Extent, device: torch.device, unstated: str
-) -> tuple[Runs, tuple[int, int]]:
-    """The runs of all rows of tiles, and the (batch, heads) for which they are kept.
-
-    `unstated` names those of b and h for which no size was given: the mask must not read them.
-    """
-    program = trace_mask(mask_mod, device)
-    if read := [name for name in unstated if name in program.reads]:
-        raise size_needed(program.name, read)
-    grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
-    try:
-        return tile_runs(program, extent), grids
-    except (RuntimeError, IndexError, ValueError) as error:
-        sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
-        where = ", ".join(f"{name} < {size}" for name, size in sizes)
-        raise MaskModError(
-            f"mask_mod {program.name}: fails at some {where}: {error}. "
-            "A captured tensor needs an entry for every index it is read at."
-        ) from error
 
 
 def check_arguments(

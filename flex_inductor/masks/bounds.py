@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .captured_bounds import Pyramid, readable
+from .equal_values import contains, meetings_of
+from .interval_rules import bound
 from .intervals import INT_DTYPES, Interval
-from .meetings import contains, meetings_of
-from .pyramids import Pyramid, readable
-from .rules import bound
 from .tables import Extent, build_tables
 from .trace import INDEX_NAMES, MaskProgram, Ref, Step
 

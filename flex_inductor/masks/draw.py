@@ -74,6 +74,9 @@ def to_html(mask: BlockMask | RunSchedule) -> str:
     return picture.getvalue()[picture.getvalue().index("<svg") :]
 
 
+RunSchedule._repr_html_ = to_html  # type: ignore[attr-defined]  # what notebooks show
+
+
 def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext flex_inductor.masks`: notebooks then draw torch's BlockMasks too."""
     ipython.display_formatter.formatters["text/html"].for_type(BlockMask, to_html)

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
-from ..op import graph_text
-from ..op.lift import lift
-from ..op.tracer import Tracer
-from ..op.tracing import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace, numbers_known
+from ..mod_ir import serialise
+from ..mod_ir.capture import lift
+from ..mod_ir.trace import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace, numbers_known
+from ..mod_ir.tracer import Tracer
+from .analysis import analysed
 from .lists import lists_from_runs
 from .ordinary import ordinary_tensors
 from .tables import Extent
@@ -116,8 +117,6 @@ def _lists(
     separate_full_blocks: bool,
     unstated: str,
 ) -> list[Tensor]:
-    from .blockmask import analysed
-
     runs, grids = analysed(mask_mod, extent, device, unstated)
     lists = [x for x in lists_from_runs(runs, grids, extent, separate_full_blocks) if x is not None]
     shapes = _list_shapes(extent, room, separate_full_blocks)
@@ -182,16 +181,16 @@ def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds:
             given = [_fake_like(capture, fake_mode) for capture in captures]
             tracer = Tracer()
             graph = fx.GraphModule(tracer.root, tracer.trace_call(flat, [*lanes, *given]))
-    return graph_text.dump({"captures": kinds, "mask": graph_text.graph_data(graph)})
+    return serialise.dump({"captures": kinds, "mask": serialise.graph_data(graph)})
 
 
 @functools.lru_cache(maxsize=1024)
 def _mask_from(text: str) -> tuple[Callable, str]:
-    kinds, mask = graph_text.fields(graph_text.load(text), "captures", "mask")
-    graph_text.expect(
+    kinds, mask = serialise.fields(serialise.load(text), "captures", "mask")
+    serialise.expect(
         isinstance(kinds, str) and set(kinds) <= {TENSOR, INTEGER, FLOAT}, f"captures are {str(kinds)[:80]}"
     )
-    return graph_text.graph_function(mask), kinds
+    return serialise.graph_function(mask), kinds
 
 
 def _extent(sizes: Sequence[int]) -> Extent:

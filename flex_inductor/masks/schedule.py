@@ -184,11 +184,6 @@ class RunSchedule:
     def __str__(self) -> str:
         return f"{self!r}\n{self.picture()}"
 
-    def _repr_html_(self) -> str:
-        from .draw import to_html
-
-        return to_html(self)
-
 
 def _per_grid(offsets: Tensor, grids: tuple[int, int]) -> Tensor:
     """Offsets of all lines as one row for each grid, each with its own end."""

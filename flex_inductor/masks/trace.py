@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..op.tracer import Tracer
-from ..op.tracing import LaneIndexing
+from ..mod_ir.trace import LaneIndexing
+from ..mod_ir.tracer import Tracer
 from .errors import MaskModError
 
 INDEX_NAMES = ("b", "h", "q", "kv")

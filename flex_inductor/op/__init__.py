@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from .. import compat
-from . import autograd, chunked_ops, rules, saved  # noqa: F401 - their rules and ops register themselves
+from . import autograd, chunked_ops, dispatch, saved  # noqa: F401 - their rules and ops register themselves
 from .call import AttentionCall, BackwardCall, Inputs
 from .hop import attention, attention_backward
 

@@ -14,9 +14,10 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
+from ..mod_ir.trace import random_op, trace_joint
 from .call import QKV, AttentionCall, BackwardCall
-from .hop import attention, attention_backward, prepare, with_score_graph
-from .tracing import random_op, trace_joint
+from .hop import attention, attention_backward
+from .prepare import prepare, with_score_graph
 from .vmap import fold_backward, fold_forward
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import graph_text
+from ..mod_ir import serialise
+from ..mod_ir.program import LaneProgram, Programs
 from .call import Inputs
-from .program import LaneProgram, Programs
 from .schedule import FORMS
 from .tile_map import TileMap
 
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 def dump(inputs: Inputs, mods: Programs, scale: float, wants: Sequence[str] = ()) -> tuple[str, list[Any]]:
     data, tensors = inputs_data(inputs)
     texts = {name: program and program.to_text() for name, program in mods._asdict().items()}
-    return graph_text.dump({"inputs": data, "mods": texts, "scale": scale, "wants": list(wants)}), tensors
+    return serialise.dump({"inputs": data, "mods": texts, "scale": scale, "wants": list(wants)}), tensors
 
 
 def load(text: str, tensors: Sequence[Tensor] | None) -> Call:
@@ -50,11 +50,11 @@ def load(text: str, tensors: Sequence[Tensor] | None) -> Call:
 
 @functools.lru_cache(maxsize=1024)
 def _read(text: str) -> Call:
-    data, mods, scale, wants = graph_text.fields(graph_text.load(text), "inputs", "mods", "scale", "wants")
-    texts = graph_text.fields(mods, *Programs._fields)
-    graph_text.expect(all(t is None or isinstance(t, str) for t in texts), f"mods are {str(mods)[:80]}")
-    graph_text.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
-    graph_text.expect(
+    data, mods, scale, wants = serialise.fields(serialise.load(text), "inputs", "mods", "scale", "wants")
+    texts = serialise.fields(mods, *Programs._fields)
+    serialise.expect(all(t is None or isinstance(t, str) for t in texts), f"mods are {str(mods)[:80]}")
+    serialise.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
+    serialise.expect(
         isinstance(wants, list) and all(isinstance(name, str) for name in wants),
         f"gradients are {str(wants)[:80]}",
     )
@@ -93,16 +93,16 @@ def inputs_from(data: Any, tensors: Sequence[Tensor] | None) -> Inputs:
             return data
         if "tensor" in data:
             place = data["tensor"]
-            graph_text.expect(
+            serialise.expect(
                 type(place) is int and 0 <= place < len(given), f"there is no tensor {str(place)[:80]}"
             )
             return given[place]
-        name, fields = graph_text.fields(data, "bundle", "fields")
+        name, fields = serialise.fields(data, "bundle", "fields")
         bundle: Any = _BUNDLES.get(name) if isinstance(name, str) else None
         fits = bundle is not None and isinstance(fields, list) and len(fields) == len(bundle._fields)
-        graph_text.expect(fits, f"there is no {str(name)[:80]} with {str(fields)[:80]}")
+        serialise.expect(fits, f"there is no {str(name)[:80]} with {str(fields)[:80]}")
         return bundle(*map(value, fields))
 
     known = isinstance(data, dict) and data.keys() <= {*Inputs._fields}
-    graph_text.expect(known, f"inputs are {str(data)[:80]}")
+    serialise.expect(known, f"inputs are {str(data)[:80]}")
     return Inputs(**{name: value(field) for name, field in data.items()})

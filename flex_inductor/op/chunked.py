@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from .. import errors
+from ..mod_ir.program import AXES, LaneProgram, Leaf, Programs
+from ..mod_ir.trace import INDEX_DTYPE, score_dtype
 from .call import QKV, Inputs, is_guarded
 from .layout import empty_like_layout
-from .program import AXES, LaneProgram, Leaf, Programs
 from .schedule import Band
-from .tracing import INDEX_DTYPE, score_dtype
 
 # A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
 # level near the cores; narrow tiles rule out more of a causal mask.

@@ -31,11 +31,13 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import compat, errors
+from ..mod_ir.capture import names_in
+from ..mod_ir.checked import CAPTURE_NAME, check_ops, readable_name
+from ..mod_ir.source_lines import last_line, line_raising
+from ..mod_ir.trace import INDEX_DTYPE, MASK_LANES, SCORE_LANES, LaneIndexing, score_dtype, trace_mod
 from ..options import CallOptions
-from ..places import last_line, line_raising
 from .call import AttentionCall, Inputs
-from .hop import CAPTURE_NAME, attention, attention_backward, check_ops, readable_name, refusal
-from .lift import names_in
+from .hop import attention, attention_backward, refusal
 from .numbers import (
     as_lane_tensor,
     changing_numbers,
@@ -43,14 +45,6 @@ from .numbers import (
     may_write,
     number_of_a_lane,
     numbers_outside,
-)
-from .tracing import (
-    INDEX_DTYPE,
-    MASK_LANES,
-    SCORE_LANES,
-    LaneIndexing,
-    score_dtype,
-    trace_mod,
 )
 
 

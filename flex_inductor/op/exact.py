@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..mod_ir.program import AXES, LaneProgram
+from ..mod_ir.trace import INDEX_DTYPE, score_dtype
 from .chunked import run_lanes
-from .program import AXES, LaneProgram
 from .schedule import Schedule
-from .tracing import INDEX_DTYPE, score_dtype
 
 LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of what surrounds them

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..mod_ir import serialise
+from ..mod_ir.checked import WrappedMod
+from ..mod_ir.trace import trace_joint
 from ..options import loaded_options, saved_options
-from . import call_text, graph_text
+from . import call_text
 from .call import AttentionCall
-from .hop import WrappedMod, attention, prepare, with_score_graph
-from .tracing import trace_joint
+from .prepare import prepare, with_score_graph
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
@@ -39,14 +41,13 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         call = with_score_graph(call)
     graphs = {"score_mod": call.score_mod, "joint": joint, "mask_mod": call.mask_mod}
     inputs, given = call_text.inputs_data(call.inputs)
-    text = graph_text.dump(
+    text = serialise.dump(
         {
             "inputs": inputs,
             "scale": float(call.scale),
             "options": saved_options(call.options),
             **{
-                name: None if graph is None else graph_text.graph_data(graph)
-                for name, graph in graphs.items()
+                name: None if graph is None else serialise.graph_data(graph) for name, graph in graphs.items()
             },
         }
     )
@@ -57,7 +58,7 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def _run(query, key, value, tensors, call):
     saved = _read(call)
     inputs = call_text.inputs_from(saved.inputs, tensors)
-    return attention(
+    return torch.ops.higher_order.flex_inductor_attention(
         query,
         key,
         value,
@@ -84,16 +85,16 @@ class _Saved(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _read(text: str) -> _Saved:
     names = ("inputs", "scale", "options", "score_mod", "joint", "mask_mod")
-    inputs, scale, options, score_mod, joint, mask_mod = graph_text.fields(graph_text.load(text), *names)
-    graph_text.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
-    hints, lse, max_scores = graph_text.fields(options, "hints", "lse", "max_scores")
+    inputs, scale, options, score_mod, joint, mask_mod = serialise.fields(serialise.load(text), *names)
+    serialise.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
+    hints, lse, max_scores = serialise.fields(options, "hints", "lse", "max_scores")
     plain = isinstance(hints, dict) and all(type(v) in (bool, int, float, str) for v in hints.values())
-    graph_text.expect(
+    serialise.expect(
         plain and {type(lse), type(max_scores)} == {bool}, f"the options are {str(options)[:80]}"
     )
     score: Any
     score, derivative, mask = (
-        None if data is None else graph_text.graph_function(data) for data in (score_mod, joint, mask_mod)
+        None if data is None else serialise.graph_function(data) for data in (score_mod, joint, mask_mod)
     )
     if derivative is not None:
         score = functools.partial(_differentiable, score, derivative)

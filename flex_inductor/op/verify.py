@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..mod_ir.program import AXES
 from . import call_text
 from .call import QKV, check_served
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
-from .program import AXES
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # of each kind of tile in larger calls

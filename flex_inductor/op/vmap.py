@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..mod_ir.checked import WrappedMod, capture_names, lane_graph
+from ..mod_ir.trace import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES, trace_mod
 from .call import AttentionCall, BackwardCall, Inputs, check_served, wanted_gradients
-from .hop import WrappedMod, capture_names, lane_graph
-from .tracing import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES, trace_mod
 
 aten = torch.ops.aten
 

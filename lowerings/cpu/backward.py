@@ -8,8 +8,8 @@ import torch
 from torch._inductor.lowering import full_like
 from torch._inductor.virtualized import V
 
+from ..mods import realized
 from ..problem import AttentionProblem
-from ..subgraphs import realized
 from . import lanes, template
 from .call import add_node, contiguous_layout, inlinable, layout_of, rendered, walks
 

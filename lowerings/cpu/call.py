@@ -10,12 +10,12 @@ import sympy
 import torch
 from torch._inductor import ir
 
-from flex_inductor.op.program import Programs, with_guards
+from flex_inductor.mod_ir.program import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
 
 from ..choice import choose
+from ..mods import realized, with_reciprocals
 from ..problem import AttentionProblem
-from ..subgraphs import realized, with_reciprocals
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 

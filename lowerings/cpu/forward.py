@@ -6,8 +6,8 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
+from ..mods import realized
 from ..problem import AttentionProblem
-from ..subgraphs import realized
 from . import lanes, template
 from .call import add_node, inlinable, layout_of, rendered, walks
 

@@ -31,12 +31,12 @@ from torch._inductor.utils import sympy_index_symbol_with_prefix
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.symbol import SymT
 
-from flex_inductor.op.program import LaneProgram
-from flex_inductor.op.tracing import INDEX_DTYPE
+from flex_inductor.mod_ir.program import LaneProgram
+from flex_inductor.mod_ir.trace import INDEX_DTYPE
 
-from .. import subgraphs
-from ..subgraphs import realized
-from .bounds import in_range
+from .. import mods
+from ..mods import realized
+from .index_ranges import in_range
 from .template import TemplateKernel
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def refusal(program: LaneProgram, field: str) -> str | None:
     for node in _graph(program.lane).find_nodes(op="placeholder"):
         if node.users and not isinstance(node.meta.get("val"), (torch.Tensor, type(None))):
             return f"{field} computes with a size ({node})"
-    return subgraphs.refusal(program, field, _LOWERINGS)
+    return mods.refusal(program, field, _LOWERINGS)
 
 
 def _graph(part: Any) -> fx.Graph:
@@ -92,7 +92,7 @@ class Lanes:
     def __init__(self, program: LaneProgram, captures: Sequence[Any], sizes: dict[str, Any]):
         self.program = program
         self.captures = [*map(realized, captures)]
-        self.invariants = subgraphs.invariants(program, self.captures)
+        self.invariants = mods.invariants(program, self.captures)
         self.sizes = sizes
         self._drop_needless_guards()
 
@@ -133,7 +133,7 @@ class Lanes:
 
     def gradients(self, sums: Sequence[Any]) -> list[Any]:
         """The gradient of each capture from the sums of the leaves, in the surrounding graph."""
-        gradients = subgraphs.run_outside(self.program.epilogue, [*sums, *self.captures, *self.invariants])
+        gradients = mods.run_outside(self.program.epilogue, [*sums, *self.captures, *self.invariants])
         return [
             None if gradient is None else _as_gradient(gradient, capture)
             for gradient, capture in zip(gradients, self.captures, strict=True)

@@ -14,7 +14,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
-from flex_inductor import build
+from flex_inductor import fingerprint
 
 from ..choice import size_hint
 from ..problem import AttentionProblem
@@ -30,7 +30,7 @@ def device() -> str:
     """What the timings hold for."""
     caches = Caches.of_this_machine()
     sizes = f"L1 {caches.first >> 10}K L2 {caches.second >> 10}K"
-    return f"cpu {build.instruction_set()} {sizes} {torch.get_num_threads()} threads"
+    return f"cpu {fingerprint.instruction_set()} {sizes} {torch.get_num_threads()} threads"
 
 
 def times(

@@ -17,12 +17,12 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.op.schedule import by_columns, by_rows
 
+from ..mods import realized
 from ..problem import AttentionProblem
-from ..subgraphs import realized
 from . import captured
-from .build import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles, visits
 from .configs import LARGEST_TILE, Config
 from .kernel import KernelCall, empty
+from .kernel_builder import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles, visits
 
 aten = torch.ops.aten
 

@@ -20,12 +20,12 @@ import sympy
 import torch
 from torch._inductor.lowering import fallback_handler, lowerings, to_dtype
 
-from flex_inductor.op.program import Leaf
+from flex_inductor.mod_ir.program import Leaf
 
+from ..mods import realized, run_outside
 from ..problem import AttentionProblem
-from ..subgraphs import realized, run_outside
-from .build import Builder, Inline, Mod
 from .kernel import empty
+from .kernel_builder import Builder, Inline, Mod
 
 aten = torch.ops.aten
 

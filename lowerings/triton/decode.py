@@ -12,10 +12,20 @@ from flex_inductor.op.schedule import by_rows
 
 from ..choice import demanded
 from ..problem import AttentionProblem
-from .build import LN_2, Builder, Mod, first_choice, refused_config, shape_of, softmax_values, tiles, visits
 from .configs import Config, current_device
 from .kernel import KernelCall, empty
-from .packing import few, packed
+from .kernel_builder import (
+    LN_2,
+    Builder,
+    Mod,
+    first_choice,
+    refused_config,
+    shape_of,
+    softmax_values,
+    tiles,
+    visits,
+)
+from .packed_heads import few, packed
 
 # Programs that a multiprocessor is kept busy with.
 PROGRAMS_EACH = 2

@@ -10,9 +10,9 @@ from flex_inductor.op.schedule import by_rows
 
 from ..problem import AttentionProblem
 from . import decode, persistent
-from .build import Builder, Mod, layout_of, mods, softmax_values, tiles, visits
 from .configs import Config, axes_of
 from .kernel import KernelCall, empty
+from .kernel_builder import Builder, Mod, layout_of, mods, softmax_values, tiles, visits
 
 OUTPUTS = ("out", "lse", "max_scores")
 

@@ -27,19 +27,19 @@ from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from flex_inductor.op.program import LaneProgram
+from flex_inductor.mod_ir.program import LaneProgram
 
-from .. import subgraphs
+from .. import mods
+from .fast_functions import OF_MULTIPLES, OTHERS, Rough
 from .kernel import INT_MAX, Arguments, fits_int32
-from .rough import OF_MULTIPLES, OTHERS, Rough
-from .whole import whole
+from .whole_tiles import whole
 
 aten = torch.ops.aten
 
 
 def refusal(program: LaneProgram, field: str) -> str | None:
     """Why the program cannot be inlined, or None if it can."""
-    return subgraphs.refusal(program, field, _LOWERINGS)
+    return mods.refusal(program, field, _LOWERINGS)
 
 
 INT_MIN = -INT_MAX - 1

@@ -10,11 +10,11 @@ from torch._inductor.lowering import lowerings, to_dtype
 from flex_inductor.op.schedule import Visits
 
 from ..choice import size_hint
+from ..mods import realized
 from ..problem import AttentionProblem
-from ..subgraphs import realized
-from .build import Builder
 from .captured import zeros
 from .configs import current_device
+from .kernel_builder import Builder
 
 EACH = 2  # programs for each multiprocessor; where one fills it the other finds nothing left
 

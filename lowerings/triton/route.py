@@ -26,8 +26,8 @@ class TritonRoute:
 
     def notes(self, problem: AttentionProblem) -> list[str]:
         from .backward import kinds as of_keys
-        from .build import refused_hint
-        from .hints import without_effect
+        from .hinted_configs import without_effect
+        from .kernel_builder import refused_hint
 
         kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", *of_keys(problem))
         refused = [refused_hint(kind, problem) for kind in kinds]
@@ -65,8 +65,8 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
 
     from .. import choice
-    from .build import first_choice, programs, refused_config
     from .configs import TABLES, Config
+    from .kernel_builder import first_choice, programs, refused_config
     from .lanes import refusal
 
     def misfit(kind: str, config: Config) -> str | None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import json, sys, torch, flex_inductor
-from flex_inductor.lowerings import last
+from flex_inductor.lowerings import record_file
 from torch._dynamo.utils import counters
 torch._inductor.config.fx_graph_cache = True
 torch._functorch.config.enable_autograd_cache = True
@@ -23,7 +23,7 @@ mod = lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx]
 attend = torch.compile(lambda q, k, v: flex_inductor.flex_attention(q, k, v, mod), backend=sys.argv[1])
 attend(*qkv).sum().backward()
 hits = {f"{k} {n}": v for k in ("inductor", "aot_autograd") for n, v in counters[k].items() if "cache_" in n}
-kept = json.loads(last.path().read_text())["compilations"]
+kept = json.loads(record_file.path().read_text())["compilations"]
 print(json.dumps({"hits": hits, "routes": [d.chosen for d in flex_inductor.decisions()], "kept": kept}))
 """
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-import flex_inductor.lowerings.register  # noqa: F401 - defines the ops of verify
+import flex_inductor.lowerings.lower  # noqa: F401 - defines the ops of verify
 from flex_inductor import decisions, flex_attention
 
 OPS = ("chunked_forward", "chunked_backward", "verified_forward", "verified_backward", "block_lists")

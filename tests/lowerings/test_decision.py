@@ -9,7 +9,7 @@ import torch
 import flex_inductor
 from flex_inductor import create_block_mask, errors, flex_attention
 from flex_inductor.lowerings.cpu.route import CpuRoute
-from flex_inductor.lowerings.decision import decide
+from flex_inductor.lowerings.registry import decide
 
 
 class Fixed:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flex_inductor import build
+from flex_inductor import fingerprint
 from flex_inductor.lowerings import winners
 from flex_inductor.tools import cli
 
@@ -18,7 +18,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def winner(problem="forward float32 H8:8", **changes):
-    made = winners.Winner(problem, "cpu AVX2", build.FINGERPRINT, FAST, [[FAST, 1.5], [SLOW, 2.5]])
+    made = winners.Winner(problem, "cpu AVX2", fingerprint.FINGERPRINT, FAST, [[FAST, 1.5], [SLOW, 2.5]])
     return made._replace(**changes)
 
 

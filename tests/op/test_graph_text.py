@@ -11,9 +11,10 @@ from support import MODS, Sizes
 from torch import fx
 
 from flex_inductor.errors import FlexValueError
-from flex_inductor.op import Inputs, chunked, graph_text
-from flex_inductor.op.program import LaneProgram, Programs, split, with_guards
-from flex_inductor.op.tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
+from flex_inductor.mod_ir import serialise
+from flex_inductor.mod_ir.program import LaneProgram, Programs, split, with_guards
+from flex_inductor.mod_ir.trace import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
+from flex_inductor.op import Inputs, chunked
 
 aten = torch.ops.aten
 SIZES = Sizes(batch=1, heads=2, kv_heads=1, queries=5, keys=6, head_dim=4, value_dim=4)
@@ -77,7 +78,7 @@ def graph_of(*calls, constants=()):
 
 
 def read_again(module):
-    return graph_text.graph_function(json.loads(json.dumps(graph_text.graph_data(module))))
+    return serialise.graph_function(json.loads(json.dumps(serialise.graph_data(module))))
 
 
 def test_literals_come_back_exactly():
@@ -101,7 +102,7 @@ def test_literals_come_back_exactly():
     for one, other in zip(want, got, strict=True):
         assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
         assert torch.equal(one.real.signbit(), other.real.signbit())
-    assert graph_text.graph_data(graph_of(calls[-1]))["steps"] == [
+    assert serialise.graph_data(graph_of(calls[-1]))["steps"] == [
         ["aten::index.Tensor", [{"value": 0}, [None]], {}]
     ]
 
@@ -140,7 +141,7 @@ def test_values_are_let_go_after_their_last_use():
 
     first, second, third = read.steps
     after = third._replace(call=lambda x: x if seen[0]() is None else None)
-    read = graph_text.GraphFunction(1, [], [first, second._replace(call=remember), after], read.output)
+    read = serialise.GraphFunction(1, [], [first, second._replace(call=remember), after], read.output)
     assert read(torch.ones(2))[0].tolist() == [1, 1]
 
 
@@ -149,7 +150,7 @@ def text_of(*steps, output=({"value": 0},), inputs=1, constants=()):
     empty = {"inputs": 0, "constants": [], "steps": [], "output": []}
     lane = {"inputs": inputs, "constants": list(constants), "steps": list(steps), "output": list(output)}
     data = {"lanes": ["b"], "guards": [], "leaves": [], "gradients": [], "tensors": []}
-    return graph_text.dump({**data, "prologue": empty, "lane": lane, "epilogue": empty})
+    return serialise.dump({**data, "prologue": empty, "lane": lane, "epilogue": empty})
 
 
 X = {"value": 0}
@@ -312,7 +313,7 @@ def test_the_ops_refuse_such_text():
     for mod in ("import os", text_of(["os.getpid", [], {}])):
         call = {"inputs": {}, "mods": {"score": mod, "mask": None, "joint": None}, "scale": 1.0, "wants": []}
         with pytest.raises(FlexValueError):
-            torch.ops.flex_inductor.chunked_forward(q, q, q, [], graph_text.dump(call))
+            torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump(call))
 
 
 @pytest.mark.parametrize(
@@ -331,9 +332,9 @@ def test_the_ops_refuse_such_text():
 def test_the_ops_refuse_such_calls(changed):
     q = torch.randn(1, 1, 2, 4)
     right = {"inputs": {}, "mods": dict.fromkeys(("score", "mask", "joint")), "scale": 1.0, "wants": []}
-    torch.ops.flex_inductor.chunked_forward(q, q, q, [], graph_text.dump(right))
+    torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump(right))
     with pytest.raises(FlexValueError):
-        torch.ops.flex_inductor.chunked_forward(q, q, q, [], graph_text.dump({**right, **changed}))
+        torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump({**right, **changed}))
 
 
 def test_a_mod_that_cannot_be_written_says_why():
@@ -341,12 +342,12 @@ def test_a_mod_that_cannot_be_written_says_why():
         pass
 
     with pytest.raises(FlexValueError, match="A mod holds `_constant`, a Odd, which cannot be written"):
-        graph_text.graph_data(graph_of(constants=[("_constant", torch.ones(1).as_subclass(Odd))]))
+        serialise.graph_data(graph_of(constants=[("_constant", torch.ones(1).as_subclass(Odd))]))
     with pytest.raises(
         FlexValueError, match="A mod uses '<built-in function getpid>', which is not an operator"
     ):
-        graph_text.graph_data(graph_of((os.getpid, lambda x: (), {})))
+        serialise.graph_data(graph_of((os.getpid, lambda x: (), {})))
     with pytest.raises(FlexValueError, match="A mod gives an operator a slice, which cannot be written"):
-        graph_text.graph_data(graph_of((aten.neg.default, lambda x: (slice(0, 1),), {})))
+        serialise.graph_data(graph_of((aten.neg.default, lambda x: (slice(0, 1),), {})))
     with pytest.raises(FlexValueError, match=r"A mod uses 'aten::rand', which draws random numbers"):
-        graph_text.graph_data(graph_of((aten.rand.default, lambda x: ([1],), {})))
+        serialise.graph_data(graph_of((aten.rand.default, lambda x: ([1],), {})))

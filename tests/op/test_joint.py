@@ -6,7 +6,7 @@ import torch
 from op.calls import check, close, draw, parameter, qkv
 
 from flex_inductor import create_block_mask, flex_attention
-from flex_inductor.op.tracing import trace_joint
+from flex_inductor.mod_ir.trace import trace_joint
 
 
 class TestJointGraph(expecttest.TestCase):

@@ -19,7 +19,7 @@ class StubRoute:
 
 @pytest.fixture
 def stub_routes(monkeypatch):
-    module = ModuleType("flex_inductor.lowerings.routes")
+    module = ModuleType("flex_inductor.lowerings.registry")
     module.ROUTES = (StubRoute("fast", False, "no such card"), StubRoute("chunked", True, "runs anywhere"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flex_inductor import flex_attention
-from flex_inductor.lowerings import last
+from flex_inductor.lowerings import record_file
 from flex_inductor.tools import cli
 from flex_inductor.tools.inspector.last import page, read
 
@@ -18,8 +18,8 @@ WHEN = {"program": "train.py", "process": 1, "time": "today", "versions": {"torc
 @pytest.fixture(autouse=True)
 def kept(tmp_path, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(last, "path", lambda: tmp_path / "kept" / "last.json")
-    monkeypatch.setattr(last, "_compilations", {})
+    monkeypatch.setattr(record_file, "path", lambda: tmp_path / "kept" / "last.json")
+    monkeypatch.setattr(record_file, "_compilations", {})
 
 
 def twice(q, scale):
@@ -130,9 +130,9 @@ def test_the_line_of_a_guard(tmp_path):
 
 
 def test_bounded(monkeypatch):
-    monkeypatch.setattr(last, "MOST_COMPILATIONS", 2)
-    monkeypatch.setattr(last, "MOST_CALLS", 1)
-    monkeypatch.setattr(last, "MOST_LETTERS", 20)
+    monkeypatch.setattr(record_file, "MOST_COMPILATIONS", 2)
+    monkeypatch.setattr(record_file, "MOST_CALLS", 1)
+    monkeypatch.setattr(record_file, "MOST_LETTERS", 20)
     attend = compiled()
     for length in (16, 32, 48):
         attend(queries(length), torch.tensor(2.0))
@@ -143,13 +143,15 @@ def test_bounded(monkeypatch):
 
 
 def test_no_folders():
-    short = last._short("FileNotFoundError: /home/me/project/train.py:3, docs/a.md and 1/0 and a == b/c")
+    short = record_file._short(
+        "FileNotFoundError: /home/me/project/train.py:3, docs/a.md and 1/0 and a == b/c"
+    )
     assert short == "FileNotFoundError: train.py:3, docs/a.md and 1/0 and a == b/c"
 
 
 def _write_often():
     for _ in range(50):
-        last._write()
+        record_file._write()
 
 
 def test_several_processes_leave_whole_files():
@@ -161,7 +163,7 @@ def test_several_processes_leave_whole_files():
     while any(writer.is_alive() for writer in writers):
         assert read()["compilations"] == expected
     assert [writer.exitcode for writer in writers] == [0] * 3
-    assert [path.name for path in last.path().parent.iterdir()] == ["last.json"]
+    assert [path.name for path in record_file.path().parent.iterdir()] == ["last.json"]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
@@ -181,8 +183,8 @@ REFUSED = {
 def test_refused_in_one_line(name, capsys):
     content, argv, message = REFUSED[name]
     if content is not None:
-        last.path().parent.mkdir()
-        last.path().write_text(content)
+        record_file.path().parent.mkdir()
+        record_file.path().write_text(content)
     assert cli.main(["inspect", "--last", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err and captured.err.count("\n") == 1

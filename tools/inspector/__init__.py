@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_inductor import errors
 from flex_inductor.lowerings.decision import Choice
-from flex_inductor.places import last_line
+from flex_inductor.mod_ir.source_lines import last_line
 
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_untuned

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.schedule import TENSORS
+from flex_inductor.mod_ir.checked import capture_names
+from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
-from flex_inductor.op.hop import capture_names
-from flex_inductor.places import Line, call_line
 
 from .lines import mod_lines
 
@@ -114,7 +114,7 @@ def _mask(
         return None
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-    from flex_inductor.op.tracing import LaneIndexing
+    from flex_inductor.mod_ir.trace import LaneIndexing
 
     mask_mod: Any = noop_mask
     if call.mask_mod is not None and captures is not None:

@@ -100,12 +100,11 @@ def _compile_only(
 ) -> None:
     import torch._functorch.config as functorch_config
 
-    from flex_inductor.backend import flex_inductor
+    from flex_inductor.backend import attention_nodes, flex_inductor, prepare_calls
     from flex_inductor.options import BackendOptions
-    from flex_inductor.takeover import attention_nodes, replace_torch_nodes
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        replace_torch_nodes(module, BackendOptions())
+        prepare_calls(module, BackendOptions())
         watched.module, watched.inputs = module, inputs
         watched.calls = attention_nodes(module)
         if watched.calls:
@@ -146,13 +145,13 @@ class _Watching:
     def kernels(self) -> Iterator[None]:
         import torch._inductor.lowering  # noqa: F401 - brings our lowerings
 
-        from flex_inductor.lowerings import last, register
+        from flex_inductor.lowerings import lower, record_file
 
         with contextlib.ExitStack() as patches:
-            patches.enter_context(mock.patch.object(last, "compilation", contextlib.nullcontext))
-            patches.enter_context(mock.patch.object(register, "decide", self._decide(register.decide)))
-            patches.enter_context(mock.patch.object(register, "_lower", self._lower(register._lower)))
-            patches.enter_context(mock.patch.object(register, "record", self._record))
+            patches.enter_context(mock.patch.object(record_file, "compilation", contextlib.nullcontext))
+            patches.enter_context(mock.patch.object(lower, "decide", self._decide(lower.decide)))
+            patches.enter_context(mock.patch.object(lower, "_lower", self._lower(lower._lower)))
+            patches.enter_context(mock.patch.object(lower, "record", self._record))
             patches.enter_context(self._cpu() if self.target == "cpu" else self._triton())
             yield
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flex_inductor import errors
-from flex_inductor.lowerings import cache
+from flex_inductor.lowerings import cache_folder
 from flex_inductor.op.flops import _backward_flops, _forward_flops
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def this_cpu() -> Device:
     from ..env import cpu_name
 
     threads = torch.get_num_threads()
-    path = cache.folder() / "cpu_peaks.json"
+    path = cache_folder.folder() / "cpu_peaks.json"
     key = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, torch {torch.__version__}"
     try:
         known = json.loads(path.read_text())
@@ -148,7 +148,7 @@ def this_cpu() -> Device:
         known[key] = _measured()
         with contextlib.suppress(OSError):  # measured again the next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            with cache.replacing(path) as file:
+            with cache_folder.replacing(path) as file:
                 json.dump(known, file)
     peaks = known[key]
     return Device(f"this CPU ({threads} threads)", peaks["flops"], peaks["bandwidth"])

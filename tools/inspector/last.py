@@ -1,4 +1,4 @@
-"""What the last process that compiled attention decided: the record that lowerings/last.py keeps, as a page."""
+"""What the last process that compiled attention decided: the record that lowerings/record_file.py keeps, as a page."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from flex_inductor import errors
-from flex_inductor.lowerings import last
+from flex_inductor.lowerings import record_file
 from flex_inductor.lowerings.decision import Choice, Decision
 
 
 def read() -> dict[str, Any]:
     """The record, or an error that says why there is none."""
     try:
-        record = json.loads(last.path().read_text())
-        if record["format"] != last.FORMAT:
+        record = json.loads(record_file.path().read_text())
+        if record["format"] != record_file.FORMAT:
             raise ValueError(f"format {record['format']!r}")
     except FileNotFoundError:
-        raise errors.no_record(last.path().parent) from None
+        raise errors.no_record(record_file.path().parent) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise errors.not_a_record(last.path(), error) from None
+        raise errors.not_a_record(record_file.path(), error) from None
     return record
 
 

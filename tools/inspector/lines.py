@@ -11,7 +11,7 @@ from unittest import mock
 
 from torch import fx
 
-from flex_inductor.places import Frame, Line, frames
+from flex_inductor.mod_ir.source_lines import Frame, Line, frames
 
 
 def _mod_frames(node: fx.Node) -> list[Frame]:

@@ -27,7 +27,7 @@ from flex_inductor.lowerings.triton.configs import (
     forward_cost,
     known_device,
 )
-from flex_inductor.lowerings.triton.hints import hinted, without_effect
+from flex_inductor.lowerings.triton.hinted_configs import hinted, without_effect
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flex_inductor import build
+from flex_inductor import fingerprint
 
 from .. import winners
 from .configs import launched_with
@@ -22,7 +22,7 @@ class _Keep(NamedTuple):
         if self.before is not None:
             self.before(config, *args, **kwargs)
         found = launched_with(config)._asdict()
-        winners.keep(winners.Winner(self.problem, self.device, build.FINGERPRINT, found, []))
+        winners.keep(winners.Winner(self.problem, self.device, fingerprint.FINGERPRINT, found, []))
 
 
 def keep_winner(problem: str, device: str) -> Callable[[Any], Any]:

@@ -14,7 +14,7 @@ from torch._inductor.lowering import fallbacks, lowerings, to_dtype
 from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering, SubgraphLoweringException
 from torch._inductor.virtualized import V, ops
 
-from flex_inductor.op.program import LaneProgram
+from flex_inductor.mod_ir.program import LaneProgram
 
 aten = torch.ops.aten
 

@@ -9,14 +9,14 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
+from flex_inductor.mod_ir.program import programs
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
-from flex_inductor.op.program import programs
 from flex_inductor.op.schedule import by_rows
 
-from .decision import decide, record
+from .decision_log import record
 from .problem import AttentionProblem
-from .routes import ROUTES
-from .verify import verified
+from .registry import ROUTES, decide
+from .verified import verified
 
 if TYPE_CHECKING:  # torch._inductor.graph imports the module whose import brings this one
     from torch._inductor.graph import GraphLowering
@@ -39,7 +39,7 @@ def _backward(*args: Any) -> Any:
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
-    from .subgraphs import realized  # whose imports bring this module
+    from .mods import realized  # whose imports bring this module
 
     given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}

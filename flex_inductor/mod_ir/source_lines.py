@@ -47,11 +47,11 @@ def _folder(module: str) -> str:
     return f"{Path(spec.origin).parent}/"
 
 
-_OWN = Path(__file__).parent
+_OWN = Path(__file__).parent.parent
 _NOT_USERS = (
     f"{Path(torch.__file__).parent}/",
     _folder("flex_inductor.tools"),
-    *(f"{_OWN}/{name}" for name in ("op/", "attention.py", "takeover.py")),
+    *(f"{_OWN}/{name}" for name in ("mod_ir/", "op/", "attention.py", "take_over.py")),
 )
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)\n(.*)$', flags=re.MULTILINE)
 

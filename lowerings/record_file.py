@@ -11,18 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from flex_inductor import build, compat
-from flex_inductor.places import call_line, frames, last_line
+from flex_inductor import compat, fingerprint
+from flex_inductor.mod_ir.source_lines import call_line, frames, last_line
 
-from . import cache
-
-if TYPE_CHECKING:
-    from .decision import Decision
+from . import cache_folder
+from .decision import Decision
 
 FORMAT = 1
 MOST_COMPILATIONS = 32  # the newest are kept
@@ -35,7 +33,7 @@ _depth = 0  # of `_written_at_the_end`
 
 
 def path() -> Path:
-    return cache.folder() / "last.json"
+    return cache_folder.folder() / "last.json"
 
 
 @contextlib.contextmanager
@@ -130,12 +128,12 @@ def _write() -> None:
         "program": Path(sys.argv[0]).name if sys.argv else "",
         "process": os.getpid(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "versions": {"flex_inductor": build.VERSION, "torch": torch.__version__},
+        "versions": {"flex_inductor": fingerprint.VERSION, "torch": torch.__version__},
         "compilations": list(_compilations.values()),
     }
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
-        with cache.replacing(path()) as file:
+        with cache_folder.replacing(path()) as file:
             json.dump(record, file, indent=1)
     except OSError as error:
         logging.getLogger("flex_inductor").info("what was compiled is not kept: %s", error)

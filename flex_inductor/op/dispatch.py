@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import errors
+from ..mod_ir.checked import mark_checked
+from ..mod_ir.program import programs
+from ..mod_ir.trace import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, random_op
 from . import chunked
 from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
-from .hop import attention, attention_backward, mark_checked, prepare, with_score_graph
+from .hop import attention, attention_backward
 from .layout import empty_like_layout
-from .program import programs
-from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, random_op
+from .prepare import prepare, with_score_graph
 
 
 @attention.py_impl(DispatchKey.CompositeExplicitAutograd)

@@ -1,14 +1,11 @@
-"""The routes, in the order they are asked. Adding a family of kernels is adding a route here."""
+"""What a family of kernels must say of itself to be asked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .chunked import ChunkedRoute
-from .cpu.route import CpuRoute
 from .problem import AttentionProblem
-from .triton.route import TritonRoute
 
 
 class Route(Protocol):
@@ -32,6 +29,3 @@ class Route(Protocol):
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         """Inductor IR for the op's outputs, from the IR of its inputs."""
         ...
-
-
-ROUTES: tuple[Route, ...] = (TritonRoute(), CpuRoute(), ChunkedRoute())

@@ -16,14 +16,14 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from flex_inductor import compat
-from flex_inductor.op.program import LaneProgram
+from flex_inductor.mod_ir.program import LaneProgram
+from flex_inductor.mod_ir.trace import INDEX_DTYPE
 from flex_inductor.op.schedule import Visits
-from flex_inductor.op.tracing import INDEX_DTYPE
 
 from ..choice import choose, demanded, problem_class
+from ..mods import invariants, realized, with_reciprocals
 from ..problem import AttentionProblem
-from ..subgraphs import invariants, realized, with_reciprocals
-from . import spare, timed
+from . import fallback_configs, timing
 from .configs import (
     LARGEST_TILE,
     TABLES,
@@ -38,10 +38,10 @@ from .configs import (
     variants,
     without_choice,
 )
-from .hints import hinted
+from .hinted_configs import hinted
 from .kernel import Arguments, Launch, Tensor, launch
 from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
-from .packing import packed
+from .packed_heads import packed
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
@@ -296,10 +296,13 @@ class Builder:
         )
         decorators: list[tuple[Callable, tuple[Any, ...]]] = []
         if len(configs) > 1:
-            decorators.append((timed.keep_winner, (self.timed_as, current_device(self.problem.device).key)))
+            decorators.append((timing.keep_winner, (self.timed_as, current_device(self.problem.device).key)))
         if self.kind:
             decorators.append(
-                (spare.or_next, (self.kind, [config.launch(axes) for config in self.spare], self.asked_for))
+                (
+                    fallback_configs.or_next,
+                    (self.kind, [config.launch(axes) for config in self.spare], self.asked_for),
+                )
             )
         imports = "\n".join(f"from {f.__module__} import {f.__name__}" for f, _ in decorators)
         lines = "\n".join(f"@{f.__name__}{arguments!r}" for f, arguments in decorators)

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import graph_text
+from . import serialise
 from .normal_form import Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
-from .tracing import JOINT_LANES, MASK_LANES, SCORE_LANES
+from .trace import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 aten = torch.ops.aten
 
@@ -112,8 +112,8 @@ class LaneProgram(NamedTuple):
     epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
 
     def to_text(self) -> str:
-        parts = {part: graph_text.graph_data(getattr(self, part)) for part in _PARTS}
-        return graph_text.dump(
+        parts = {part: serialise.graph_data(getattr(self, part)) for part in _PARTS}
+        return serialise.dump(
             {
                 "lanes": self.lanes,
                 "guards": self.guards,
@@ -128,14 +128,14 @@ class LaneProgram(NamedTuple):
     @functools.lru_cache(maxsize=1024)
     def from_text(text: str) -> LaneProgram:
         names = ("lanes", "guards", "leaves", "gradients", "tensors", *_PARTS)
-        lanes, guards, leaves, gradients, tensors, *parts = graph_text.fields(graph_text.load(text), *names)
+        lanes, guards, leaves, gradients, tensors, *parts = serialise.fields(serialise.load(text), *names)
         return LaneProgram(
             _names(lanes, ("score", *AXES, "grad_score")),
             tuple(_names(axes, AXES) for axes in _list(guards)),
             tuple(_leaf_from(leaf) for leaf in _list(leaves)),
             _tuple_of(bool, gradients),
             tuple(_tensor_from(tensor) for tensor in _list(tensors)),
-            *map(graph_text.graph_function, parts),
+            *map(serialise.graph_function, parts),
         )
 
 
@@ -143,12 +143,12 @@ _PARTS = ("prologue", "lane", "epilogue")
 
 
 def _list(data: Any) -> list[Any]:
-    graph_text.expect(isinstance(data, list), f"expected a list, found {str(data)[:80]}")
+    serialise.expect(isinstance(data, list), f"expected a list, found {str(data)[:80]}")
     return data
 
 
 def _tuple_of(kind: type, data: Any) -> tuple:
-    graph_text.expect(
+    serialise.expect(
         all(type(item) is kind for item in _list(data)),
         f"expected a list of {kind.__name__}, found {str(data)[:80]}",
     )
@@ -157,22 +157,22 @@ def _tuple_of(kind: type, data: Any) -> tuple:
 
 def _names(data: Any, known: Sequence[str]) -> tuple[str, ...]:
     names = _tuple_of(str, data)
-    graph_text.expect(set(names) <= set(known), f"expected names of {known}, found {str(data)[:80]}")
+    serialise.expect(set(names) <= set(known), f"expected names of {known}, found {str(data)[:80]}")
     return names
 
 
 def _tensor_from(data: Any) -> tuple[tuple[str, ...], int]:
-    graph_text.expect(len(_list(data)) == 2, f"expected axes and a size, found {str(data)[:80]}")
+    serialise.expect(len(_list(data)) == 2, f"expected axes and a size, found {str(data)[:80]}")
     axes, size = data
-    graph_text.expect(graph_text.is_count(size), f"expected a size, found {str(size)[:80]}")
+    serialise.expect(serialise.is_count(size), f"expected a size, found {str(size)[:80]}")
     return _names(axes, AXES), size
 
 
 def _leaf_from(data: Any) -> Leaf:
-    graph_text.expect(len(_list(data)) == len(Leaf._fields), f"expected a leaf, found {str(data)[:80]}")
+    serialise.expect(len(_list(data)) == len(Leaf._fields), f"expected a leaf, found {str(data)[:80]}")
     shape, is_invariant, indices, axes = data
-    graph_text.expect(
-        all(map(graph_text.is_count, [*_list(shape), indices])), f"expected sizes in {str(data)[:80]}"
+    serialise.expect(
+        all(map(serialise.is_count, [*_list(shape), indices])), f"expected sizes in {str(data)[:80]}"
     )
     return Leaf(tuple(shape), _tuple_of(bool, is_invariant), indices, _names(axes, AXES))
 

@@ -1,0 +1,35 @@
+"""A mask_mod and the sizes it is for, as the runs of its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .errors import MaskModError, size_needed
+from .refine import tile_runs
+from .runs import Runs
+from .tables import Extent
+from .trace import INDEX_NAMES, trace_mask
+
+
+def analysed(
+    mask_mod: Callable, extent: Extent, device: torch.device, unstated: str
+) -> tuple[Runs, tuple[int, int]]:
+    """The runs of all rows of tiles, and the (batch, heads) for which they are kept.
+
+    `unstated` names those of b and h for which no size was given: the mask must not read them.
+    """
+    program = trace_mask(mask_mod, device)
+    if read := [name for name in unstated if name in program.reads]:
+        raise size_needed(program.name, read)
+    grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
+    try:
+        return tile_runs(program, extent), grids
+    except (RuntimeError, IndexError, ValueError) as error:
+        sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
+        where = ", ".join(f"{name} < {size}" for name, size in sizes)
+        raise MaskModError(
+            f"mask_mod {program.name}: fails at some {where}: {error}. "
+            "A captured tensor needs an entry for every index it is read at."
+        ) from error

@@ -1,0 +1,97 @@
+"""What happens to a call before either op looks at it: mods become checked graphs, numbers become tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import errors
+from ..mod_ir.capture import LiftedMod, lift
+from ..mod_ir.checked import WrappedMod, capture_names, lane_graph
+from ..mod_ir.trace import MASK_LANES, SCORE_LANES, number_dtype, score_dtype
+from .call import AttentionCall
+
+
+def lift_captures(call: AttentionCall) -> AttentionCall:
+    """Calls from plain Python bring mods that still hold their captures."""
+    for field, lanes in (("score", SCORE_LANES), ("mask", MASK_LANES)):
+        name = f"{field}_mod"
+        mod, captures = getattr(call, name), getattr(call.inputs, f"{field}_captures")
+        if mod is None or captures or isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod)):
+            continue
+        errors.check_arity(name, mod, lanes)
+        lifted, captures = lift(mod, lanes, call.query)
+        changed: dict[str, Any] = {name: lifted}
+        call = call._replace(**changed).with_inputs(**{f"{field}_captures": captures})
+    return call
+
+
+def prepare(call: AttentionCall) -> AttentionCall:
+    """Numbers become tensors, a scale that no kernel can hold as a literal a capture; captures are checked."""
+    inputs = call.inputs
+    call = call.with_inputs(
+        score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
+        mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
+    )
+    if inputs.tile_map is not None and inputs.schedule is None:
+        raise errors.tile_map_without_schedule()
+    if not _is_literal(call.scale, score_dtype(call.query.dtype)):
+        call = _scale_as_capture(call)
+    inputs = call.inputs
+    tensors = (call.query, call.key, call.value, *inputs.differentiable)
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    for field in ("score", "mask"):
+        mod, captures = getattr(call, f"{field}_mod"), getattr(inputs, f"{field}_captures")
+        for i, capture in enumerate(captures):
+            if capture.device != call.query.device:
+                name = capture_names(mod, len(captures))[i]
+                raise errors.capture_on_other_device(f"{field}_mod", name, capture.device, call.query.device)
+            if saves and capture.is_inference():
+                raise errors.capture_of_inference_mode(f"{field}_mod", capture_names(mod, len(captures))[i])
+            if field == "mask" and capture.requires_grad:
+                raise errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
+    if call.mask_mod is not None:
+        mask = lane_graph(call.mask_mod, "mask_mod", call.query, inputs.mask_captures)
+        call = call._replace(mask_mod=mask)
+    return call
+
+
+def with_score_graph(call: AttentionCall) -> AttentionCall:
+    """`call` with its score_mod as a checked graph."""
+    if call.score_mod is None:
+        return call
+    captures = call.inputs.score_captures
+    return call._replace(score_mod=lane_graph(call.score_mod, "score_mod", call.query, captures))
+
+
+def _number_to_tensor(capture: Any, query: Tensor) -> Any:
+    """A Python number that Dynamo lifted, because it changes from call to call, becomes a 0-d tensor."""
+    dtype = number_dtype(capture, query)
+    if dtype is None:
+        return capture
+    number: Any = capture
+    return torch.scalar_tensor(number, dtype=dtype, device=query.device)
+
+
+def _is_literal(scale: Any, dtype: torch.dtype) -> bool:
+    """Whether `scale` is the same in each call, and finite."""
+    changes = isinstance(scale, (torch.SymInt, torch.SymFloat, Tensor))
+    return not changes and abs(scale) <= torch.finfo(dtype).max
+
+
+def _scale_as_capture(call: AttentionCall) -> AttentionCall:
+    inner = call.score_mod
+    scale: Any = call.scale
+    if not isinstance(scale, Tensor):
+        scale = torch.ones((), dtype=score_dtype(call.query.dtype), device=call.query.device) * scale
+
+    def scaled(score, b, h, q_idx, kv_idx, scale, *captures):
+        score = score * scale
+        return score if inner is None else inner(score, b, h, q_idx, kv_idx, *captures)
+
+    captures = call.inputs.score_captures
+    names = ("scale", *capture_names(inner, len(captures)))
+    call = call._replace(score_mod=WrappedMod(scaled, names), scale=1.0)
+    return call.with_inputs(score_captures=(scale, *captures))

@@ -1,0 +1,100 @@
+"""`take_over()`: torch's flex_attention and create_block_mask are this project's for a while.
+
+Inside a function compiled with backend="flex_inductor" torch's op is served without it (`torch_calls.py`). What torch's
+Python wrapper refuses before there is an op (on CPU: gradients and max_scores) needs `take_over()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+from torch.nn.attention import flex_attention as torch_flex
+
+
+def _attention(
+    query,
+    key,
+    value,
+    score_mod=None,
+    block_mask=None,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+    kernel_options=None,
+    *,
+    return_aux=None,
+):
+    from flex_inductor.attention import flex_attention
+
+    return flex_attention(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux=return_aux,
+    )  # fmt: skip
+
+
+def _block_mask(
+    mask_mod,
+    B,
+    H,
+    Q_LEN,
+    KV_LEN,
+    device=None,
+    BLOCK_SIZE=128,
+    _compile=False,
+    separate_full_blocks=True,
+    compute_dq_write_order=False,
+    dq_kv_order=True,
+):
+    from flex_inductor.masks import create_block_mask
+
+    return create_block_mask(
+        mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks,
+        compute_dq_write_order, dq_kv_order,
+    )  # fmt: skip
+
+
+_PAIRS = ((torch_flex.flex_attention, _attention), (torch_flex.create_block_mask, _block_mask))
+_SWAPPED = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+class take_over:
+    """Make torch's flex_attention and create_block_mask ours, until `undo()` or the `with` block ends.
+
+    Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function objects
+    stay torch's and get our code, so modules that have imported them by name are served as well. They are
+    torch's again once all that took them over, in whatever threads and order, have let go.
+    """
+
+    _lock = threading.Lock()
+    _holders: ClassVar[set[take_over]] = set()
+    _torchs: ClassVar[list[list[Any]]] = []  # the attributes of torch's functions while they are ours
+
+    def __init__(self) -> None:
+        with self._lock:
+            if not self._holders:
+                self._torchs[:] = [[getattr(torchs, name) for name in _SWAPPED] for torchs, _ in _PAIRS]
+                for torchs, ours in _PAIRS:
+                    _set(torchs, [getattr(ours, name) for name in _SWAPPED])
+            self._holders.add(self)
+
+    def undo(self) -> None:
+        """Let go. Once the last has, torch's functions have their own code back."""
+        with self._lock:
+            if self not in self._holders:
+                return
+            self._holders.remove(self)
+            if not self._holders:
+                for (torchs, _), attributes in zip(_PAIRS, self._torchs, strict=True):
+                    _set(torchs, attributes)
+
+    def __enter__(self) -> take_over:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+
+def _set(function: Any, attributes: list[Any]) -> None:
+    for name, value in zip(_SWAPPED, attributes, strict=True):
+        setattr(function, name, value)

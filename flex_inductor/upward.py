@@ -1,0 +1,41 @@
+"""The one place from which this package reaches up to its lowerings and tools, late: they import it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from . import compat
+
+_LOWERINGS, _TOOLS = "flex_inductor.lowerings", "flex_inductor.tools"
+
+
+def register_lowerings() -> None:
+    """Have Inductor know how to lower the ops once it is imported."""
+    compat.when_imported("torch._inductor.lowering", lambda _: import_module(f"{_LOWERINGS}.lower"))
+
+
+def route_names() -> list[str]:
+    return [route.name for route in import_module(f"{_LOWERINGS}.registry").ROUTES]
+
+
+def compilation(nodes: list[Any]) -> Any:
+    """A context around the compilation of a graph with these calls: `flex-inductor inspect --last` reads of it."""
+    return import_module(f"{_LOWERINGS}.record_file").compilation(nodes)
+
+
+def imported_tuning() -> str:
+    """Changes with every import of tuning results."""
+    return import_module(f"{_LOWERINGS}.winners").stamp()
+
+
+def public(name: str) -> Any:
+    """What `flex_inductor` has of its lowerings and tools."""
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+PUBLIC = {
+    "decisions": f"{_LOWERINGS}.decision_log",
+    "inspect": f"{_TOOLS}.inspector",
+    "trace_mod": f"{_TOOLS}.trace_mod",
+}

@@ -1,0 +1,61 @@
+"""Where decisions go: the log, the structured trace, `decisions()`, and the file for other processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+
+from torch._logging import trace_structured
+
+from . import record_file
+from .decision import Choice, Decision
+
+log = logging.getLogger("flex_inductor")
+
+_recent: deque[Decision] = deque(maxlen=4096)
+_made_here: set[str] = set()
+
+
+def record(decision: Decision, node: str, number: int) -> str:
+    """Log a decision made for the graph node `node`, the call of that number in Dynamo's graph.
+
+    Returns a line for the generated code, so that code from a cache brings its decisions with it.
+    """
+    _tell(decision, number)
+    text = json.dumps([node, number, *decision])
+    _made_here.add(text)
+    return f"from {__name__} import restore; restore({text!r})"
+
+
+def restore(text: str) -> None:
+    """Called by generated code when it is loaded: record its decision if it was made in another process."""
+    if text in _made_here:
+        _made_here.discard(text)
+        return
+    _, number, call, chosen, why, rejected, notes, kernels = json.loads(text)
+    choices = [
+        Choice(kernel, config, why, tuple(map(tuple, others)), milliseconds)
+        for kernel, config, why, others, milliseconds in kernels
+    ]
+    _tell(Decision(call, chosen, why, tuple(map(tuple, rejected)), tuple(notes), tuple(choices)), number)
+
+
+def _tell(decision: Decision, number: int) -> None:
+    _recent.append(decision)
+    record_file.note(decision, number)
+    log.info("%s", decision)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "flex_inductor_decision", "encoding": "string"},
+        payload_fn=lambda: str(decision),
+    )
+
+
+def decisions(*, clear: bool = False) -> list[Decision]:
+    """The record of every attention call compiled since the last `decisions(clear=True)`."""
+    found = list(_recent)
+    if clear:
+        for _ in found:  # what another thread adds meanwhile stays for the next call
+            _recent.popleft()
+    return found

@@ -1,0 +1,33 @@
+"""The routes, in the order they are asked, and the one that serves a call. Another family is another route here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flex_inductor import errors
+
+from .chunked import ChunkedRoute
+from .cpu.route import CpuRoute
+from .decision import Decision
+from .problem import AttentionProblem
+from .route import Route
+from .triton.route import TritonRoute
+
+ROUTES: tuple[Route, ...] = (TritonRoute(), CpuRoute(), ChunkedRoute())
+
+
+def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, Decision]:
+    """Ask the routes in order; an explicitly demanded one serves or raises."""
+    demanded = problem.options.route
+    rejected: list[tuple[str, str]] = []
+    for i, route in enumerate(routes):
+        missing = [name for name in problem.inputs if name not in route.serves]
+        usable, why = (False, f"does not serve {', '.join(missing)}") if missing else route.can_use(problem)
+        if usable and demanded in ("", route.name):
+            later = "not asked for" if demanded else f"{route.name} comes first"
+            rejected += [(other.name, later) for other in routes[i + 1 :]]
+            why = f"asked for; {why}" if demanded else why
+            notes = tuple(route.notes(problem))
+            return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
+        rejected.append((route.name, why if not usable else f"not asked for; {why}"))
+    raise errors.route_refused(demanded, Decision(problem.describe(), "none", "", tuple(rejected)))

@@ -18,7 +18,7 @@ class _Beside:
 
 
 if not (_Path(__path__[0]) / "lowerings").is_dir():
-    _sys.meta_path.append(_Beside)
+    _sys.meta_path.insert(0, _Beside)  # before an editable install of another checkout
 
 from torch.nn.attention.flex_attention import (
     AuxOutput,

@@ -412,7 +412,7 @@ def route_refused(demanded: str, decision: Any) -> FlexRuntimeError:
     if demanded:
         asked = f"route {demanded!r} was asked for and cannot serve this call."
     else:
-        asked = "no route can serve this call with the option `configs`."
+        asked = "no route can serve this call, each for its own reason."
     return FlexRuntimeError(f"{asked}\n{decision}")
 
 

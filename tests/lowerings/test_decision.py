@@ -10,10 +10,13 @@ import flex_inductor
 from flex_inductor import create_block_mask, errors, flex_attention
 from flex_inductor.lowerings.cpu.route import CpuRoute
 from flex_inductor.lowerings.registry import decide
+from flex_inductor.options import CallOptions
 
 
 class Fixed:
     """A route with one answer."""
+
+    serves = frozenset(("score_captures", "schedule"))
 
     def __init__(self, name, usable, why):
         self.name, self.answer = name, (usable, why)
@@ -26,8 +29,8 @@ class Fixed:
 
 
 class Problem:
-    def __init__(self, route=None):
-        self.options = {"route": route} if route else {}
+    def __init__(self, route=None, inputs=()):
+        self.options, self.inputs = CallOptions(route=route or ""), ("score_captures", *inputs)
 
     def describe(self):
         return "forward float32 on cpu"
@@ -69,6 +72,17 @@ rejected: fused: float64 is not taken
 rejected: last: split comes first
 note:     BLOCK_M: too large, 32 used""",
         )
+
+    def test_what_no_route_serves(self):
+        with self.assertRaises(errors.FlexError) as raised:
+            decide(Problem(inputs=("sinks",)), ROUTES)
+        self.assertExpectedInline(str(raised.exception), """\
+no route can serve this call, each for its own reason.
+call:     forward float32 on cpu
+chosen:   none
+rejected: fused: does not serve sinks
+rejected: split: does not serve sinks
+rejected: last: does not serve sinks""")
 
     def test_demanded_route(self):
         self.assertExpectedInline(

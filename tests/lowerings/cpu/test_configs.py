@@ -127,7 +127,7 @@ def test_sizes_that_cannot_be_used_raise(asked, dtype, message):
     compiled = torch.compile(flex_attention, backend=backend, options={"configs": asked})
     with pytest.raises(Exception, match=message) as raised:
         compiled(q, k, v)
-    assert "no route can serve this call with the option `configs`" in str(raised.value)
+    assert "no route can serve this call" in str(raised.value)
 
 
 @pytest.fixture

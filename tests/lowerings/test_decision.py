@@ -76,13 +76,16 @@ note:     BLOCK_M: too large, 32 used""",
     def test_what_no_route_serves(self):
         with self.assertRaises(errors.FlexError) as raised:
             decide(Problem(inputs=("sinks",)), ROUTES)
-        self.assertExpectedInline(str(raised.exception), """\
+        self.assertExpectedInline(
+            str(raised.exception),
+            """\
 no route can serve this call, each for its own reason.
 call:     forward float32 on cpu
 chosen:   none
 rejected: fused: does not serve sinks
 rejected: split: does not serve sinks
-rejected: last: does not serve sinks""")
+rejected: last: does not serve sinks""",
+        )
 
     def test_demanded_route(self):
         self.assertExpectedInline(

@@ -44,7 +44,8 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
     call = call._replace(**tensors)
-    inputs, schedule = call.inputs, call.inputs.schedule
+    inputs: Any = call.inputs
+    schedule = inputs.schedule
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device(),

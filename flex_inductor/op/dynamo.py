@@ -69,7 +69,9 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         )
         mask, mask_captures = self._subgraph(tx, query, key, mask_mod, "mask_mod", MASK_LANES, mask_given)
         call = AttentionCall(
-            *(arg.as_proxy() for arg in (query, key, value)),
+            query.as_proxy(),
+            key.as_proxy(),
+            value.as_proxy(),
             score,
             mask,
             float_to_tensor(tx, query, scale.as_proxy(), score_dtype(_example_of(query).dtype)),

@@ -71,7 +71,7 @@ def fold_backward(
 class _FoldedMods:
     """Both mods on their captures of all examples, and the call's inputs with these."""
 
-    def __init__(self, fold: _Fold, inputs: Inputs, dims: Inputs, separate: Sequence[bool] = ()):
+    def __init__(self, fold: _Fold, inputs: Inputs, dims: Any, separate: Sequence[bool] = ()):
         check_served(inputs, _FOLDED)
         self.score = _FoldedMod(fold, inputs.score_captures, dims.score_captures, separate)
         self.mask = _FoldedMod(fold, inputs.mask_captures, dims.mask_captures)

@@ -46,6 +46,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     call = call._replace(**tensors)
     inputs: Any = call.inputs
     schedule = inputs.schedule
+    counts: Any = by_rows(schedule).partial_counts if schedule else None
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device(),
@@ -54,7 +55,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         aligned=all(map(_aligned, tensors.values())),
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
-        heads_alike=schedule is None or by_rows(schedule).partial_counts.get_size()[1] == 1,
+        heads_alike=counts is None or counts.get_size()[1] == 1,
         lists_queries=schedule is not None and schedule.lists_queries,
         programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(joint), guarded=False),
         inputs=tuple(inputs.given()),

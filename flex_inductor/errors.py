@@ -499,6 +499,13 @@ def tile_map_without_schedule() -> FlexValueError:
     )
 
 
+def too_many_layouts(limit: int) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"{limit} kernels were compiled for calls that differ only in how their tensors lie in memory. Pass tensors of "
+        "one layout, for example with .contiguous()."
+    )
+
+
 # ---- Derivatives ----------------------------------------------------------------------------------
 
 

@@ -24,6 +24,12 @@ def compilation(nodes: list[Any]) -> Any:
     return import_module(f"{_LOWERINGS}.record_file").compilation(nodes)
 
 
+def compiled(call: Any) -> Any:
+    """A function of the call's tensors: see lowerings/compiled.py. It imports Inductor and compiles."""
+    register_lowerings()
+    return import_module(f"{_LOWERINGS}.compiled").compiled(call)
+
+
 def imported_tuning() -> str:
     """Changes with every import of tuning results."""
     return import_module(f"{_LOWERINGS}.winners").stamp()

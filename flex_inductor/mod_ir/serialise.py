@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import json
 import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -93,6 +95,16 @@ def graph_data(module: fx.GraphModule) -> dict[str, Any]:
         ],
         "output": _argument_data(output, numbers),
     }
+
+
+_keys: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
+
+
+def graph_key(module: fx.GraphModule) -> str:
+    """The same for equal graphs; short, and found once for each."""
+    if module not in _keys:
+        _keys[module] = hashlib.sha256(dump(graph_data(module)).encode()).hexdigest()
+    return _keys[module]
 
 
 def _name_of(node: fx.Node) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import errors
+from ..mod_ir.serialise import graph_key
 from ..options import CallOptions
 from .schedule import FORMS, Schedule
 from .tile_map import TileMap
@@ -173,3 +174,31 @@ def check_served(inputs: Inputs, served: Iterable[str]) -> None:
     """Refuse inputs that whoever computes the call does not know."""
     if missing := [name for name in inputs.given() if name not in served]:
         raise errors.inputs_not_served(missing)
+
+
+def tensors_of(call: AttentionCall | BackwardCall) -> list[Tensor]:
+    """All of a call, in the order of its fields."""
+    return _tensors(call)
+
+
+def rows_of(call: AttentionCall | BackwardCall) -> list[Tensor]:
+    """The first of them: those that are [B, H, rows, dim] or [B, H, rows]."""
+    return [
+        field
+        for field in call[:3] + (call[3:7] if isinstance(call, BackwardCall) else ())
+        if field is not None
+    ]
+
+
+def class_of(call: AttentionCall | BackwardCall) -> Any:
+    """What one compiled kernel may serve: all of a call but its lengths and values."""
+    leaves, spec = tree_flatten(call)
+    fixed = [(tensor.shape[1], *tensor.shape[3:]) for tensor in rows_of(call)]
+    return str(spec), tuple(fixed), tuple(map(_class_of_leaf, leaves))
+
+
+def _class_of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        # A size of 1 or 0 makes another kernel: it may be broadcast, or empty.
+        return leaf.dtype, leaf.device, tuple(min(size, 2) for size in leaf.shape)
+    return graph_key(leaf) if isinstance(leaf, fx.GraphModule) else leaf

@@ -1,0 +1,203 @@
+"""One call compiled without torch.compile: `compiled(call)(tensors)`.
+
+A class of calls is what one kernel serves: the same mods, dtypes, heads, head dims, schedule form, options and layouts,
+whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk; here it is kept in
+memory. Any thread may ask.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import clear_on_fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flex_inductor import errors
+from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
+from flex_inductor.op.call import class_of, rows_of, tensors_of
+
+MOST_LAYOUTS = 8  # kernels of one class, for tensors that lie differently
+
+Call = AttentionCall | BackwardCall
+
+
+class Place(NamedTuple):
+    """Where a size that may change is found among the tensors."""
+
+    tensor: int
+    what: str  # "size" or "stride"
+    dim: int
+
+    def of(self, tensors: Sequence[Tensor]) -> int:
+        return getattr(tensors[self.tensor], self.what)(self.dim)
+
+
+class Kernel(NamedTuple):
+    """A compiled call, for all tensors that `fits`."""
+
+    run: Callable[[list[Any]], Sequence[Any]]
+    symbols: list[Place]
+    fits: Callable[[Sequence[Tensor], Sequence[int]], bool]
+
+    def sizes(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [place.of(tensors) for place in self.symbols]
+
+
+class _Classes(dict[Any, list[Kernel]]):
+    cache_clear = dict.clear  # by which Inductor empties what it keeps in memory
+
+
+_kernels = _Classes()
+clear_on_fresh_cache(_kernels)
+
+
+def compiled(call: Call) -> Callable[[Sequence[Tensor]], Any]:
+    """A function of the call's tensors (`tensors_of`) that gives what the op gives."""
+    key, tensors = class_of(call), tensors_of(call)
+    kernel = _find(key, tensors)
+    if kernel is None:
+        with compile_lock:
+            kernel = _find(key, tensors)
+            if kernel is None:
+                if len(_kernels.get(key, ())) >= MOST_LAYOUTS:
+                    raise errors.too_many_layouts(MOST_LAYOUTS)
+                kernel = _compile(call)
+                _kernels.setdefault(key, []).append(kernel)
+    found = kernel
+
+    def run(tensors: Sequence[Tensor]) -> Any:
+        results = found.run([*found.sizes(tensors), *tensors])
+        return _as_outputs(call, results)
+
+    return run
+
+
+def _find(key: Any, tensors: Sequence[Tensor]) -> Kernel | None:
+    for kernel in _kernels.get(key, ()):
+        if kernel.fits(tensors, kernel.sizes(tensors)):
+            return kernel
+    return None
+
+
+def _as_outputs(call: Call, results: Sequence[Any]) -> Any:
+    if isinstance(call, AttentionCall):
+        return tuple(results)
+    return (*results[:3], tuple(results[3:]))
+
+
+def _compile(call: Call) -> Kernel:
+    leaves, spec = tree_flatten(call)
+    tensors = tensors_of(call)
+    env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=env)
+    rows = len(rows_of(call))
+    fakes = [_fake(mode, i, tensor, i < rows) for i, tensor in enumerate(tensors)]
+    symbols, places = _symbols(fakes)
+    graph, root = fx.Graph(), torch.nn.Module()
+    for i, symbol in enumerate(symbols):
+        graph.placeholder(f"size_{i}").meta["val"] = symbol
+    placeholders = []
+    for i, fake in enumerate(fakes):
+        placeholders.append(graph.placeholder(f"tensor_{i}"))
+        placeholders[-1].meta["val"] = fake
+    given = iter(placeholders)
+    arguments: list[Any] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, fx.GraphModule):
+            root.register_module(f"graph_{i}", leaf)
+            arguments.append(graph.get_attr(f"graph_{i}"))
+        else:
+            arguments.append(next(given) if isinstance(leaf, Tensor) else leaf)
+    op = attention if isinstance(call, AttentionCall) else attention_backward
+    node = graph.call_function(op, tree_unflatten(arguments, spec).wire())
+    given_fakes = iter(fakes)
+    faked = [next(given_fakes) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with mode:
+        node.meta["val"] = op(*tree_unflatten(faked, spec))
+    graph.output(tuple(_items(graph, node, node.meta["val"])))
+    module = fx.GraphModule(root, graph)
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        run: Any = compile_fx_inner(module, [*symbols, *fakes], is_inference=True)
+    guards = env.produce_guards_expression(symbols) or "True"
+    layout = _layout_test(fakes, symbols)
+
+    def fits(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+        return layout(tensors, sizes) and bool(env.evaluate_guards_expression(guards, sizes))
+
+    return Kernel(run, places, fits)
+
+
+def _fake(mode: FakeTensorMode, i: int, tensor: Tensor, is_rows: bool) -> Any:
+    """`tensor` with lengths that may change; heads and head dims are the kernel's."""
+    fixed = (1, 3) if is_rows else ()
+    sizes = [DimDynamic.STATIC if dim in fixed else DimDynamic.DYNAMIC for dim in range(tensor.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor.detach(), source=ConstantSource(f"tensor_{i}"), symbolic_context=context)
+
+
+def _symbols(fakes: Sequence[Any]) -> tuple[list[Any], list[Place]]:
+    """The sizes and strides that are symbols of their own, and for each a place where it is found."""
+    symbols, places, known = [], [], set()
+    for i, fake in enumerate(fakes):
+        for what, values in (("size", fake.size()), ("stride", fake.stride())):
+            for dim, value in enumerate(values):
+                if (
+                    isinstance(value, torch.SymInt)
+                    and (symbol := value.node.expr).is_symbol
+                    and symbol not in known
+                ):
+                    known.add(symbol)
+                    symbols.append(value)
+                    places.append(Place(i, what, dim))
+    return symbols, places
+
+
+def _layout_test(
+    fakes: Sequence[Any], symbols: Sequence[Any]
+) -> Callable[[Sequence[Tensor], Sequence[int]], bool]:
+    """Whether tensors have the sizes and strides that the kernel was made for, given the values of its symbols."""
+    names = {symbol.node.expr: f"sizes[{i}]" for i, symbol in enumerate(symbols)}
+    tests = []
+    for i, fake in enumerate(fakes):
+        for what, values in (("shape", fake.size()), ("stride()", fake.stride())):
+            wanted = [_text(value, names) for value in values]
+            if wanted:
+                tests.append(f"tensors[{i}].{what} == ({', '.join(wanted)},)")
+    return eval(f"lambda tensors, sizes: {' and '.join(tests) or 'True'}")
+
+
+def _text(value: Any, names: dict[Any, str]) -> str:
+    if not isinstance(value, torch.SymInt):
+        return str(int(value))
+    expression = value.node.expr
+    if expression in names:
+        return names[expression]
+    if expression.is_Integer:
+        return str(int(expression))
+    assert expression.is_Mul, "a stride is a product of sizes"
+    return "*".join(names[factor] if factor in names else str(int(factor)) for factor in expression.args)
+
+
+def _items(graph: fx.Graph, node: fx.Node, value: Any) -> list[Any]:
+    """The results of `node`, tuples taken apart."""
+    if not isinstance(value, tuple):
+        return [None if value is None else node]
+    found: list[Any] = []
+    for i, part in enumerate(value):
+        if part is None:
+            found.append(None)
+            continue
+        item = graph.call_function(operator.getitem, (node, i))
+        item.meta["val"] = part
+        found += _items(graph, item, part)
+    return found

@@ -36,9 +36,10 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
     fields = call.schedule[2:6]
     values["walks"] = builder.walks(fields, "keys")
     configs = builder.configs("forward")
-    counted = "persistent" in axes_of(configs)
+    counted, before = "persistent" in axes_of(configs), None
     if counted:
-        values |= persistent.values(builder, fields)
+        more, before = persistent.values(builder, fields, values["walks"], configs)
+        values |= more
 
     def grid(config: Config) -> tuple[Any, ...]:
         if config.persistent:
@@ -53,6 +54,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         grid,
         accumulated=["taken"] if counted else (),
         spare=builder.spare,
+        before=before,
     )
 
 

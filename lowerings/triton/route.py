@@ -63,8 +63,9 @@ def _refusal(problem: AttentionProblem) -> str | None:
 
     from .. import choice
     from .build import first_choice, programs, refused_config
-    from .configs import TABLES, Config
+    from .configs import Config
     from .lanes import refusal
+    from .tables import TABLES
 
     def misfit(kind: str, config: Config) -> str | None:
         return refused_config(kind, config, problem)

@@ -10,13 +10,13 @@ import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton import persistent
 from flex_inductor.lowerings.triton.configs import (
-    TABLES,
     Config,
     Shape,
     known_device,
     launched_with,
     variants,
 )
+from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.resources import compile_for, machine_code
 
 

@@ -43,7 +43,7 @@ class Reports(expecttest.TestCase):
 forward
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   exact 64: 64x32/8/2, 32x32/4/2, 64x64/8/2, 32x64/4/2
-  exact 128: 64x32/8/2, 32x32/8/2, 32x64/8/2, 32x32/4/2
+  exact 128: 64x16/8/2, 32x32/8/2, 64x32/8/2, 32x64/8/2
   exact 256: 32x32/8/1, 32x16/8/2, 64x16/8/1, 16x16/4/1
   exact 1024: 16x16/8/1
   ampere 64: 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
@@ -89,8 +89,8 @@ decode
   consumer 1024: 16x16/4/1, 16x16/8/1
 backward_dq, backward_magnitudes
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 64x32/8/2, 32x32/4/2, 32x64/8/2
-  exact 128: 32x32/8/2, 32x32/4/2, 64x16/8/2, 64x32/8/2
+  exact 64: 64x32/8/2, 32x64/8/2, 32x32/8/2, 32x32/4/2
+  exact 128: 32x32/8/2, 64x16/8/2, 16x32/8/2, 64x32/8/2
   exact 256: 32x16/8/2, 16x16/4/2, 16x32/8/2, 32x32/8/2
   exact 1024: 16x16/8/2
   ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2
@@ -117,7 +117,7 @@ backward_dkdv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x16/8/2
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
@@ -141,7 +141,7 @@ backward_dk
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x16/8/2
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
@@ -166,7 +166,7 @@ backward_dv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x16/8/2
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
@@ -191,7 +191,7 @@ backward_onepass
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
   exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x16/8/2
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 64x64/8/1, 32x32/4/2
@@ -265,13 +265,15 @@ def test_what_is_rejected_says_why():
     assert rejected[0] == (Config(128, 128, 8, 2), "about 327680 bytes of shared memory of 232448")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_call_gets_a_config_that_divides_its_blocks(arch):
+@pytest.mark.parametrize(
+    "arch, exact", [*((arch, False) for arch in ARCHITECTURES), ("sm_80", True), ("sm_86", True)]
+)
+def test_every_call_gets_a_config_that_divides_its_blocks(arch, exact):
     for kind, (table, cost) in TABLES.items():
         for head_dim in (16, 64, 128, 256, 512, 1024):
             for block in (None, 16, 48, 128):
                 for loads in (0, 3):
-                    shape = Shape(head_dim, head_dim, 4, block, block, loads)
+                    shape = Shape(head_dim, head_dim, 4, block, block, loads, exact=exact)
                     kept, _ = candidates(table, cost, known_device(arch), shape)
                     tiles = (kept[0].block_n,) if kind == "decode" else kept[0][:2]
                     assert block is None or not any(block % tile for tile in tiles)

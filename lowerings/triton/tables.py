@@ -20,7 +20,7 @@ FORWARD: Table = {
     "interpreter": {1024: LAST},
     "exact": {
         64: [Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 4, 2)],
-        128: [Config(64, 16, 8, 2), Config(32, 32, 8, 2), Config(64, 32, 8, 2), Config(32, 64, 8, 2)],
+        128: [Config(32, 64, 8, 2), Config(64, 16, 8, 2), Config(32, 16, 8, 2), Config(64, 32, 8, 2)],
         256: [Config(32, 32, 8, 1), Config(32, 16, 8, 2), Config(64, 16, 8, 1), Config(16, 16, 4, 1)],
         1024: [Config(16, 16, 8, 1)],
     },

@@ -66,8 +66,11 @@ class _Interpreted:
     """In place of Inductor's autotuner: the first config, executed by the interpreter."""
 
     def __init__(self, kernel: Any):
+        from torch._inductor.runtime.triton_heuristics import config_from_dict
+
         self.kernel = kernel
         self.config = kernel.configs[0]
+        self.launchers = [types.SimpleNamespace(config=config_from_dict(self.config))]
 
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
         from torch._inductor.runtime.triton_heuristics import GridExpr

@@ -1,4 +1,4 @@
-"""Tile sizes and launch parameters by architecture and head dim, and the estimates that prune them."""
+"""One way to launch a kernel, and the estimates that say on which cards it can be."""
 
 from __future__ import annotations
 
@@ -132,148 +132,26 @@ class Shape(NamedTuple):
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
     aligned: bool = True  # see AttentionProblem.aligned
     rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
+    exact: bool = False  # fp32 products that tensor cores cannot do: threads multiply and add
 
     @property
     def widest(self) -> int:
         return max(self.D, self.V)
 
 
-Table = dict[str, dict[int, list[Config]]]  # family -> largest head dim -> configs, best first
+# family, or "exact" where Shape is -> largest head dim -> configs, best first
+Table = dict[str, dict[int, list[Config]]]
 # Shared bytes of a program and registers of all its threads, about.
 Cost = Callable[[Config, Shape, Device], tuple[int, int]]
 
-_LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
-
-FORWARD: Table = {
-    "interpreter": {1024: _LAST},
-    "ampere": {
-        64: [Config(128, 128, 8, 2), Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
-        128: [Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(128, 32, 8, 2)],
-        256: [Config(64, 128, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 4, 2), Config(32, 32, 4, 2)],
-        1024: [Config(32, 16, 8, 1)],
-    },
-    "hopper": {
-        64: [Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 3)],
-        128: [Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
-        256: [Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
-        1024: [Config(32, 16, 8, 1)],
-    },
-    "consumer": {
-        64: [Config(64, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 32, 4, 3)],
-        128: [Config(64, 32, 4, 3), Config(64, 64, 4, 2), Config(32, 32, 4, 2)],
-        256: [Config(64, 32, 8, 1), Config(32, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-    "amd": {
-        64: [Config(128, 64, 4, 1), Config(64, 64, 4, 1)],
-        128: [Config(128, 64, 4, 1), Config(64, 64, 4, 1)],
-        256: [Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-FORWARD["blackwell"] = {
-    **FORWARD["hopper"],
-    64: [Config(128, 64, 8, 3), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
-    128: [
-        Config(128, 64, 8, 3),
-        Config(128, 64, 8, 2),
-        Config(128, 32, 8, 3),
-        Config(128, 128, 8, 2),
-        Config(64, 64, 4, 3),
-    ],
-    256: [Config(64, 64, 8, 2), Config(64, 32, 8, 2)],
-}
-
-# For d(query): a tile of queries walks tiles of keys.
-DQ: Table = {
-    "interpreter": {1024: _LAST},
-    "ampere": {
-        64: [Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)],
-        128: [Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 2)],
-        256: [Config(64, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-        1024: [Config(16, 16, 8, 1)],
-    },
-    "hopper": {
-        64: [Config(128, 64, 8, 2), Config(128, 128, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 4, 2)],
-        128: [Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 64, 4, 2), Config(32, 32, 4, 2)],
-        256: [Config(128, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-        1024: [Config(16, 16, 8, 1)],
-    },
-    "consumer": {
-        64: [Config(64, 32, 4, 2), Config(32, 32, 4, 2)],
-        128: [Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
-        256: [Config(32, 32, 4, 1), Config(16, 16, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-    "amd": {
-        64: [Config(128, 64, 4, 1), Config(128, 32, 4, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
-        128: [Config(128, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
-        256: [Config(128, 16, 4, 1), Config(64, 16, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-DQ["blackwell"] = {
-    **DQ["hopper"],
-    256: [Config(128, 32, 8, 2), Config(64, 32, 8, 2), *DQ["hopper"][256][1:]],
-}
-
-# For d(key) and d(value): a tile of keys walks tiles of queries.
-DKDV: Table = {
-    **DQ,
-    "ampere": {
-        **DQ["ampere"],
-        64: [Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)],
-        128: [Config(32, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 2)],
-        256: [Config(32, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-    },
-    "hopper": {
-        **DQ["hopper"],
-        64: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(64, 64, 4, 2)],
-        128: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 32, 4, 2)],
-        256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-    },
-    "consumer": {**DQ["consumer"], 64: [Config(32, 64, 4, 2), Config(32, 32, 4, 2)]},
-    "amd": {
-        128: [Config(32, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1), Config(32, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-DKDV["blackwell"] = DKDV["hopper"]
-
-# Apart, for wide heads.
-DK: Table = {
-    **DKDV,
-    "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
-    "hopper": {**DKDV["hopper"], 256: [Config(32, 128, 8, 2), Config(64, 64, 8, 1), *DKDV["hopper"][256]]},
-}
-DK["amd"] = {**DKDV["amd"], 256: [Config(16, 128, 4, 1), Config(16, 64, 4, 1)]}
-DK["blackwell"] = DK["hopper"]
-DV: Table = {
-    **DKDV,
-    "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), Config(64, 128, 8, 1), *DKDV["ampere"][256]]},
-    "hopper": {**DKDV["hopper"], 256: [Config(64, 128, 8, 2), Config(32, 128, 8, 2), *DKDV["hopper"][256]]},
-}
-DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}
-DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}
-DV["blackwell"] = DV["hopper"]
-
-# A tile of queries needs a gradient too: smaller tiles where keys' gradients alone leave no registers.
-ONE_PASS: Table = {
-    **DKDV,
-    "ampere": {**DKDV["ampere"], 128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)]},
-    "hopper": {
-        **DKDV["hopper"],
-        64: [Config(64, 128, 8, 2), Config(64, 64, 8, 2)],
-        128: [Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
-    },
-    "amd": {64: [Config(64, 64, 4, 1)], 128: [Config(32, 32, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
-}
-ONE_PASS["blackwell"] = ONE_PASS["hopper"]
+LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
+_LAST_EXACT = [Config(16, 16, 8, 2)]
 
 
 def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
-    m, n, stages = config.block_m, config.block_n, config.stages
-    shared = (m * shape.D + max(stages, 1) * n * (shape.D + shape.V)) * shape.bytes
+    m, n = config.block_m, config.block_n
+    shared = (m * shape.D + _walked(config, shape) * n * (shape.D + shape.V)) * shape.bytes
+    shared += m * n * shape.bytes if shape.exact else 0  # the weights, for the other product
     loaded = shape.tile_loads * (1 if _ahead(config, device) else 3)  # with 64-bit addresses
     held = 0 if device.shared_operands else m * shape.D * shape.bytes // 4
     return shared + _captured(config, shape, device), m * shape.V + (2 + loaded) * m * n + held
@@ -307,8 +185,13 @@ def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
 def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int) -> int:
     if device.family == "amd":  # the tiles of one product at a time
         return max(held, walked) * shape.widest * shape.bytes
-    rows = held + max(config.stages, 1) * walked
+    rows = held + _walked(config, shape) * walked
     return (rows * (shape.D + shape.V) + held * walked) * shape.bytes + _captured(config, shape, device)
+
+
+def _walked(config: Config, shape: Shape) -> int:
+    """How many of the tiles that the loop walks are in shared memory at once."""
+    return max(config.stages - shape.exact, 1)
 
 
 def _operands(rows: int, shape: Shape, device: Device) -> int:
@@ -331,33 +214,6 @@ def _ahead(config: Config, device: Device) -> int:
     return max(config.stages - (device.family != "blackwell"), 0)
 
 
-# A tile holds all queries of a call: block_m is set by their number, more warps are for more of them.
-DECODE: Table = {
-    "interpreter": {1024: [Config(16, 32, 4, 1)]},
-    "ampere": {
-        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2), Config(16, 64, 8, 3), Config(16, 64, 8, 2)],
-        256: [Config(16, 32, 4, 2), Config(16, 32, 4, 1), Config(16, 32, 8, 2), Config(16, 32, 8, 1)],
-        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
-    },
-    "hopper": {
-        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3), Config(16, 64, 8, 3)],
-        256: [Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 64, 8, 2), Config(16, 32, 8, 2)],
-        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
-    },
-    "amd": {
-        128: [Config(16, 64, 4, 1)],
-        256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-DECODE["blackwell"] = DECODE["hopper"]
-DECODE["consumer"] = {
-    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2), Config(16, 32, 8, 2)],
-    256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
-    1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
-}
-
-
 def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     shared, registers = forward_cost(config, shape, device)
     # Of tiles this small the queries are in registers there too.
@@ -365,15 +221,15 @@ def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]
     return shared, registers + held
 
 
-TABLES: dict[str, tuple[Table, Cost]] = {
-    "forward": (FORWARD, forward_cost),
-    "decode": (DECODE, decode_cost),
-    "backward_dq": (DQ, dq_cost),
-    "backward_magnitudes": (DQ, dq_cost),
-    "backward_dkdv": (DKDV, dkdv_cost),
-    "backward_dk": (DK, dk_cost),
-    "backward_dv": (DV, dv_cost),
-    "backward_onepass": (ONE_PASS, one_pass_cost),
+# How many of a kernel's products have as many multiplications for a score as D, and as V.
+PRODUCTS: dict[Cost, tuple[int, int]] = {
+    forward_cost: (1, 1),
+    decode_cost: (1, 1),
+    dq_cost: (2, 1),
+    dkdv_cost: (2, 2),
+    dk_cost: (2, 1),
+    dv_cost: (1, 1),
+    one_pass_cost: (3, 2),
 }
 
 # What the first config that fits is timed with besides, where the card can do it.
@@ -404,17 +260,18 @@ def candidates(
 ) -> tuple[list[Config], list[tuple[Config, str]]]:
     """The configs that fit, best first, and why the others do not. Where none does, the smallest tile that
     divides the schedule's blocks is taken all the same."""
-    classes = table[device.family]
+    classes = table["exact" if shape.exact else device.family]
+    last = _LAST_EXACT if shape.exact else LAST
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
     rejected: list[tuple[Config, str]] = []
-    for config in dict.fromkeys(_with_rows(c, shape) for c in (*classes[width], *_LAST)):
+    for config in dict.fromkeys(_with_rows(c, shape) for c in (*classes[width], *last)):
         reason = misfit(config, cost, device, shape)
         if reason is None:
             kept.append(config)
         else:
             rejected.append((config, reason))
-    return kept or [_with_rows(_LAST[-1], shape)], rejected
+    return kept or [_with_rows(last[-1], shape)], rejected
 
 
 def _with_rows(config: Config, shape: Shape) -> Config:
@@ -465,7 +322,14 @@ def estimate(config: Config, cost: Cost, device: Device, shape: Shape) -> str:
 
 def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[int, int]:
     shared, registers = cost(config, shape, device)
-    return shared, registers // (config.warps * device.warp)
+    threads = config.warps * device.warp
+    if not shape.exact:
+        return shared, registers // threads
+    # Found by compiling: products are code without loops, and the longer it is the more values the compiler keeps.
+    keys, values = PRODUCTS[cost]
+    lanes = config.block_m * config.block_n // threads
+    multiplied = lanes * (keys * shape.D + values * shape.V)
+    return shared, 48 + multiplied // 24 + lanes * (shape.tile_loads + shape.tile_values)
 
 
 def describe(config: Config) -> str:

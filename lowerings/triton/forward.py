@@ -38,9 +38,10 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
     fields = visits(call, by_rows)
     values["walks"] = builder.walks(fields, "keys")
     configs = builder.configs("forward")
-    counted = "persistent" in axes_of(configs)
+    counted, before = "persistent" in axes_of(configs), None
     if counted:
-        values |= persistent.values(builder, fields)
+        more, before = persistent.values(builder, fields, values["walks"], configs)
+        values |= more
 
     def grid(config: Config) -> tuple[Any, ...]:
         if config.persistent:
@@ -55,6 +56,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
         grid,
         accumulated=["taken"] if counted else (),
         spare=builder.spare,
+        before=before,
     )
 
 

@@ -132,6 +132,14 @@ def empty(size: Sequence[Any], stride: Sequence[Any] | None, dtype: torch.dtype,
     return empty_strided([*map(sympy.sympify, size)], stride, dtype=dtype, device=device)
 
 
+class Before(NamedTuple):
+    """What generated code calls before a launch: a function of the kernel, a constant and arguments of the kernel."""
+
+    function: Callable[..., None]
+    constant: str | None
+    names: list[str]
+
+
 class KernelCall(ir.ExternKernel):
     """One launch. `render(name)` gives the source; the autotuner times `configs` where there are several."""
 
@@ -144,6 +152,7 @@ class KernelCall(ir.ExternKernel):
         grid: Callable[[Config], Sequence[Any]],
         accumulated: Sequence[str] = (),
         spare: Sequence[Config] = (),
+        before: Before | None = None,
     ):
         tensors = list(arguments.tensors.values())
         self.device = tensors[0].get_device()
@@ -151,6 +160,7 @@ class KernelCall(ir.ExternKernel):
         self.kind, self.render, self.arguments = kind, render, arguments
         self.configs, self.axes = configs, axes_of(configs)
         self.grids = {config: [*map(sympy.sympify, grid(config))] for config in [*configs, *spare]}
+        self.before = before
         self.accumulated = list(accumulated)  # arguments that the kernel adds to
         self.mutation_outputs = [
             ir.MutationOutput(ir.NoneLayout(device=self.device), arguments.tensors[name], self)
@@ -171,6 +181,8 @@ class KernelCall(ir.ExternKernel):
         launch_symbols = self._launch_symbols()
         triton_meta, inductor_meta = self._triton_meta(), self._inductor_meta(launch_symbols)
         name = self._define(wrapper, triton_meta, inductor_meta)
+        if self.before is not None:
+            self._call_before(wrapper, name, *self.before)
         sizes = [*self.arguments.sizes, *launch_symbols]
         wrapper.generate_kernel_call(
             name,
@@ -183,6 +195,13 @@ class KernelCall(ir.ExternKernel):
             triton=True,
             device=self.device,
         )
+
+    def _call_before(
+        self, wrapper: Any, kernel: str, function: Callable[..., None], constant: str | None, names: list[str]
+    ) -> None:
+        wrapper.add_import_once(f"from {function.__module__} import {function.__name__}")
+        tensors = (self.arguments.tensors[name].codegen_reference() for name in names)
+        wrapper.writeline(f"{function.__name__}({', '.join([kernel, repr(constant), *tensors])})")
 
     def _launch_symbols(self) -> dict[sympy.Symbol, sympy.Symbol]:
         symbols = {s for grid in self.grids.values() for axis in grid for s in axis.free_symbols}

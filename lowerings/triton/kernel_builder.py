@@ -26,7 +26,6 @@ from ..problem import AttentionProblem
 from . import fallback_configs, timing
 from .configs import (
     LARGEST_TILE,
-    TABLES,
     Config,
     Shape,
     axes_of,
@@ -42,6 +41,7 @@ from .hinted_configs import hinted
 from .kernel import Arguments, Launch, Tensor, launch
 from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
 from .packed_heads import packed
+from .tables import TABLES
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
@@ -369,6 +369,7 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
         aligned=problem.aligned,
         tile_loads=tile_loads,
         tile_values=tile_values,
+        exact=dot_precision(problem.dtype) == "ieee" and current_device(problem.device).nvidia,
     )
     if kind == "decode":
         shape = shape._replace(rows=packed(problem, shape, current_device(problem.device)).rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem import AttentionProblem
-from .configs import DECODE, Device, Shape, candidates, decode_cost, misfit
+from .configs import Device, Shape, candidates, decode_cost, misfit
+from .tables import DECODE
 
 MOST_QUERIES = 64  # of one head in a tile
 MOST_ROWS = 128  # of several heads

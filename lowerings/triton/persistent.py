@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.lowering import lowerings, to_dtype
+from torch._inductor.lowering import broadcast_symbolic_shapes, lowerings
+from torch._inductor.virtualized import V
 
 from flex_inductor.op.schedule import Visits
 
@@ -13,30 +16,50 @@ from ..choice import size_hint
 from ..mods import realized
 from ..problem import AttentionProblem
 from .captured import zeros
-from .configs import current_device
-from .kernel_builder import Builder
+from .configs import Config, current_device, launched_with
+from .kernel import Before, empty
+from .kernel_builder import Builder, Walk
 
 EACH = 2  # programs for each multiprocessor; where one fills it the other finds nothing left
 
 CACHED_BYTES = 16 << 20  # that keys and values may take of the second-level cache
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def programs(problem: AttentionProblem) -> int:
     return EACH * current_device(problem.device).multiprocessors
 
 
-def values(builder: Builder, fields: Visits | None) -> dict[str, Any]:
-    """What the template is given besides."""
-    problem = builder.problem
-    builder.tensor("taken", zeros([1], torch.int32, problem), written=True)
-    return {
+def values(
+    builder: Builder, fields: Visits | None, walks: Sequence[Walk], configs: Sequence[Config]
+) -> tuple[dict[str, Any], Before | None]:
+    """What the template is given besides, and what is called before the kernel; `walks` are over `fields`.
+
+    The fastest of several configs is known at the call, and may have no persistent programs: rows are sorted there.
+    Code in C++ has no such call.
+    """
+    problem, form, order, before = builder.problem, builder.problem.schedule, None, None
+    if len(configs) == 1 or V.graph.cpp_wrapper:
+        taken = zeros([1], torch.int32, problem)
+        if fields is not None:
+            order = realized(_heaviest_first(form, fields, _lowered))
+    else:
+        taken = empty([1], None, torch.int32, problem.device)
+        if fields is not None:
+            order = empty(_rows(form, fields), None, torch.int32, problem.device)
+        visited = [
+            tensor.name for walk in walks for tensor in (walk.counts, walk.blocks) if tensor is not None
+        ]
+        before = Before(fill_if_used, form, ["taken", *(["order", *visited] if fields is not None else [])])
+    builder.tensor("taken", taken, written=True)
+    found = {
         "B": builder.size(problem.B),
         "H": problem.H,
         "heads_together": _heads_together(problem),
-        "order": builder.tensor("order", _heaviest_first(problem, fields)) if fields is not None else None,
+        "order": None if order is None else builder.tensor("order", order, written=before is not None),
     }
+    return found, before
 
 
 def _heads_together(problem: AttentionProblem) -> int:
@@ -45,24 +68,54 @@ def _heads_together(problem: AttentionProblem) -> int:
     return int(problem.H // problem.K) * max(CACHED_BYTES // int(one), 1)
 
 
-def _heaviest_first(problem: AttentionProblem, fields: Visits) -> Any:
-    """[B or 1, H or 1, rows]: the schedule's rows, those that visit the most blocks first."""
-    visited = _visited(problem, *fields[:2])
-    if fields[2] is not None:
-        visited = lowerings[aten.add](visited, _visited(problem, *fields[2:]))
-    _, order = lowerings[aten.sort.stable](visited, stable=True, dim=-1, descending=True)
-    return realized(to_dtype(order, torch.int32))
+def fill_if_used(
+    kernel: Any,
+    form: str | None,
+    taken: torch.Tensor,
+    order: torch.Tensor | None = None,
+    *fields: torch.Tensor,
+) -> None:
+    """Make ready for a kernel that has persistent programs, or is about to be timed with them."""
+    if len(kernel.launchers) == 1 and not launched_with(kernel.launchers[0].config).persistent:
+        return
+    taken.zero_()
+    if order is not None:
+        order.copy_(_heaviest_first(form, fields, _called))
 
 
-def _visited(problem: AttentionProblem, counts: Any, blocks: Any) -> Any:
+def _lowered(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    return lowerings[operation](*args, **kwargs)
+
+
+def _called(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    return operation(*args, **kwargs)
+
+
+def _rows(form: str | None, fields: Sequence[Any]) -> list[Any]:
+    """The size of the order."""
+    counted = [field.get_size() for field in fields[::2] if field is not None]
+    *outer, rows = functools.reduce(broadcast_symbolic_shapes, counted)
+    return [*outer, rows if form == "lists" else rows - 1]
+
+
+def _heaviest_first(form: str | None, fields: Sequence[Any], call: Callable) -> Any:
+    """[B or 1, H or 1, rows]: the schedule's rows, those that visit the most blocks first. `call` runs an operator."""
+    counted = [
+        _visited(form, *pair, call)
+        for pair in zip(fields[::2], fields[1::2], strict=True)
+        if pair[0] is not None
+    ]
+    visited = counted[0] if len(counted) == 1 else call(aten.add, *counted)
+    _, order = call(aten.sort.stable, visited, stable=True, dim=-1, descending=True)
+    return call(prims.convert_element_type, order, torch.int32)
+
+
+def _visited(form: str | None, counts: Any, blocks: Any, call: Callable) -> Any:
     """How many blocks each row visits."""
-    if problem.schedule == "lists":
+    if form == "lists":
         return counts
-    starts, stops = (lowerings[aten.select](blocks, 1, end) for end in (0, 1))
-    so_far = lowerings[aten.cumsum](lowerings[aten.sub](stops, starts), 0)
-    before = lowerings[aten.constant_pad_nd](so_far, [1, 0])
-    rows = counts.get_size()[2] - 1
-    first, last = (
-        lowerings[aten.index](before, [lowerings[aten.slice](counts, 2, at, at + rows)]) for at in (0, 1)
-    )
-    return lowerings[aten.sub](last, first)
+    starts, stops = (call(aten.select, blocks, 1, end) for end in (0, 1))
+    so_far = call(aten.cumsum, call(aten.sub, stops, starts), 0)
+    before = call(aten.constant_pad_nd, so_far, [1, 0])
+    first, last = (call(aten.slice, counts, 2, *ends) for ends in ((0, -1), (1,)))
+    return call(aten.sub, *(call(aten.index, before, [at]) for at in (last, first)))

@@ -65,9 +65,10 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
 
     from .. import choice
-    from .configs import TABLES, Config
+    from .configs import Config
     from .kernel_builder import first_choice, programs, refused_config
     from .lanes import refusal
+    from .tables import TABLES
 
     def misfit(kind: str, config: Config) -> str | None:
         return refused_config(kind, config, problem)

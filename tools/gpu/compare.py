@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flex_inductor.lowerings.triton.configs import AXES, TABLES, VARIANTS
+from flex_inductor.lowerings.triton.configs import AXES, VARIANTS
+from flex_inductor.lowerings.triton.tables import TABLES
 
 from .cases import BACKWARD, FORWARD, Case, Side
 from .measure import Result
@@ -36,7 +37,9 @@ def plain_configs(kernel: str, case: Case, device: str) -> Iterator[Side]:
     """Every tile of the kernel's tables for this head dim, on any card, with every number of stages."""
     table, _ = TABLES[kernel]
     tiles: dict[tuple[int, int, int], None] = {}
-    for classes in table.values():
+    for classes in (
+        classes for family, classes in table.items() if family != "exact"
+    ):  # cases are in 16 bits
         width = next((w for w in sorted(classes) if case.head_dim <= w), max(classes))
         tiles |= dict.fromkeys((c.block_m, c.block_n, c.warps) for c in classes[width])
     if device == "cpu":  # where all are equally slow

@@ -1,8 +1,11 @@
 """Tensor descriptors, persistent programs and specialized warps, in Triton's interpreter. See test_interpreted.py."""
 
+import dataclasses
+
 import pytest
 import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
+from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import RunSchedule, create_block_mask, decisions
 from flex_inductor.lowerings.triton import persistent
@@ -62,19 +65,51 @@ def middle(b, h, q_idx, kv_idx):
     return ((q_idx - 90 - 50 * h).abs() < 40) | (kv_idx < 20 + q_idx // 8)
 
 
-@pytest.mark.parametrize("form", ["lists", "runs"])
-def test_rows_that_visit_most_come_first(form, orders):
+def two_heads(form):
+    """A schedule whose rows visit different numbers of blocks, and how many each visits."""
     schedule = create_block_mask(middle, None, 2, 200, 230, "cpu", BLOCK_SIZE=32)
     visited = schedule.kv_num_blocks + schedule.full_kv_num_blocks
-    if form == "runs":
-        schedule = RunSchedule.from_block_mask(schedule)
+    return RunSchedule.from_block_mask(schedule) if form == "runs" else schedule, visited
+
+
+def heaviest_first(order, visited):
+    assert torch.equal(order.sort(-1).values, torch.arange(7, dtype=torch.int32).expand(1, 2, 7))
+    sequence = visited.gather(2, order.long())
+    assert (sequence[..., :-1] >= sequence[..., 1:]).all() and not torch.equal(sequence, visited.flip(2))
+
+
+@pytest.mark.parametrize("form", ["lists", "runs"])
+def test_rows_that_visit_most_come_first(form, orders):
+    schedule, visited = two_heads(form)
     sizes = Sizes(batch=1, heads=2, queries=200, keys=230)
     attend = interpret.compiled(attention_of(None), options=options({"persistent": 1}))
     judge(attend, dense_of(None), sizes.inputs(torch.float16), (), schedule)
     (order,) = orders
-    assert torch.equal(order.sort(-1).values, torch.arange(7, dtype=torch.int32).expand(1, 2, 7))
-    sequence = visited.gather(2, order.long())
-    assert (sequence[..., :-1] >= sequence[..., 1:]).all() and not torch.equal(sequence, visited.flip(2))
+    heaviest_first(order, visited)
+
+
+@pytest.mark.parametrize("form", ["lists", "runs"])
+@pytest.mark.parametrize("winner", [0, 1], ids=["plain", "persistent"])
+def test_rows_are_sorted_only_for_a_config_that_asks(winner, form, orders, monkeypatch):
+    """Of all that max-autotune leaves to be timed, the interpreter takes the first: here the first that is plain, or
+    has persistent programs."""
+    make = interpret._Interpreted.__init__
+
+    def making(self, kernel):
+        found = sorted(kernel.configs, key=lambda config: config.get("PERSISTENT") != winner)
+        make(self, dataclasses.replace(kernel, given={**kernel.given, "configs": found}))
+
+    monkeypatch.setattr(interpret._Interpreted, "__init__", making)
+    schedule, visited = two_heads(form)
+    attend = interpret.compiled(attention_of(None), options={"max_autotune": True})
+    inputs = Sizes(batch=1, heads=2, queries=200, keys=230).inputs(torch.float16)
+    _, (code, *_) = run_and_get_code(judge, attend, dense_of(None), inputs, (), schedule)
+    assert code.count(".run(") == 1 and "sort" not in code.replace("fill_if_used", "")
+    (order,) = orders
+    if winner:
+        heaviest_first(order, visited)
+    else:
+        assert (order == torch.iinfo(torch.int32).max).all()  # as it was allocated
 
 
 @pytest.mark.parametrize("axes", [BOTH, {"descriptors": 1, "specialized": 1}])

@@ -1,19 +1,22 @@
 """Tensor descriptors, persistent programs and specialized warps, in kernels compiled for GPUs that are not there."""
 
+import types
+
 import pytest
 import torch
 from inspected import block_mask, causal
 
 import flex_inductor
 from flex_inductor import flex_attention
+from flex_inductor.lowerings.triton import persistent
 from flex_inductor.lowerings.triton.configs import (
-    TABLES,
     Config,
     Shape,
     known_device,
     launched_with,
     variants,
 )
+from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.resources import compile_for, machine_code
 
 
@@ -64,6 +67,25 @@ def test_persistent_programs_take_tiles_from_a_counter():
     result, taken = compiled("forward", "sm_80", 64, persistent=1)
     assert operations(result) & {"ATOMG", "ATOM"}
     assert taken.spill_bytes == 0
+
+
+@pytest.mark.parametrize("left", ["none yet", "both", "plain", "persistent"])
+def test_rows_are_sorted_while_persistent_programs_may_run(left):
+    import triton
+
+    loaded = [
+        types.SimpleNamespace(
+            config=triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "PERSISTENT": on}, num_warps=4)
+        )
+        for on in (0, 1)
+    ]
+    launchers = {"none yet": [], "both": loaded, "plain": loaded[:1], "persistent": loaded[1:]}[left]
+    taken, order = (torch.full(size, 7, dtype=torch.int32) for size in ([1], [1, 1, 3]))
+    partial, full = (torch.tensor([[counts]], dtype=torch.int32) for counts in ([1, 1, 1], [0, 5, 2]))
+    kernel = types.SimpleNamespace(launchers=launchers)
+    persistent.fill_if_used(kernel, "lists", taken, order, partial, partial, full, full)
+    sorted_ = left != "plain"
+    assert (taken.item(), order.flatten().tolist()) == ((0, [1, 2, 0]) if sorted_ else (7, [7, 7, 7]))
 
 
 def test_persistent_programs_with_descriptors():

@@ -12,14 +12,6 @@ from torch._inductor import config as inductor_config
 import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import (
-    DECODE,
-    DK,
-    DKDV,
-    DQ,
-    DV,
-    FORWARD,
-    ONE_PASS,
-    TABLES,
     Config,
     Shape,
     candidates,
@@ -28,6 +20,7 @@ from flex_inductor.lowerings.triton.configs import (
     known_device,
 )
 from flex_inductor.lowerings.triton.hinted_configs import hinted, without_effect
+from flex_inductor.lowerings.triton.tables import DECODE, DK, DKDV, DQ, DV, FORWARD, ONE_PASS, TABLES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -49,6 +42,10 @@ class Reports(expecttest.TestCase):
             """\
 forward
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  exact 64: 64x32/8/2, 32x32/4/2, 64x64/8/2, 32x64/4/2
+  exact 128: 32x64/8/2, 64x16/8/2, 32x16/8/2, 64x32/8/2
+  exact 256: 32x32/8/1, 32x16/8/2, 64x16/8/1, 16x16/4/1
+  exact 1024: 16x16/8/1
   ampere 64: 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
   ampere 128: 128x128/8/2, 128x64/8/2, 64x64/4/2, 128x32/8/2
   ampere 256: 64x128/8/1, 64x64/8/1, 64x32/4/2, 32x32/4/2
@@ -70,6 +67,10 @@ forward
   blackwell 256: 64x64/8/2, 64x32/8/2
   blackwell 1024: 32x16/8/1
 decode
+  exact 64: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  exact 128: 16x32/4/2, 16x32/8/2
+  exact 256: 16x16/4/2, 16x16/8/2
+  exact 1024: 16x16/8/1
   interpreter 1024: 16x32/4/1
   ampere 128: 16x64/4/3, 16x64/4/2, 16x64/8/3, 16x64/8/2
   ampere 256: 16x32/4/2, 16x32/4/1, 16x32/8/2, 16x32/8/1
@@ -88,6 +89,10 @@ decode
   consumer 1024: 16x16/4/1, 16x16/8/1
 backward_dq, backward_magnitudes
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  exact 64: 64x32/8/2, 32x64/8/2, 32x32/8/2, 32x32/4/2
+  exact 128: 32x32/8/2, 64x16/8/2, 16x32/8/2, 64x32/8/2
+  exact 256: 32x16/8/2, 16x16/4/2, 16x32/8/2, 32x32/8/2
+  exact 1024: 16x16/8/2
   ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2
   ampere 128: 128x32/8/2, 64x32/4/2, 32x32/4/2
   ampere 256: 64x64/8/1, 32x32/8/1, 32x16/4/1
@@ -110,6 +115,10 @@ backward_dq, backward_magnitudes
   blackwell 1024: 16x16/8/1
 backward_dkdv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
+  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
+  exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
@@ -130,6 +139,10 @@ backward_dkdv
   blackwell 1024: 16x16/8/1
 backward_dk
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
+  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
+  exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
   ampere 256: 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
@@ -151,6 +164,10 @@ backward_dk
   blackwell 1024: 16x16/8/1
 backward_dv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
+  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
+  exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
   ampere 256: 64x64/8/1, 64x128/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
@@ -172,6 +189,10 @@ backward_dv
   blackwell 1024: 16x16/8/1
 backward_onepass
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
+  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
+  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
+  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
+  exact 1024: 16x16/8/2
   ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
   ampere 128: 64x64/8/1, 32x32/4/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
@@ -244,13 +265,15 @@ def test_what_is_rejected_says_why():
     assert rejected[0] == (Config(128, 128, 8, 2), "about 327680 bytes of shared memory of 232448")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_call_gets_a_config_that_divides_its_blocks(arch):
+@pytest.mark.parametrize(
+    "arch, exact", [*((arch, False) for arch in ARCHITECTURES), ("sm_80", True), ("sm_86", True)]
+)
+def test_every_call_gets_a_config_that_divides_its_blocks(arch, exact):
     for kind, (table, cost) in TABLES.items():
         for head_dim in (16, 64, 128, 256, 512, 1024):
             for block in (None, 16, 48, 128):
                 for loads in (0, 3):
-                    shape = Shape(head_dim, head_dim, 4, block, block, loads)
+                    shape = Shape(head_dim, head_dim, 4, block, block, loads, exact=exact)
                     kept, _ = candidates(table, cost, known_device(arch), shape)
                     tiles = (kept[0].block_n,) if kind == "decode" else kept[0][:2]
                     assert block is None or not any(block % tile for tile in tiles)

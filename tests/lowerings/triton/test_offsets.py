@@ -1,0 +1,23 @@
+"""Offsets into schedules of more than 2**31 elements."""
+
+import pytest
+
+from flex_inductor.lowerings.triton.kernel import Tensor
+from flex_inductor.lowerings.triton.kernel_builder import Walk, source
+
+tiles = source("tiles.jinja").module
+
+
+@pytest.mark.parametrize("offsets", ["tl.int32", "tl.int64"])
+def test_rows_of_lists(offsets):
+    lists = Tensor("indices", ["1", "2", "60000", "60000"], ["size_0", "size_1", "60000", "1"], offsets)
+    start = "indices + h.to(tl.int64) * size_1"
+    assert tiles.listed(lists, "b", "h", "row") == f"{start} + row.to({offsets}) * 60000"
+    assert tiles.listed(lists, "b", "h", "0") == start
+
+
+@pytest.mark.parametrize("offsets, run", [("tl.int32", "run"), ("tl.int64", "tl.cast(run, tl.int64)")])
+def test_runs(offsets, run):
+    runs = Tensor("runs", ["size_0", "2"], ["2", "1"], offsets)
+    walk = Walk("", False, "runs", runs, runs)
+    assert [tiles.bound("run", end, walk) for end in (0, 1)] == [f"runs + {run} * 2", f"runs + {run} * 2 + 1"]

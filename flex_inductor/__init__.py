@@ -35,6 +35,7 @@ from .attention import flex_attention
 from .errors import FlexError
 from .fingerprint import VERSION as __version__
 from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
+from .op.eager import set_eager_kernels
 from .take_over import take_over
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "not_mask",
     "offset",
     "or_masks",
+    "set_eager_kernels",
     "take_over",
     "trace_mod",
 ]

@@ -82,6 +82,7 @@ class CallOptions(NamedTuple):
     number: int = 0  # the call's place among those of Dynamo's graph,
     imported: str = ""  # which tuning results were imported, where kernels are timed,
     visited: tuple[float, float] | None = None  # and the shares of partial and of full blocks
+    eager: bool = False  # whether the call was made eagerly, and its class is compiled
 
     @property
     def hinted(self) -> dict[str, Any]:

@@ -30,6 +30,11 @@ def compiled(call: Any) -> Any:
     return import_module(f"{_LOWERINGS}.compiled").compiled(call)
 
 
+def record_eager(call: Any, why: str) -> None:
+    """Say in the decisions that an eager call goes in chunks."""
+    import_module(f"{_LOWERINGS}.decision_log").record_eager(call, why)
+
+
 def imported_tuning() -> str:
     """Changes with every import of tuning results."""
     return import_module(f"{_LOWERINGS}.winners").stamp()

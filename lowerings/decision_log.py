@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
+from typing import Any
 
 from torch._logging import trace_structured
+
+from flex_inductor.op import AttentionCall
 
 from . import record_file
 from .decision import Choice, Decision
@@ -26,6 +29,15 @@ def record(decision: Decision, node: str, number: int) -> str:
     text = json.dumps([node, number, *decision])
     _made_here.add(text)
     return f"from {__name__} import restore; restore({text!r})"
+
+
+def record_eager(call: Any, why: str) -> None:
+    """Log that a call is not compiled."""
+    kind = "forward" if isinstance(call, AttentionCall) else "backward"
+    batch, heads, queries, dim = call.query.shape
+    shape = f"B{batch} H{heads} M{queries} N{call.key.size(2)} D{dim}"
+    dtype = str(call.query.dtype).removeprefix("torch.")
+    _tell(Decision(f"{kind} {dtype} on {call.query.device.type}, {shape}", "chunked", why, ()), 0)
 
 
 def restore(text: str) -> None:

@@ -27,7 +27,8 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
             later = "not asked for" if demanded else f"{route.name} comes first"
             rejected += [(other.name, later) for other in routes[i + 1 :]]
             why = f"asked for; {why}" if demanded else why
-            notes = tuple(route.notes(problem))
+            eager = ["an eager call, with a kernel of its class"] if problem.options.eager else []
+            notes = (*eager, *route.notes(problem))
             return route, Decision(problem.describe(), route.name, why, tuple(rejected), notes)
         rejected.append((route.name, why if not usable else f"not asked for; {why}"))
     raise errors.route_refused(demanded, Decision(problem.describe(), "none", "", tuple(rejected)))

@@ -25,7 +25,7 @@ from .. import errors
 from ..mod_ir.checked import mark_checked
 from ..mod_ir.program import programs
 from ..mod_ir.trace import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, random_op
-from . import chunked
+from . import chunked, eager
 from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
 from .hop import attention, attention_backward
 from .layout import empty_like_layout
@@ -37,8 +37,12 @@ from .prepare import prepare, with_score_graph
 def _eager(*args):
     call = with_score_graph(prepare(AttentionCall.read(*args)))
     check_served(call.inputs, chunked.SERVES)
-    mods = programs(call.score_mod, call.mask_mod, guarded=is_guarded(call.mask_mod, call.inputs))
-    return chunked.forward(call.query, call.key, call.value, call.inputs, mods, float(call.scale))
+
+    def in_chunks() -> Any:
+        mods = programs(call.score_mod, call.mask_mod, guarded=is_guarded(call.mask_mod, call.inputs))
+        return chunked.forward(call.query, call.key, call.value, call.inputs, mods, float(call.scale))
+
+    return eager.run(call, in_chunks)
 
 
 @attention_backward.py_impl(DispatchKey.CompositeExplicitAutograd)
@@ -46,11 +50,15 @@ def _eager(*args):
 def _eager_backward(*args):
     call = BackwardCall.read(*args)
     check_served(call.inputs, chunked.SERVES)
-    guarded = is_guarded(call.mask_mod, call.inputs)
-    return chunked.backward(
-        call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse, call.inputs,
-        programs(call.score_mod, call.mask_mod, call.joint, guarded=guarded), call.scale, call.wants,
-    )  # fmt: skip
+
+    def in_chunks() -> Any:
+        guarded = is_guarded(call.mask_mod, call.inputs)
+        return chunked.backward(
+            call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse, call.inputs,
+            programs(call.score_mod, call.mask_mod, call.joint, guarded=guarded), call.scale, call.wants,
+        )  # fmt: skip
+
+    return eager.run(call, in_chunks)
 
 
 def _functionalize(op: HigherOrderOperator, ctx, *args):

@@ -1,0 +1,124 @@
+"""Eager calls that run kernels: which do, what they give, and what is kept."""
+
+import threading
+
+import pytest
+import torch
+
+import flex_inductor
+from flex_inductor import FlexError, create_block_mask, flex_attention, set_eager_kernels, upward
+from flex_inductor.lowerings import compiled
+from flex_inductor.op import eager
+from flex_inductor.reference import reference
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(eager, "_calls", {})
+    monkeypatch.setattr(eager, "_failed", set())
+    monkeypatch.setattr(eager, "SCORES", 0)
+    flex_inductor.decisions(clear=True)
+    yield
+    set_eager_kernels("auto")
+
+
+class Attention:
+    """One class of calls: a learnt bias under a causal mask. The lengths may be any of several blocks."""
+
+    def __init__(self, length=80, batch=2, transposed=False):
+        generator = torch.Generator().manual_seed(length)
+        shape = (batch, length, 2, 16) if transposed else (batch, 2, length, 16)
+        draw = [torch.randn(shape, generator=generator) for _ in range(3)]
+        self.inputs = [(t.transpose(1, 2) if transposed else t).requires_grad_() for t in draw]
+        self.table = torch.randn(2, 400, generator=generator, requires_grad=True)
+        self.mask = create_block_mask(
+            lambda b, h, q, kv: q >= kv, None, None, length, length, "cpu", BLOCK_SIZE=32
+        )
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.table[h, q_idx - kv_idx + 150]
+
+    def run(self, attend=flex_attention):
+        out = attend(*self.inputs, self.score_mod, self.mask)
+        out = out[0] if isinstance(out, tuple) else out
+        return out, *torch.autograd.grad(out.sin().sum(), (*self.inputs, self.table))
+
+    def check(self):
+        for got, want in zip(self.run(), self.run(reference), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def chosen():
+    return [d.chosen for d in flex_inductor.decisions(clear=True)]
+
+
+def test_a_class_gets_its_kernel_after_some_calls(monkeypatch):
+    monkeypatch.setattr(eager, "CALLS", 3)
+    compiled._kernels.clear()
+    for length in (80, 100):
+        Attention(length).check()
+    assert chosen() == ["chunked", "chunked"]  # once for each direction
+    Attention(123).check()
+    assert chosen() == ["cpu", "cpu"]
+    for length in (70, 80, 140):
+        Attention(length).check()
+    Attention(batch=3).check()
+    assert not chosen()
+
+
+def test_at_once_when_asked_in_any_layout_and_thread():
+    set_eager_kernels("always")
+    compiled._kernels.clear()
+    calls, failures = [Attention(80 + 7 * i) for i in range(4)], []
+
+    def check(call):
+        try:
+            call.check()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=check, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert chosen() == ["cpu", "cpu"]
+    Attention(transposed=True).check()
+    assert chosen() == ["cpu", "cpu"]
+    calls[0].check()
+    assert not chosen()
+
+
+@pytest.mark.parametrize("why", ["never", "few scores"])
+def test_calls_that_stay_in_chunks(why, monkeypatch):
+    monkeypatch.setattr(upward, "compiled", lambda call: pytest.fail("compiled"))
+    monkeypatch.setattr(eager, "CALLS", 1)
+    set_eager_kernels("never" if why == "never" else "auto")
+    if why == "few scores":
+        monkeypatch.setattr(eager, "SCORES", 1 << 20)
+    Attention().check()
+
+
+def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplog):
+    def fail(call):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(upward, "compiled", fail)
+    monkeypatch.setattr(eager, "CALLS", 1)
+    Attention().check()
+    Attention().check()
+    text = "an eager call's kernel could not be made, it goes on in chunks: no compiler"
+    assert [record.message for record in caplog.records] == [text, text]  # forward and backward
+    set_eager_kernels("always")
+    monkeypatch.setattr(eager, "_failed", set())
+    with pytest.raises(RuntimeError, match="no compiler"):
+        Attention().run()
+
+
+def test_bad_mode():
+    with pytest.raises(
+        FlexError, match=r"set_eager_kernels\['mode'\] is True; expected one of auto, always, never"
+    ):
+        set_eager_kernels(True)
+    assert set_eager_kernels("never") == "auto"

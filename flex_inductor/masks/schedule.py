@@ -13,7 +13,7 @@ Runs are [count, 2] int32, ascending and disjoint within a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from .. import compat
 from ..op.schedule import BlockLists, BlockRuns
 from .algebra import offset
+from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
 from .ordinary import ordinary_tensors
@@ -158,6 +159,35 @@ class RunSchedule:
         extent = Extent(b1 - b0, h1 - h0, (q_stop - q_start, self.seq_lengths[1]), self.BLOCK_SIZE)
         moved = offset(self.mask_mod, b=b0, h=h0, q=q_start) if b0 or h0 or q_start else self.mask_mod
         return RunSchedule.from_runs(part, (take_b.numel(), take_h.numel()), extent, moved)
+
+    @ordinary_tensors
+    def cut(
+        self, rows: Sequence[int] | Tensor | None = None, columns: Sequence[int] | Tensor | None = None
+    ) -> RunSchedule:
+        """The schedule for the queries of these rows of tiles and the keys of these columns, in the order given.
+
+        Its mask_mod counts the tokens of the chosen tiles, as attention on the gathered tensors does. A tile that is
+        shorter than the others must be the last.
+        """
+        chosen = []
+        sides = zip(
+            ("rows", "columns"),
+            (rows, columns),
+            self.seq_lengths,
+            self.BLOCK_SIZE,
+            self.extent.tiles,
+            strict=True,
+        )
+        for name, given, length, block, tiles in sides:
+            found = checked_tiles(name, given, tiles, length % block != 0)
+            chosen.append(torch.arange(tiles) if found is None else found)
+        lengths = []
+        for tiles, length, block in zip(chosen, self.seq_lengths, self.BLOCK_SIZE, strict=True):
+            lengths.append(int((length - tiles * block).clamp(max=block).sum()))
+        part = cut_runs(self.row_runs(), self.grids[0] * self.grids[1], chosen[0], chosen[1])
+        extent = Extent(self.batch, self.heads, (lengths[0], lengths[1]), self.BLOCK_SIZE)
+        at = [tiles.to(self.device) for tiles in chosen]
+        return RunSchedule.from_runs(part, self.grids, extent, cut_mask(self.mask_mod, self.BLOCK_SIZE, *at))
 
     def picture(self, cells: int = 20, b: int = 0, h: int = 0) -> str:
         """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""

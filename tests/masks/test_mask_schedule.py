@@ -194,6 +194,46 @@ def test_slices_that_are_refused(index):
         build("causal", True)[index]
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "rows, columns",
+    [(None, None), ([3, 4, 5], None), ([9, 0, 4], [2, 3, 4, 20, 0, 1]), ([15], [28]), (range(16), range(29))],
+    ids=str,
+)
+def test_cut_is_the_schedule_of_the_gathered_tokens(mask, rows, columns):
+    schedule = build(mask, True)
+    part = schedule.cut(rows, columns)
+    batch, heads, q_len, kv_len = part.shape
+    tokens = []
+    for chosen, length, block in ((rows, 1000, 64), (columns, 900, 32)):
+        tiles = range(-(-length // block)) if chosen is None else chosen
+        tokens.append([t for tile in tiles for t in range(tile * block, min((tile + 1) * block, length))])
+    assert (q_len, kv_len) == tuple(map(len, tokens))
+    q, kv = map(torch.tensor, tokens)
+
+    def gathered(b, h, q_idx, kv_idx):
+        return MASKS[mask](b, h, q[q_idx], kv[kv_idx])
+
+    direct = create_block_mask(gathered, batch, heads, q_len, kv_len, "cpu", (64, 32), compact=True)
+    assert_same_block_mask(part.to_block_mask(), direct.to_block_mask())
+    again = create_block_mask(part.mask_mod, batch, heads, q_len, kv_len, "cpu", (64, 32), compact=True)
+    assert_same_block_mask(part.to_block_mask(), again.to_block_mask())
+
+
+def test_cut_and_slice_together():
+    """Heads that share a grid are told apart by the mask alone."""
+    part = build("causal", True).cut([3, 1], [0, 1, 2])[1, 2:3]
+    assert part.grids == (1, 1) and part.shape == (1, 1, 128, 96)
+
+
+@pytest.mark.parametrize("rows", [[], [16], [-1], [1, 1], [[1]], [0.5], [True], [15, 0]], ids=str)
+def test_cuts_that_are_refused(rows):
+    with pytest.raises(
+        MaskArgumentError, match=r"RunSchedule.cut: rows: (expected different integers|tile 15 is)"
+    ):
+        build("causal", True).cut(rows)
+
+
 def test_without_full_blocks():
     schedule = build("causal", True, separate_full_blocks=False)
     assert schedule.full_kv_runs.numel() == schedule.full_q_runs.numel() == 0

@@ -57,8 +57,15 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    "name, masked",
+    [
+        pytest.param(name, masked, marks=() if name == "mixed" or masked == (i % 2 == 0) else pytest.mark.slow)
+        for i, name in enumerate(MODS)
+        for masked in (False, True)
+    ],
+)
 def test_captured(name, masked):
     captures, build = MODS[name]
     mask = create_block_mask(causal, None, None, 70, 90, device="cpu", BLOCK_SIZE=32) if masked else None
@@ -79,6 +86,7 @@ def test_pointwise_neighbours():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("leaf_bytes", [1, 1 << 10])
 def test_leaves_too_large_for_slots(monkeypatch, leaf_bytes):
     """Heads share one slot where each has its own part of it; others have two slots at least."""

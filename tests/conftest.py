@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flex_inductor.compat import when_imported
-
 # xdist's controller comes here before its workers start, so they inherit the folder and share it.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     _inductor_cache = tempfile.TemporaryDirectory(prefix="flex_inductor-tests-", ignore_cleanup_errors=True)
@@ -23,9 +21,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 QUICK, OPTIMIZED = (str(Path(__file__).parent / "cxx" / name / "g++") for name in ("quick", "optimized"))
 if "CXX" not in os.environ and shutil.which("g++") and shutil.which("ld.gold"):
     os.environ["CXX"] = QUICK
-
-# Dynamo flushes the processor's caches after each compilation to time what it made, for its logs.
-when_imported("torch._dynamo.guards", lambda guards: setattr(guards, "profile_guard_manager", lambda *_: 0.0))
 
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
@@ -62,6 +57,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported stays: the collector need not look at it again, which torch has it do often."""
+    from flex_inductor.compat import when_imported  # not sooner: emulated_amx.py comes first
+
+    # Dynamo flushes the processor's caches after each compilation, to time guards for its logs.
+    when_imported(
+        "torch._dynamo.guards", lambda guards: setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+    )
+    # What is imported stays: the collector need not look at it again, which torch has it do often.
     gc.collect()
     gc.freeze()

@@ -172,9 +172,7 @@ def run_with_capability(capability, *command):
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="AVX2 is the first choice here")
-@pytest.mark.parametrize(
-    "cases", ["alibi", pytest.param("", marks=pytest.mark.slow)], ids=["some", "every"]
-)
+@pytest.mark.parametrize("cases", ["alibi", pytest.param("", marks=pytest.mark.slow)], ids=["some", "every"])
 def test_the_matrix_with_avx2(cases):
     here = f"{os.path.dirname(__file__)}/test_matrix.py"
     result = run_with_capability(

@@ -61,7 +61,9 @@ MODS = {
 @pytest.mark.parametrize(
     "name, masked",
     [
-        pytest.param(name, masked, marks=() if name == "mixed" or masked == (i % 2 == 0) else pytest.mark.slow)
+        pytest.param(
+            name, masked, marks=() if name == "mixed" or masked == (i % 2 == 0) else pytest.mark.slow
+        )
         for i, name in enumerate(MODS)
         for masked in (False, True)
     ],
@@ -87,16 +89,14 @@ def test_pointwise_neighbours():
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("leaf_bytes", [1, 1 << 10])
-def test_leaves_too_large_for_slots(monkeypatch, leaf_bytes):
+@pytest.mark.parametrize("name, leaf_bytes", [("dense", 1), ("negative", 1), ("negative", 1 << 10)])
+def test_leaves_too_large_for_slots(monkeypatch, name, leaf_bytes):
     """Heads share one slot where each has its own part of it; others have two slots at least."""
     monkeypatch.setattr(backward, "LEAF_BYTES", leaf_bytes)
-    for name in ("dense", "negative"):
-        captures, build = MODS[name]
-        with torch._inductor.config.patch(force_disable_caches=True):
-            torch._dynamo.reset()
-            attend = fused(attention_of(build), dynamic=False)
-            judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, None)
+    captures, build = MODS[name]
+    with torch._inductor.config.patch(force_disable_caches=True):
+        attend = fused(attention_of(build), dynamic=False)
+        judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, None)
 
 
 @pytest.mark.parametrize(

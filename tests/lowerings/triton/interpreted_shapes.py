@@ -14,8 +14,14 @@ SHAPES = {
     "narrow heads": (Sizes(batch=1, queries=40, keys=50, head_dim=1, value_dim=3), "none"),
     "single tokens": (Sizes(batch=1, queries=1, keys=1), "causal"),
     "one query": (Sizes(batch=1, queries=1, keys=300), "none"),
-    "odd heads": (Sizes(batch=1, heads=2, kv_heads=1, queries=33, keys=31, head_dim=80, value_dim=65), "causal"),
-    "whole tiles": (Sizes(batch=1, heads=2, kv_heads=1, queries=64, keys=128, head_dim=32, value_dim=32), "document"),
+    "odd heads": (
+        Sizes(batch=1, heads=2, kv_heads=1, queries=33, keys=31, head_dim=80, value_dim=65),
+        "causal",
+    ),
+    "whole tiles": (
+        Sizes(batch=1, heads=2, kv_heads=1, queries=64, keys=128, head_dim=32, value_dim=32),
+        "document",
+    ),
 }
 
 
@@ -109,7 +115,7 @@ def test_lengths_that_change_compile_once():
     build, captures = MODS["relative_bias"].build, MODS["relative_bias"].captures
     attend = interpret.compiled(attention_of(build), dynamic=True)
     compiled = []
-    for sizes in (SMALL, SMALL._replace(batch=3, queries=50, keys=64), SMALL._replace(queries=64, keys=128)):
+    for sizes in (SMALL, SMALL._replace(batch=3, queries=20, keys=34), SMALL._replace(queries=64, keys=96)):
         decisions(clear=True)
         inputs = sizes.inputs(torch.float32)
         judge(attend, dense_of(build), inputs, captures(sizes), MASKS["causal"](sizes))

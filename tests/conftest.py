@@ -17,7 +17,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Each new cache folder would have Inductor try the compiler on torch's headers again, six seconds each.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# The C++ compiler takes most of the time: it optimizes less, but where a test asks for `optimized`.
+# The compiler takes two thirds of a test of a CPU kernel: it optimizes less, but where a test asks for `optimized`.
 QUICK, OPTIMIZED = (str(Path(__file__).parent / "cxx" / name / "g++") for name in ("quick", "optimized"))
 if "CXX" not in os.environ and shutil.which("g++") and shutil.which("ld.gold"):
     os.environ["CXX"] = QUICK

@@ -1,5 +1,8 @@
+import gc
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +12,15 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     _inductor_cache = tempfile.TemporaryDirectory(prefix="flex_inductor-tests-", ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _inductor_cache.name
 
-# Nothing here compiles kernels for a GPU that Inductor would use, so nobody waits for its processes to start.
-os.environ.setdefault("TORCH_WARM_POOL", "0")
+# Inductor would start processes that compile kernels for a GPU, three seconds each time, and nothing here needs them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Each new cache folder would have Inductor try the compiler on torch's headers again, six seconds each.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# The compiler takes two thirds of a test of a CPU kernel: it optimizes less, but where a test asks for `optimized`.
+QUICK, OPTIMIZED = (str(Path(__file__).parent / "cxx" / name / "g++") for name in ("quick", "optimized"))
+if "CXX" not in os.environ and shutil.which("g++") and shutil.which("ld.gold"):
+    os.environ["CXX"] = QUICK
 
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
@@ -23,6 +31,38 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def optimized(monkeypatch):
+    """Kernels are compiled as users have them compiled."""
+    from torch._inductor import config
+
+    if os.environ.get("CXX") != QUICK:
+        yield
+        return
+    monkeypatch.setenv("CXX", OPTIMIZED)
+    with config.patch({"cpp.cxx": (None, OPTIMIZED)}):
+        yield
+
+
+LONG = {"test_interpreted.py", "test_amx.py", "test_caches.py", "test_gpu_check.py", "test_memory.py"}
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """What takes longest begins first: the workers end together."""
-    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
+    """Each of two workers begins with one half of the list: what takes long comes first in both."""
+    long = [item for item in items if item.path.name in LONG]
+    rest = [item for item in items if item.path.name not in LONG]
+    middle = max(0, len(items) // 2 - len(long[::2]))
+    items[:] = [*long[::2], *rest[:middle], *long[1::2], *rest[middle:]]
+
+
+def pytest_collection_finish():
+    from flex_inductor.compat import when_imported  # not sooner: emulated_amx.py comes first
+
+    # Dynamo flushes the processor's caches after each compilation, to time guards for its logs.
+    when_imported(
+        "torch._dynamo.guards", lambda guards: setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+    )
+    # What is imported stays: the collector need not look at it again, which torch has it do often.
+    gc.collect()
+    gc.freeze()

@@ -50,22 +50,16 @@ attend(*(torch.randn(1, 3, 27, 4) for _ in range(3)))
 """
 
 
-def run_with(tmp_path, **environment):
-    return subprocess.run(
+def test_torch_logs_and_structured_trace_carry_the_decision(tmp_path):
+    places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_TRACE": str(tmp_path / "trace")}
+    done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **environment},
+        env=os.environ | places | {"TORCH_LOGS": "flex_inductor"},
         capture_output=True,
         text=True,
         check=True,
     )
-
-
-def test_torch_logs_show_the_decision(tmp_path):
-    assert "chosen:   cpu" in run_with(tmp_path, TORCH_LOGS="flex_inductor").stderr
-
-
-def test_structured_trace_carries_the_decision(tmp_path):
-    run_with(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+    assert "chosen:   cpu" in done.stderr
     (trace,) = (tmp_path / "trace").iterdir()
     text = trace.read_text()
     assert '"name": "flex_inductor_decision"' in text

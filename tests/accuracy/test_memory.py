@@ -17,6 +17,8 @@ from flex_inductor.backend import flex_inductor
 from flex_inductor.tools.bench_masks import above_start
 from tests.support import causal
 
+pytestmark = pytest.mark.usefixtures("optimized")  # lengths are long
+
 ROOT = Path(__file__).parents[2]
 LENGTH = 8192
 LIMIT = 512 * 2**20  # dense attention would take over 4 GiB

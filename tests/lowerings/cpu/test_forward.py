@@ -19,6 +19,7 @@ from tests.lowerings.cpu.helpers import SIZES, check, fused
 from tests.support import MASKS, MODS, Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
 
 
+@pytest.mark.usefixtures("optimized")
 def test_blocks_that_panels_do_not_divide():
     sizes = SIZES._replace(queries=120, keys=133)
     mask = create_block_mask(causal, None, None, sizes.queries, sizes.keys, device="cpu", BLOCK_SIZE=(24, 7))
@@ -72,8 +73,17 @@ def test_negative_index_wraps():
         torch.testing.assert_close(fused(attend)(q, k, v), attend(q, k, v))
 
 
-@pytest.mark.parametrize("mod", ["plain", "bucketed_bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    "dtype, mod",
+    [
+        (torch.float32, "bucketed_bias"),
+        (torch.bfloat16, "plain"),
+        pytest.param(torch.float32, "plain", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "bucketed_bias", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bits_do_not_depend_on_threads(dtype, mod):
     sizes = Sizes(queries=400, keys=400, head_dim=32, value_dim=32)
     mask = create_block_mask(causal, None, None, 400, 400, device="cpu", BLOCK_SIZE=64)
@@ -92,6 +102,7 @@ def test_bits_do_not_depend_on_threads(dtype, mod):
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_heads_in_waves(monkeypatch):
     """Five KV heads, as many at a time as the limit holds: two, two and one. The same bits as all at once."""
     sizes = Sizes(batch=5, heads=2, kv_heads=1, queries=130, keys=100, head_dim=16, value_dim=32)
@@ -117,6 +128,7 @@ def test_heads_in_waves(monkeypatch):
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_dynamic_length_compiles_once():
     attend = fused(attention_of(MODS["relative_bias"].build), dynamic=True)
     check("relative_bias", "causal", attend=attend, sizes=SIZES)
@@ -160,16 +172,14 @@ def run_with_capability(capability, *command):
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="AVX2 is the first choice here")
-@pytest.mark.parametrize(
-    "cases", ["alibi or bucketed", pytest.param("", marks=pytest.mark.slow)], ids=["some", "every"]
-)
+@pytest.mark.parametrize("cases", ["alibi", pytest.param("", marks=pytest.mark.slow)], ids=["some", "every"])
 def test_the_matrix_with_avx2(cases):
     here = f"{os.path.dirname(__file__)}/test_matrix.py"
     result = run_with_capability(
         "avx2", "-m", "pytest", "-p", "no:cacheprovider", here, "-m", "not slow", "-k", cases
     )
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0 and passed and int(passed[1]) >= 4, result.stdout[-3000:]
+    assert result.returncode == 0 and passed and int(passed[1]) >= 2, result.stdout[-3000:]
 
 
 def test_without_vector_instructions_the_route_is_not_available():

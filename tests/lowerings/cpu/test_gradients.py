@@ -57,8 +57,17 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    "name, masked",
+    [
+        pytest.param(
+            name, masked, marks=() if name == "mixed" or masked == (i % 2 == 0) else pytest.mark.slow
+        )
+        for i, name in enumerate(MODS)
+        for masked in (False, True)
+    ],
+)
 def test_captured(name, masked):
     captures, build = MODS[name]
     mask = create_block_mask(causal, None, None, 70, 90, device="cpu", BLOCK_SIZE=32) if masked else None
@@ -79,16 +88,15 @@ def test_pointwise_neighbours():
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("leaf_bytes", [1, 1 << 10])
-def test_leaves_too_large_for_slots(monkeypatch, leaf_bytes):
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("name, leaf_bytes", [("dense", 1), ("negative", 1), ("negative", 1 << 10)])
+def test_leaves_too_large_for_slots(monkeypatch, name, leaf_bytes):
     """Heads share one slot where each has its own part of it; others have two slots at least."""
     monkeypatch.setattr(backward, "LEAF_BYTES", leaf_bytes)
-    for name in ("dense", "negative"):
-        captures, build = MODS[name]
-        with torch._inductor.config.patch(force_disable_caches=True):
-            torch._dynamo.reset()
-            attend = fused(attention_of(build), dynamic=False)
-            judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, None)
+    captures, build = MODS[name]
+    with torch._inductor.config.patch(force_disable_caches=True):
+        attend = fused(attention_of(build), dynamic=False)
+        judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import torch
 from tests.lowerings.cpu.helpers import check
 from tests.support import LAYOUTS, MASKS, MODS, Sizes
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Every mod, mask, dtype and layout.
@@ -41,7 +43,9 @@ def test_every_mod_and_mask(mod, mask, dtype):
             torch.float32,
             Sizes(batch=1, heads=1, kv_heads=1, queries=33, keys=40, head_dim=512, value_dim=512),
         ),
-        (torch.bfloat16, Sizes(queries=17, keys=33, head_dim=1, value_dim=1)),
+        pytest.param(
+            torch.bfloat16, Sizes(queries=17, keys=33, head_dim=1, value_dim=1), marks=pytest.mark.slow
+        ),
         (torch.float32, Sizes(batch=5, heads=4, kv_heads=2, queries=40, keys=30, head_dim=1, value_dim=2)),
     ],
     ids=str,

@@ -14,9 +14,9 @@ from flex_inductor.tools import interpret
 BOTH = {"descriptors": 1, "persistent": 1}
 CASES = {
     "rows and columns beyond the end": (BOTH, None, "none", Sizes(batch=1, head_dim=24, value_dim=40)),
-    "one head at a time": (BOTH, "relative_bias", "sliding_window", Sizes()),
+    "one head at a time": (BOTH, "relative_bias", "sliding_window", Sizes(heads=2, kv_heads=1)),
     "by head": ({"persistent": 1}, "bucketed_bias", "per_head", Sizes(batch=1)),
-    "one KV batch": (BOTH, "alibi", "causal", Sizes(kv_batch=1)),
+    "one KV batch": (BOTH, "alibi", "causal", Sizes(kv_batch=1, queries=40, keys=50)),
     "queries too": (BOTH | {"held": 1}, "alibi", "causal", Sizes(batch=1, head_dim=24)),
     "some warps load": ({"descriptors": 1, "specialized": 1}, "alibi", "causal", Sizes(batch=1)),
 }

@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 from flex_inductor.tools import interpret
 
-SIZES = Sizes(queries=40, keys=50)
+SIZES = Sizes(heads=2, kv_heads=1, queries=40, keys=50)
 
 
 def whole_bias(bias):
@@ -29,7 +29,7 @@ CASES = {
         ["backward_magnitudes"],
     ),
     "each its own": (
-        MODS["alibi"]._replace(captures=lambda s: (_normal(2, 4, 40, 50),), build=whole_bias),
+        MODS["alibi"]._replace(captures=lambda s: (_normal(2, 2, 40, 50),), build=whole_bias),
         "per_batch",
         [],
     ),

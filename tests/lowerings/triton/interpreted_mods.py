@@ -29,7 +29,7 @@ def judge_interpreted(build, sizes, captures, block_mask, dtype=torch.float32, s
 
 @pytest.mark.parametrize("mod, mask, dtype", CASES)
 def test_as_right_as_dense_attention(mod, mask, dtype):
-    sizes = Sizes()
+    sizes = Sizes(batch=2 if mask == "per_batch" else 1, queries=40)
     captures = MODS[mod].captures(sizes)
     judge_interpreted(MODS[mod].build, sizes, captures, MASKS[mask](sizes), dtype)
 

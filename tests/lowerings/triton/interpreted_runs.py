@@ -24,16 +24,16 @@ def nothing_for_the_first_rows(sizes):
 
 
 CASES = {
-    "one run a row": (Sizes(batch=1), MASKS["document"]),
-    "for each batch": (Sizes(), MASKS["per_batch"]),
+    "one run a row": (Sizes(batch=1, heads=2, kv_heads=1), MASKS["document"]),
+    "for each batch": (Sizes(heads=2, kv_heads=1), MASKS["per_batch"]),
     "for each head": (Sizes(batch=1), MASKS["per_head"]),
-    "empty rows": (Sizes(batch=1), nothing_for_the_first_rows),
-    "no mask_mod": (Sizes(batch=1, queries=64, keys=128), MASKS["blocks_only"]),
-    "few queries": (Sizes(queries=3, keys=500), MASKS["per_batch"]),
+    "empty rows": (Sizes(batch=1, heads=2, kv_heads=1), nothing_for_the_first_rows),
+    "no mask_mod": (Sizes(batch=1, heads=2, kv_heads=1, queries=64, keys=128), MASKS["blocks_only"]),
+    "few queries": (Sizes(heads=2, kv_heads=1, queries=3, keys=300), MASKS["per_batch"]),
     "few queries, several runs": (
-        Sizes(batch=1, heads=2, queries=20, keys=700),
+        Sizes(batch=1, heads=2, queries=20, keys=500),
         lambda s: create_block_mask(
-            lambda b, h, q, kv: (kv % 200 < q + 30) & (kv > 300 * h), None, s.heads, s.queries, s.keys, "cpu", 32
+            lambda b, h, q, kv: (kv % 200 < q + 30) & (kv > 200 * h), None, s.heads, s.queries, s.keys, "cpu", 32
         ),
     ),
 }  # fmt: skip

@@ -9,23 +9,32 @@ from flex_inductor.lowerings.triton import kernel
 from flex_inductor.tools import interpret
 
 SHAPES = {
-    "one KV batch": (Sizes(kv_batch=1), "none"),
-    "one KV head": (Sizes(kv_heads=1), "causal"),
-    "narrow heads": (Sizes(head_dim=1, value_dim=3), "none"),
+    "one KV batch": (Sizes(kv_batch=1, queries=40, keys=50), "none"),
+    "one KV head": (Sizes(batch=1, kv_heads=1, queries=40), "causal"),
+    "narrow heads": (Sizes(batch=1, queries=40, keys=50, head_dim=1, value_dim=3), "none"),
     "single tokens": (Sizes(batch=1, queries=1, keys=1), "causal"),
     "one query": (Sizes(batch=1, queries=1, keys=300), "none"),
-    "odd heads": (Sizes(batch=1, queries=33, keys=31, head_dim=80, value_dim=65), "causal"),
-    "whole tiles": (Sizes(batch=1, queries=64, keys=128, head_dim=32, value_dim=32), "document"),
+    "odd heads": (
+        Sizes(batch=1, heads=2, kv_heads=1, queries=33, keys=31, head_dim=80, value_dim=65),
+        "causal",
+    ),
+    "whole tiles": (
+        Sizes(batch=1, heads=2, kv_heads=1, queries=64, keys=128, head_dim=32, value_dim=32),
+        "document",
+    ),
 }
 
 
 FEW_QUERIES = {
-    "heads in one tile": (Sizes(queries=5, keys=300), "causal"),
-    "most of a group": (Sizes(batch=1, kv_heads=1, queries=16, keys=512, head_dim=32), "document"),
+    "heads in one tile": (Sizes(batch=1, queries=5, keys=300), "causal"),
+    "most of a group": (Sizes(batch=1, kv_heads=1, queries=16, keys=256, head_dim=32), "document"),
     "half a group": (Sizes(batch=1, heads=8, kv_heads=1, queries=20, keys=300), "causal"),
     "a schedule for each head": (Sizes(batch=1, queries=3, keys=400), "per_head"),
-    "one KV batch": (Sizes(queries=3, keys=400, kv_batch=1), "per_batch"),
+    "one KV batch": (Sizes(heads=2, kv_heads=1, queries=3, keys=400, kv_batch=1), "per_batch"),
 }
+
+
+SMALL = Sizes(heads=2, kv_heads=1)
 
 
 def judge_interpreted(mod, sizes, mask, layout="contiguous", scale=None):
@@ -66,7 +75,7 @@ def test_more_heads_and_batches_than_a_grid_has_room_for(few, monkeypatch):
 
 @pytest.mark.parametrize("length", [200, 250])
 def test_blocks_that_reach_far_beyond_the_last_query(length):
-    sizes = Sizes(queries=length, keys=100)
+    sizes = Sizes(batch=1, heads=2, kv_heads=1, queries=length, keys=100)
     mask = create_block_mask(
         lambda b, h, q, k: q + 60 >= k, None, None, length, 100, "cpu", BLOCK_SIZE=(96, 32)
     )
@@ -77,11 +86,11 @@ def test_blocks_that_reach_far_beyond_the_last_query(length):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
 def test_layouts(layout):
-    judge_interpreted("relative_bias", Sizes(batch=2, queries=40, keys=48), "causal", layout)
+    judge_interpreted("relative_bias", Sizes(heads=2, kv_heads=1, queries=40, keys=48), "causal", layout)
 
 
 def test_garbage_beyond_the_keys_and_in_blocks_that_nobody_visits():
-    sizes = Sizes()
+    sizes = SMALL
     mask = create_block_mask(
         lambda b, h, q, k: (k // 32 != 1) & (q + 60 >= k), None, None, sizes.queries, sizes.keys, "cpu", 32
     )
@@ -106,7 +115,7 @@ def test_lengths_that_change_compile_once():
     build, captures = MODS["relative_bias"].build, MODS["relative_bias"].captures
     attend = interpret.compiled(attention_of(build), dynamic=True)
     compiled = []
-    for sizes in (Sizes(), Sizes(batch=3, queries=50, keys=64), Sizes(queries=64, keys=128)):
+    for sizes in (SMALL, SMALL._replace(batch=3, queries=20, keys=34), SMALL._replace(queries=64, keys=96)):
         decisions(clear=True)
         inputs = sizes.inputs(torch.float32)
         judge(attend, dense_of(build), inputs, captures(sizes), MASKS["causal"](sizes))

@@ -53,9 +53,9 @@ def test_as_right_as_dense_attention(mask, mod, form, dynamic, sources):
     )
     if form == "runs":
         schedule = RunSchedule.from_block_mask(schedule)
-    build, captures = (MODS[mod].build, MODS[mod].captures(SIZES)) if mod else (None, ())
+    sizes = SIZES._replace(batch=batches or 1, heads=heads or 1)
+    build, captures = (MODS[mod].build, MODS[mod].captures(sizes)) if mod else (None, ())
     attend = interpret.compiled(attention_of(build), dynamic=dynamic)
-    sizes = SIZES._replace(batch=batches or 1)
     judge(attend, dense_of(build), sizes.inputs(torch.float32), captures, schedule)
     known = ["    whole = (" in source for source in sources]
     assert known == [mask != "chunks", *[mask != "chunks" and not mod] * 2]

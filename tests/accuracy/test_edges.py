@@ -323,3 +323,21 @@ def test_zero_lengths(sizes, way):
     assert (ours.out == 0).all() and (ours.lse == -math.inf).all()
     for grad in (*ours[3:6], ours.d_captures[0]):
         assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_runs_once_is_rounded_as_torch_rounds_it(dtype):
+    """All that a score of it is off by: half a unit of exp's result, in the lse as well."""
+    attend = torch.compile(
+        attention_of(lambda by_key: lambda score, b, h, q_idx, kv_idx: by_key.exp()[kv_idx]),
+        backend="flex_inductor",
+        fullgraph=True,
+    )
+    inputs = Sizes().inputs(dtype)
+    with served_by("cpu"), torch.no_grad():
+        for seed in range(8):
+            by_key = torch.randn(100, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            _, lse, max_scores = attend(*inputs, (by_key,), None)
+            scores = by_key.exp().float()
+            assert (max_scores == scores.max()).all()
+            torch.testing.assert_close(lse, scores.logsumexp(0).expand_as(lse), rtol=1e-6, atol=0)

@@ -244,9 +244,16 @@ def needs_a_value(name: str, line: Any) -> FlexTypeError:
 
 def number_beyond(mod: str, number: float, dtype: torch.dtype) -> FlexValueError:
     name = str(dtype).removeprefix("torch.")
+    if dtype.is_floating_point:
+        shown, most = f"{number:g}", f"{torch.finfo(dtype).max:.3g}"
+        advice = "Write float('inf') or -float('inf') if that is meant, else a smaller number."
+    else:
+        shown, most = str(number), f"{torch.iinfo(dtype).min} to {torch.iinfo(dtype).max}"
+        advice = (
+            "It would wrap around. Compute in int64, as in kv_idx.long() * 3_000_000_000, or with a float."
+        )
     return FlexValueError(
-        f"{mod} computes in {name} with the number {number:g}, which is beyond what {name} holds "
-        f"({torch.finfo(dtype).max:.3g}). Write float('inf') or -float('inf') if that is meant, else a smaller number."
+        f"{mod} computes in {name} with the number {shown}, which is beyond what {name} holds ({most}). {advice}"
     )
 
 

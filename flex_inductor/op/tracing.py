@@ -346,17 +346,37 @@ def random_op(module: fx.GraphModule) -> str | None:
 
 
 def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
-    """The first number beyond the dtype that it meets, of which torch makes infinity or an error, as the op may be."""
+    """The first number beyond the dtype that it meets: torch makes infinity, another integer or an error of it."""
     for node in module.graph.nodes:
         tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor) and t.dtype != torch.bool]
         if not dtypes or node.target is torch.ops.aten._to_copy.default:
             continue
-        widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).max)
-        for number in tree_iter((node.args, node.kwargs)):
-            if isinstance(number, float) and torch.finfo(widest).max < abs(number) < math.inf:
+        if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
+            widest = max(floats, key=lambda dtype: torch.finfo(dtype).max)
+            least, most = -torch.finfo(widest).max, torch.finfo(widest).max
+            numbers = [
+                n for n in tree_iter((node.args, node.kwargs)) if isinstance(n, float) and math.isfinite(n)
+            ]
+        else:
+            widest = max(dtypes, key=lambda dtype: torch.iinfo(dtype).max)
+            least, most = torch.iinfo(widest).min, torch.iinfo(widest).max
+            numbers = _integers_computed_with(node)
+        for number in numbers:
+            if not least <= number <= most:
                 return number, widest
     return None
+
+
+def _integers_computed_with(node: fx.Node) -> list[int]:
+    """Those among the arguments of `node` that are no sizes, dimensions or ends of slices."""
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+    values = [given.get(a.name) for a in arguments if str(a.type).removeprefix("Optional") in _VALUES]
+    return [value for value in values if isinstance(value, int)]
+
+
+_VALUES = ("number", "[number]", "Tensor", "[Tensor]")  # types of arguments
 
 
 def _storage_of(node: Any) -> Any:

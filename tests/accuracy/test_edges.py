@@ -69,6 +69,21 @@ def test_masked_lanes_may_hold_any_index(way):
     judge(way.compiled(attention_of(unsafe)), dense_of(safe), inputs, [bias], mask_of(causal))
 
 
+def test_indices_of_64_bits(way):
+    """In 32 they would wrap, and be another mask and another mod."""
+
+    def build(scores):
+        return lambda score, b, h, q_idx, kv_idx: score + scores[(kv_idx.long() * 3_000_000_001 + q_idx) % 7]
+
+    mask = mask_of(
+        lambda b, h, q_idx, kv_idx: (
+            (kv_idx.long() * 3_000_000_000 <= q_idx.long() * 3_000_000_000) & (kv_idx.long() < 2**33)
+        )
+    )
+    attend = way.compiled(attention_of(build))
+    judge(attend, dense_of(build), SMALL.inputs(way.dtype), [normal(7)], mask)
+
+
 def test_mask_mod_reads_only_where_its_block_is_visited(way):
     """`visible` is too short for keys from 16 on, in blocks that are either whole or not visited."""
     visible = torch.arange(16) % 3 != 0

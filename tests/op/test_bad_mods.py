@@ -369,6 +369,43 @@ def test_a_number_beyond_the_dtype(number, how):
     attend(*(t.detach() for t in qkv()))  # float64 holds it
 
 
+narrow = torch.zeros(6, dtype=torch.int8)
+WRAPPING = {
+    "int32 with the number 3000000000": lambda b, h, q_idx, kv_idx: kv_idx * 3_000_000_000 > q_idx,
+    "int32 with the number 8589934592": lambda b, h, q_idx, kv_idx: kv_idx < 2**33,
+    "int32 with the number -3000000000": lambda b, h, q_idx, kv_idx: (
+        kv_idx > torch.where(h > 0, b, -3 * 10**9)
+    ),
+    "int32 with the number 4294967295": lambda b, h, q_idx, kv_idx: kv_idx & 0xFFFFFFFF > 0,
+    "int8 with the number 300": lambda b, h, q_idx, kv_idx: narrow[kv_idx] + 300 > 0,
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", WRAPPING)
+def test_an_integer_beyond_the_dtype(what, how):
+    mask_mod = WRAPPING[what]
+    message = rf"mod computes in {what}, which is beyond what int.* would wrap around\. Compute in int64, as in kv_idx"
+    refused(how, ValueError, f"mask_{message}", block_mask=mask_of(mask_mod))
+    refused(
+        how, ValueError, f"score_{message}", lambda score, *lanes: torch.where(mask_mod(*lanes), score, 0.0)
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_integers_within_the_dtype(how):
+    """Where they meet floats or int64, or say where a slice ends."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        few = torch.where(narrow[1:][kv_idx % 5].long() + 3_000_000_000 > 0, kv_idx / 3_000_000_000, 0)
+        return score * 3_000_000_000 + few - (2**31 - 1 > kv_idx) * 3_000_000_000
+
+    attend = lambda *qkv: flex_attention(*qkv, score_mod)  # noqa: E731
+    if how != "eager":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=how == "fullgraph")
+    check(attend, qkv(), score_mod=score_mod)
+
+
 def test_a_value_overwritten_that_a_gradient_needs():
     table = parameter(6)
 

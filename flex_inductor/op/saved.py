@@ -31,12 +31,13 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     call = prepare(call)
     joint: Any = None
     if call.score_mod is not None:
+        checked = with_score_graph(call)
         inputs = (call.query, call.key, call.value, *call.score_captures)
         if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
             # Of all that can have a gradient: what asks for it is only known when the saved call runs.
             wanted = [True, *(capture.is_floating_point() for capture in call.score_captures)]
             joint = trace_joint(call.score_mod, call.query, call.score_captures, wanted)
-        call = with_score_graph(call)
+        call = checked
     graphs = {"score_mod": call.score_mod, "joint": joint, "mask_mod": call.mask_mod}
     schedule = schedule_of(call.schedule)
     text = graph_text.dump(

@@ -268,7 +268,8 @@ def _out_of_place(target: Any) -> Any:
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
     returning = getattr(packet, target._overloadname, None)
     # The in-place form itself is not always tagged: masked_fill_ is not.
-    return returning if torch.Tag.pointwise in getattr(returning, "tags", ()) else None
+    pointwise = torch.Tag.pointwise in getattr(returning, "tags", ()) or name in ("fill_", "zero_", "copy_")
+    return returning if pointwise else None
 
 
 def _is_number(value: Any) -> bool:
@@ -284,7 +285,11 @@ def _tidy(graph: fx.Graph, root: torch.nn.Module, lanes: int) -> None:
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "get_attr" and _is_number(constant := getattr(root, node.target)):
+        elif node.op == "get_attr":
+            constant = getattr(root, node.target)
+            node.meta.setdefault("val", constant)
+            if not _is_number(constant):
+                continue
             with graph.inserting_before(node):
                 literal = graph.call_function(
                     torch.ops.aten.full.default,

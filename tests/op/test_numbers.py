@@ -101,7 +101,7 @@ def test_the_fused_kernel_takes_numbers_that_change():
     assert [decision.chosen for decision in flex_inductor.decisions()] == ["cpu"] * 4
 
 
-@pytest.mark.parametrize("scale", [float("inf"), float("-inf"), float("nan"), 1e40])
+@pytest.mark.parametrize("scale", [float("inf"), float("-inf"), float("nan")])
 def test_a_scale_that_is_not_finite(scale):
     inputs = [t.detach().float() for t in qkv()]
     flex_inductor.decisions(clear=True)

@@ -153,6 +153,8 @@ class _Outside:
 
     def _takes_tensors(self, node: fx.Node) -> bool:
         def given(source: fx.Node) -> Any:
+            if source.op == "get_attr":  # the graphs of an autograd.Function
+                return self.tx.output.nn_modules[source.target]
             return as_lane_tensor(_example(source), self.query)
 
         fake_mode = self.tx.fake_mode

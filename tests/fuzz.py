@@ -330,7 +330,7 @@ def _shapes_to_torch(mask) -> tuple:
     return tuple(min(n, 2) for tensor in tensors for n in tensor.shape)
 
 
-def check(route: str, program: Program, several: list[Values]) -> None:
+def check(route: str, program: Program, several: list[Values], verify: bool = False) -> None:
     """Judge the calls of one program, and that the route served them and compiled no more than it must."""
     used = _named_in(program.score)
     lane = "score, b, h, q_idx, kv_idx"
@@ -348,7 +348,8 @@ def check(route: str, program: Program, several: list[Values]) -> None:
 
         attend = interpret.compiled(attend, dynamic=True)
     elif route != "eager":
-        attend = torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=True)
+        options = {"verify": verify}
+        attend = torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=True, options=options)
     torch._dynamo.reset()
     # Otherwise torch takes sizes that happen to be equal for the same one, and compiles again once they are not.
     duck_shapes = torch.fx.experimental._config.patch(use_duck_shape=False)

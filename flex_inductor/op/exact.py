@@ -129,7 +129,7 @@ class Mod:
 
 
 def _widened(program: LaneProgram) -> LaneProgram:
-    parts = {part: _widened_graph(getattr(program, part)) for part in ("prologue", "lane", "epilogue")}
+    parts: Any = {part: _widened_graph(getattr(program, part)) for part in ("prologue", "lane", "epilogue")}
     return program._replace(**parts)
 
 

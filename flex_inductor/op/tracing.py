@@ -354,13 +354,14 @@ def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
     """The first number beyond the dtype that it meets: torch makes infinity, another integer or an error of it."""
     for node in module.graph.nodes:
         tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor) and t.dtype != torch.bool]
+        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor)]
+        dtypes = [dtype for dtype in dtypes if dtype != torch.bool and not dtype.is_complex]
         if not dtypes or node.target is torch.ops.aten._to_copy.default:
             continue
         if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
             widest = max(floats, key=lambda dtype: torch.finfo(dtype).max)
             least, most = -torch.finfo(widest).max, torch.finfo(widest).max
-            numbers = [
+            numbers: list[Any] = [
                 n for n in tree_iter((node.args, node.kwargs)) if isinstance(n, float) and math.isfinite(n)
             ]
         else:

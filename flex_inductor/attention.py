@@ -54,6 +54,7 @@ def flex_attention(
     try:
         _check_tensors(query, key, value, enable_gqa)
         _check_options(score_mod, scale, return_lse, kernel_options, return_aux)
+        _check_scale(scale, query)
         if block_mask is not None:
             _check_block_mask(block_mask, query, key)
     except errors.FlexError as error:
@@ -128,6 +129,12 @@ def _check_options(
     if score_mod is not None and not callable(score_mod):
         raise errors.not_callable("score_mod", score_mod)
     check_kernel_options(kernel_options)
+
+
+def _check_scale(scale: Any, query: Tensor) -> None:
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32  # of the scores
+    if scale is not None and torch.finfo(dtype).max < abs(scale) < math.inf:
+        raise errors.scale_beyond(dtype)
 
 
 def _check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:

@@ -125,6 +125,14 @@ def bad_scale(scale: Any) -> FlexTypeError:
     )
 
 
+def scale_beyond(dtype: torch.dtype) -> FlexValueError:
+    name = str(dtype).removeprefix("torch.")
+    return FlexValueError(
+        f"scale is beyond what {name}, the dtype of the scores, holds ({torch.finfo(dtype).max:.3g}). Give a smaller "
+        f"one, or query, key and value in float64."
+    )
+
+
 def lse_and_aux() -> FlexValueError:
     return FlexValueError(
         "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
@@ -244,9 +252,16 @@ def needs_a_value(name: str, line: Any) -> FlexTypeError:
 
 def number_beyond(mod: str, number: float, dtype: torch.dtype) -> FlexValueError:
     name = str(dtype).removeprefix("torch.")
+    if dtype.is_floating_point:
+        shown, most = f"{number:g}", f"{torch.finfo(dtype).max:.3g}"
+        advice = "Write float('inf') or -float('inf') if that is meant, else a smaller number."
+    else:
+        shown, most = str(number), f"{torch.iinfo(dtype).min} to {torch.iinfo(dtype).max}"
+        advice = (
+            "It would wrap around. Compute in int64, as in kv_idx.long() * 3_000_000_000, or with a float."
+        )
     return FlexValueError(
-        f"{mod} computes in {name} with the number {number:g}, which is beyond what {name} holds "
-        f"({torch.finfo(dtype).max:.3g}). Write float('inf') or -float('inf') if that is meant, else a smaller number."
+        f"{mod} computes in {name} with the number {shown}, which is beyond what {name} holds ({most}). {advice}"
     )
 
 
@@ -282,6 +297,31 @@ def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"{mod} changes the captured tensor `{capture}` in place ({op}). It runs once for every score, in any "
         f"order, so it may only read what it captures. Use the out-of-place form, or make the change before the call."
+    )
+
+
+def parameter_mutated(mod: str, line: Any) -> FlexRuntimeError:
+    """`line` is where, a places.Line, if that is known."""
+    where = f", at {line} ({line.text})" if line else ""
+    return FlexRuntimeError(
+        f"{mod} changes a captured tensor that requires grad in place{where}. It runs once for every score, in any "
+        f"order, so it may only read what it captures. Use the out-of-place form, or make the change before the call."
+    )
+
+
+def hook_in_mod(mod: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"{mod} registers a hook on a tensor (register_hook), which would run while the mod is traced, for no score. "
+        f"Apply a torch.autograd.Function whose backward changes the gradient."
+    )
+
+
+def assigns_outside(mod: str, line: Any) -> FlexRuntimeError:
+    """`line` is where, a places.Line, if that is known."""
+    where = f", at {line} ({line.text})" if line else ""
+    return FlexRuntimeError(
+        f"{mod} changes something outside of it{where}. It is traced once for all scores, so it may only read what it "
+        f"finds outside. Make the change before the call."
     )
 
 

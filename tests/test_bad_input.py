@@ -45,6 +45,7 @@ CASES = {
         ValueError,
     ),
     "scale": (lambda: {"scale": torch.tensor(1.0)}, TypeError),
+    "scale beyond": (lambda: {"scale": 1e300}, ValueError),
     "lse and aux": (lambda: {"return_lse": True, "return_aux": AuxRequest(lse=True)}, ValueError),
     "aux": (lambda: {"return_aux": True}, TypeError),
     "score_mod": (lambda: {"score_mod": mask()}, TypeError),
@@ -90,6 +91,18 @@ def test_compiling_keeps_type_and_text(name):
     assert text in str(whole)
 
 
+def test_a_scale_that_changes_and_a_dtype_that_holds_it():
+    attend = torch.compile(
+        lambda scale, *qkv: flex_attention(*qkv, scale=scale), backend="aot_eager", fullgraph=True
+    )
+    inputs = [make() for _ in range(3)]
+    for scale in (0.5, 0.25, 3e38):
+        attend(scale, *inputs)
+    with pytest.raises(ValueError, match="scale is beyond what float32"):
+        attend(1e39, *inputs)
+    attend(1e39, *(t.double() for t in inputs))
+
+
 def test_nothing_is_traced_or_allocated_first():
     def never(*_):
         raise AssertionError("traced")
@@ -131,6 +144,8 @@ heads:
   With enable_gqa, query's heads must be a multiple of key's, but query has 4 and key 3.
 scale:
   scale must be a Python number or None (for 1/sqrt(head_dim)), but is a Tensor. A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale.
+scale beyond:
+  scale is beyond what float32, the dtype of the scores, holds (3.4e+38). Give a smaller one, or query, key and value in float64.
 lse and aux:
   return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone.
 aux:

@@ -15,9 +15,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import template
 from flex_inductor.masks.schedule import schedule_parts
-from flex_inductor.mod_ir.program import programs
-from flex_inductor.mod_ir.trace import MASK_LANES, trace_mod
+from flex_inductor.mod_ir.program import programs, split
+from flex_inductor.mod_ir.trace import MASK_LANES, SCORE_LANES, trace_mod
 from flex_inductor.op import Inputs, call_text, verify
+from flex_inductor.op.exact import Mod
 from flex_inductor.reference import reference
 from tests import inspected
 from tests.kernel_in_torch import Call, Kernel
@@ -263,6 +264,22 @@ def test_blocks_of_one_head_for_masks_of_each():
                 torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
         else:
             torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+
+
+def test_a_table_that_a_mod_holds():
+    """In float64 it is all that it is in bfloat16, and what is made of it is not rounded again."""
+    table = torch.tensor([0.1, 2.5], dtype=torch.bfloat16)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + torch.tensor([0.1, 2.5], dtype=torch.bfloat16).exp()[kv_idx]
+
+    text = split(trace_mod(score_mod, SCORE_LANES, table, ()), SCORE_LANES).to_text()
+    lanes = {name: torch.zeros(1, dtype=torch.int32) for name in ("b", "h", "q_idx")}
+    lanes |= {"score": torch.zeros(1, 1, 1, 2, dtype=torch.float64), "kv_idx": torch.arange(2)}
+    mod = Mod(text, ())
+    (wide,), (plain,) = mod.exact(lanes, None), mod.rounded(lanes, None, torch.float32)
+    assert torch.equal(wide.flatten(), table.double().exp())
+    assert torch.equal(plain.flatten(), table.exp().float())
 
 
 def test_rows_that_lanes_hold():

@@ -203,6 +203,7 @@ _OTHER_NAMES = {
     "fast_log2f": "log2",
     "fast_logf": "log",
     "llrint": "round",
+    "nearbyint": "round",
     "rint": "round",
 }
 

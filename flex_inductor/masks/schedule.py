@@ -181,9 +181,10 @@ class RunSchedule:
         for name, given, length, block, tiles in sides:
             found = checked_tiles(name, given, tiles, length % block != 0)
             chosen.append(torch.arange(tiles) if found is None else found)
-        lengths = []
-        for tiles, length, block in zip(chosen, self.seq_lengths, self.BLOCK_SIZE, strict=True):
-            lengths.append(int((length - tiles * block).clamp(max=block).sum()))
+        lengths = [
+            int((length - at * block).clamp(max=block).sum())
+            for at, length, block in zip(chosen, self.seq_lengths, self.BLOCK_SIZE, strict=True)
+        ]
         part = cut_runs(self.row_runs(), self.grids[0] * self.grids[1], chosen[0], chosen[1])
         extent = Extent(self.batch, self.heads, (lengths[0], lengths[1]), self.BLOCK_SIZE)
         at = [tiles.to(self.device) for tiles in chosen]

@@ -62,8 +62,14 @@ class _Exchange(TorchFunctionMode):
         self.instead_of = instead_of
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        given, named = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
+        return _returned(func(*given, **named), given, args)
+
+
+def _returned(result: Any, given: Sequence[Any], args: Sequence[Any]) -> Any:
+    """What the mod keeps where a function returns what it was given, as `module.buffer += 1` does."""
+    same = (arg for arg, instead in zip(args, given, strict=True) if instead is result)
+    return next(same, result) if isinstance(result, Tensor) else result
 
 
 def _exchanged(args: tuple) -> tuple:
@@ -80,9 +86,9 @@ compat.change_function_arguments(_exchanged)
 class _Record(_Exchange):
     """Collects the tensors that are computed with and that nothing inside has made."""
 
-    def __init__(self, fake_mode: FakeTensorMode, query: Tensor):
+    def __init__(self, fake_mode: FakeTensorMode, query: Tensor, name: str):
         super().__init__(self.capture)
-        self.fake_mode = fake_mode
+        self.fake_mode, self.name = fake_mode, name
         self.device = query.device
         self.results: dict[int, Tensor] = {}
         self.captures: dict[Any, Any] = {}
@@ -111,9 +117,10 @@ class _Record(_Exchange):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(
-            *tree_map_only(Tensor, self.stand_in, args), **tree_map_only(Tensor, self.stand_in, kwargs)
-        )
+        if func is Tensor.register_hook:
+            raise errors.hook_in_mod(self.name)
+        given = tree_map_only(Tensor, self.stand_in, args)
+        result = _returned(func(*given, **tree_map_only(Tensor, self.stand_in, kwargs)), given, args)
         made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         # Whoever asks for a shape or a dtype computes with no tensor; `t[i] = x` gives None and does.
         if made or result is None:
@@ -128,12 +135,12 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             lanes = example_lanes(query, lane_names)
-        record = _Record(fake_mode, query)
+        name = "score_mod" if "score" in lane_names else "mask_mod"
+        record = _Record(fake_mode, query, name)
         try:
             with fake_mode, LaneIndexing(), record:
                 result = mod(*lanes)
         except DataDependentOutputException as error:
-            name = "score_mod" if "score" in lane_names else "mask_mod"
             raise errors.needs_a_value(name, line_raising(error)) from None
         if isinstance(result, Tensor):
             record.capture(result)

@@ -268,7 +268,8 @@ def _out_of_place(target: Any) -> Any:
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
     returning = getattr(packet, target._overloadname, None)
     # The in-place form itself is not always tagged: masked_fill_ is not.
-    return returning if torch.Tag.pointwise in getattr(returning, "tags", ()) else None
+    pointwise = torch.Tag.pointwise in getattr(returning, "tags", ()) or name in ("fill_", "zero_", "copy_")
+    return returning if pointwise else None
 
 
 def _is_number(value: Any) -> bool:
@@ -284,7 +285,11 @@ def _tidy(graph: fx.Graph, root: torch.nn.Module, lanes: int) -> None:
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "get_attr" and _is_number(constant := getattr(root, node.target)):
+        elif node.op == "get_attr":
+            constant = getattr(root, node.target)
+            node.meta.setdefault("val", constant)
+            if not _is_number(constant):
+                continue
             with graph.inserting_before(node):
                 literal = graph.call_function(
                     torch.ops.aten.full.default,
@@ -346,17 +351,38 @@ def random_op(module: fx.GraphModule) -> str | None:
 
 
 def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
-    """The first number beyond the dtype that it meets, of which torch makes infinity or an error, as the op may be."""
+    """The first number beyond the dtype that it meets: torch makes infinity, another integer or an error of it."""
     for node in module.graph.nodes:
         tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor)]
+        dtypes = [dtype for dtype in dtypes if dtype != torch.bool and not dtype.is_complex]
         if not dtypes or node.target is torch.ops.aten._to_copy.default:
             continue
-        widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).max)
-        for number in tree_iter((node.args, node.kwargs)):
-            if isinstance(number, float) and torch.finfo(widest).max < abs(number) < math.inf:
+        if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
+            widest = max(floats, key=lambda dtype: torch.finfo(dtype).max)
+            least, most = -torch.finfo(widest).max, torch.finfo(widest).max
+            numbers: list[Any] = [
+                n for n in tree_iter((node.args, node.kwargs)) if isinstance(n, float) and math.isfinite(n)
+            ]
+        else:
+            widest = max(dtypes, key=lambda dtype: torch.iinfo(dtype).max)
+            least, most = torch.iinfo(widest).min, torch.iinfo(widest).max
+            numbers = _integers_computed_with(node)
+        for number in numbers:
+            if not least <= number <= most:
                 return number, widest
     return None
+
+
+def _integers_computed_with(node: fx.Node) -> list[int]:
+    """Those among the arguments of `node` that are no sizes, dimensions or ends of slices."""
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+    values = [given.get(a.name) for a in arguments if str(a.type).removeprefix("Optional") in _VALUES]
+    return [value for value in values if isinstance(value, int)]
+
+
+_VALUES = ("number", "[number]", "Tensor", "[Tensor]")  # types of arguments
 
 
 def _storage_of(node: Any) -> Any:

@@ -80,10 +80,11 @@ def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor
     """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need one."""
     joint = None
     if call.score_mod is not None:
+        checked = with_score_graph(call)
         joint = trace_joint(call.score_mod, call.query, call.inputs.score_captures, wanted)
         if drawn := random_op(joint):  # also in the backward of a Function
             raise errors.mod_is_random("score_mod", drawn)
-        call = with_score_graph(call)
+        call = checked
     return _apply(call, joint)
 
 

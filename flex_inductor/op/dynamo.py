@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
-from torch._dynamo.exc import Unsupported, UserError, unimplemented
+from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError, unimplemented
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
@@ -109,10 +109,19 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         except (Unsupported, UserError, GuardOnDataDependentSymNode) as error:
             if "ata-dependent" in str(error):
                 self._refuse(tx, errors.needs_a_value(name, line_raising(error)))
+            if "Unsafe side effect" in str(error):
+                self._refuse(tx, errors.assigns_outside(name, line_raising(error)))
             if "<class 'float'>" in str(error):  # the only number that no graph can return
                 self._check(tx, errors.check_mod_result, name, 0.0)
             raise
+        except TorchRuntimeError as error:
+            if any(
+                text in str(error) for text in ("leaf Variable that requires grad", "functions with out=")
+            ):
+                self._refuse(tx, errors.parameter_mutated(name, line_raising(error)))
+            raise
         self._check(tx, _check_values, name, graph, len(lanes))
+        self._check(tx, _check_hooks, name, graph)
         self._check(tx, errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
@@ -209,6 +218,11 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
     if (node := number_of_a_lane(graph, lanes)) is not None:
         raise errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
+
+
+def _check_hooks(name: str, graph: fx.Graph) -> None:
+    if any("register_hook" in (node.target, getattr(node.target, "__name__", "")) for node in graph.nodes):
+        raise errors.hook_in_mod(name)
 
 
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:

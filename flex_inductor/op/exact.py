@@ -18,15 +18,16 @@ So a bound knows about every element: it is small where little was summed, and l
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .. import compat
 from ..mod_ir.program import AXES, LaneProgram
+from ..mod_ir.serialise import GraphFunction
 from ..mod_ir.trace import INDEX_DTYPE, score_dtype
 from .chunked import run_lanes
 from .schedule import Schedule
@@ -98,7 +99,8 @@ class Mod:
     """A mod in two ways: everything in float64, and in the dtypes it is written in."""
 
     def __init__(self, text: str, captures: Sequence[Tensor]):
-        self.wide, self.plain = LaneProgram.from_text(_widened(text)), LaneProgram.from_text(text)
+        self.plain = LaneProgram.from_text(text)
+        self.wide = _widened(self.plain)
         self.wide_captures = tuple(c.double() if c.is_floating_point() else c for c in captures)
         self.plain_captures = tuple(captures)
         self.wide_invariants = self.wide.prologue(*self.wide_captures)
@@ -126,8 +128,21 @@ class Mod:
             yield plain, 2 * _worst_near(_apart(plain, value).where(live[shape], 0.0))
 
 
-def _widened(text: str) -> str:
-    return re.sub(r"torch\.(float32|bfloat16|float16)\b", "torch.float64", text)
+def _widened(program: LaneProgram) -> LaneProgram:
+    parts: Any = {part: _widened_graph(getattr(program, part)) for part in ("prologue", "lane", "epilogue")}
+    return program._replace(**parts)
+
+
+def _widened_graph(graph: Any) -> GraphFunction:
+    def wide(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    steps = [
+        step._replace(args=tree_map(wide, step.args), kwargs=tree_map(wide, step.kwargs))
+        for step in graph.steps
+    ]
+    constants = [c.double() if c.is_floating_point() else c for c in graph.constants]
+    return GraphFunction(graph.inputs, constants, steps, graph.output)
 
 
 class Exact:

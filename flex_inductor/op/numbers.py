@@ -92,6 +92,7 @@ class _Outside:
 
     def run(self) -> list[fx.Proxy]:
         nodes = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
+        self.writes = any(map(may_write, nodes))
         moved = self._moved(nodes)
         for node in nodes:
             if node not in moved:
@@ -105,8 +106,8 @@ class _Outside:
 
     def _moved(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         # A tensor that is written to, or made where gradients are off, belongs where that happens.
-        tensors_stay = any(may_write(node) or "example_value" not in node.meta for node in nodes)
-        moved = set() if tensors_stay else set(filter(_is_literal, nodes))
+        tensors_stay = self.writes or any("example_value" not in node.meta for node in nodes)
+        moved = set(filter(_is_literal, nodes))
         known = moved.union(self.placeholders)
         for node in nodes:
             sources = node.all_input_nodes
@@ -128,6 +129,10 @@ class _Outside:
             inner.meta["example_value"] = _example(node)
             self.outer[inner] = self._made_outside(node)
             self.placeholders.append(inner)
+            if self.writes and _is_literal(node):  # into it, maybe
+                with self.graph.inserting_before(first_operation):
+                    self.inner[node] = own = self.graph.call_method("clone", (inner,))
+                own.meta["example_value"] = _example(node)
         return self.inner[node]
 
     def _made_outside(self, node: fx.Node) -> Any:
@@ -148,6 +153,8 @@ class _Outside:
 
     def _takes_tensors(self, node: fx.Node) -> bool:
         def given(source: fx.Node) -> Any:
+            if source.op == "get_attr":  # the graphs of an autograd.Function
+                return self.tx.output.nn_modules[source.target]
             return as_lane_tensor(_example(source), self.query)
 
         fake_mode = self.tx.fake_mode

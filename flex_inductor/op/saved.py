@@ -33,12 +33,13 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     joint: Any = None
     captures = call.inputs.score_captures
     if call.score_mod is not None:
+        checked = with_score_graph(call)
         tensors = (call.query, call.key, call.value, *call.inputs.differentiable)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # Of all that can have a gradient: what asks for it is only known when the saved call runs.
             wanted = [True, *(capture.is_floating_point() for capture in captures)]
             joint = trace_joint(call.score_mod, call.query, captures, wanted)
-        call = with_score_graph(call)
+        call = checked
     graphs = {"score_mod": call.score_mod, "joint": joint, "mask_mod": call.mask_mod}
     inputs, given = call_text.inputs_data(call.inputs)
     text = serialise.dump(

@@ -69,6 +69,21 @@ def test_masked_lanes_may_hold_any_index(way):
     judge(way.compiled(attention_of(unsafe)), dense_of(safe), inputs, [bias], mask_of(causal))
 
 
+def test_indices_of_64_bits(way):
+    """In 32 they would wrap, and be another mask and another mod."""
+
+    def build(scores):
+        return lambda score, b, h, q_idx, kv_idx: score + scores[(kv_idx.long() * 3_000_000_001 + q_idx) % 7]
+
+    mask = mask_of(
+        lambda b, h, q_idx, kv_idx: (
+            (kv_idx.long() * 3_000_000_000 <= q_idx.long() * 3_000_000_000) & (kv_idx.long() < 2**33)
+        )
+    )
+    attend = way.compiled(attention_of(build))
+    judge(attend, dense_of(build), SMALL.inputs(way.dtype), [normal(7)], mask)
+
+
 def test_mask_mod_reads_only_where_its_block_is_visited(way):
     """`visible` is too short for keys from 16 on, in blocks that are either whole or not visited."""
     visible = torch.arange(16) % 3 != 0
@@ -323,3 +338,21 @@ def test_zero_lengths(sizes, way):
     assert (ours.out == 0).all() and (ours.lse == -math.inf).all()
     for grad in (*ours[3:6], ours.d_captures[0]):
         assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_runs_once_is_rounded_as_torch_rounds_it(dtype):
+    """All that a score of it is off by: half a unit of exp's result, in the lse as well."""
+    attend = torch.compile(
+        attention_of(lambda by_key: lambda score, b, h, q_idx, kv_idx: by_key.exp()[kv_idx]),
+        backend="flex_inductor",
+        fullgraph=True,
+    )
+    inputs = Sizes().inputs(dtype)
+    with served_by("cpu"), torch.no_grad():
+        for seed in range(8):
+            by_key = torch.randn(100, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            _, lse, max_scores = attend(*inputs, (by_key,), None)
+            scores = by_key.exp().float()
+            assert (max_scores == scores.max()).all()
+            torch.testing.assert_close(lse, scores.logsumexp(0).expand_as(lse), rtol=1e-6, atol=0)

@@ -90,6 +90,13 @@ def test_hessian_is_refused(how):
         hessian(q)
 
 
+def test_a_tangent_of_the_upstream_gradient_is_refused():
+    q, k, v = (t.detach() for t in qkv())
+    out, pullback = torch.func.vjp(lambda q: flex_attention(q, k, v), q)
+    with pytest.raises(NotImplementedError, match=r"has no (second|forward-mode) derivative"):
+        torch.func.jvp(pullback, (out,), (torch.ones_like(out),))
+
+
 def test_gradcheck():
     inputs = qkv(1, 2, 4, 2)
     slopes, table, temperature = parameter(2), parameter(2, 4), parameter()

@@ -101,6 +101,59 @@ def test_mutated_capture_of_mask_mod(how):
     )
 
 
+def add_to_an_attribute(bias):
+    module = torch.nn.Module()
+    module.bias = bias
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        module.bias += 1
+        return score + module.bias[kv_idx]
+
+    return score_mod, module
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_mutated_attribute(how):
+    bias = draw(6)
+    before = bias.clone()
+    score_mod, module = add_to_an_attribute(bias)
+    changes = (
+        "something outside of it"
+        if how == "fullgraph"
+        else r"the captured tensor `module.bias` in place \(aten.add_"
+    )
+    refused(how, RuntimeError, f"score_mod changes {changes}", score_mod)
+    assert module.bias is bias and torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("make", [add_in_place, set_at_a_lane, write_out])
+def test_mutated_parameter(make, how):
+    bias = parameter(6)
+    score_mod, _ = make(bias)
+    attend = lambda *qkv: flex_attention(*qkv, score_mod)  # noqa: E731
+    if how != "eager":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=how == "fullgraph")
+    with pytest.raises(
+        RuntimeError, match=r"^score_mod changes (the|a) captured tensor .*in place.*may only read"
+    ):
+        attend(*qkv())
+
+
+def hook_on_a_score(score, b, h, q_idx, kv_idx):
+    score = 2 * score
+    score.register_hook(lambda grad: grad * 2)
+    return score
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_hooks(how):
+    message = (
+        r"score_mod registers a hook on a tensor \(register_hook\).* Apply a torch.autograd.Function whose"
+    )
+    refused(how, NotImplementedError, message, hook_on_a_score)
+
+
 class StochasticGradient(torch.autograd.Function):
     """Draws in its backward alone."""
 
@@ -367,6 +420,43 @@ def test_a_number_beyond_the_dtype(number, how):
     with pytest.raises(ValueError, match=message.replace("e+40", r"e\+40").replace("e+300", r"e\+300")):
         attend(*(t.float() for t in qkv()))
     attend(*(t.detach() for t in qkv()))  # float64 holds it
+
+
+narrow = torch.zeros(6, dtype=torch.int8)
+WRAPPING = {
+    "int32 with the number 3000000000": lambda b, h, q_idx, kv_idx: kv_idx * 3_000_000_000 > q_idx,
+    "int32 with the number 8589934592": lambda b, h, q_idx, kv_idx: kv_idx < 2**33,
+    "int32 with the number -3000000000": lambda b, h, q_idx, kv_idx: (
+        kv_idx > torch.where(h > 0, b, -3 * 10**9)
+    ),
+    "int32 with the number 4294967295": lambda b, h, q_idx, kv_idx: kv_idx & 0xFFFFFFFF > 0,
+    "int8 with the number 300": lambda b, h, q_idx, kv_idx: narrow[kv_idx] + 300 > 0,
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", WRAPPING)
+def test_an_integer_beyond_the_dtype(what, how):
+    mask_mod = WRAPPING[what]
+    message = rf"mod computes in {what}, which is beyond what int.* would wrap around\. Compute in int64, as in kv_idx"
+    refused(how, ValueError, f"mask_{message}", block_mask=mask_of(mask_mod))
+    refused(
+        how, ValueError, f"score_{message}", lambda score, *lanes: torch.where(mask_mod(*lanes), score, 0.0)
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_integers_within_the_dtype(how):
+    """Where they meet floats or int64, or say where a slice ends."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        few = torch.where(narrow[1:][kv_idx % 5].long() + 3_000_000_000 > 0, kv_idx / 3_000_000_000, 0)
+        return score * 3_000_000_000 + few - (kv_idx < 2**31 - 1) * 3_000_000_000
+
+    attend = lambda *qkv: flex_attention(*qkv, score_mod)  # noqa: E731
+    if how != "eager":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=how == "fullgraph")
+    check(attend, qkv(), score_mod=score_mod)
 
 
 def test_a_value_overwritten_that_a_gradient_needs():

@@ -261,6 +261,31 @@ def test_open_slices_of_a_mods_own_tensor():
     close(flex_attention(*inputs, sliced), flex_attention(*inputs, lambda score, *_: 4 * score))
 
 
+def beside_a_table(score, b, h, q_idx, kv_idx):
+    total = 2 * score
+    return total.add_(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)[kv_idx % 3])
+
+
+def into_a_table(score, b, h, q_idx, kv_idx):
+    table = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    table[1:] *= 2
+    table[0] = 5.0
+    return score + table[kv_idx % 3]
+
+
+def into_a_copy_of_an_index(score, b, h, q_idx, kv_idx):
+    index = kv_idx.clone()
+    return score + index.fill_(3) + kv_idx
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("score_mod", [beside_a_table, into_a_table, into_a_copy_of_an_index])
+def test_a_mod_may_write_where_it_writes_a_table_out(score_mod, compiled):
+    attend = lambda *qkv: flex_attention(*qkv, score_mod)  # noqa: E731
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    check(attend, qkv(), score_mod=score_mod)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_mod_may_write_into_parts_of_its_own_tensors(compiled):
     def in_parts(score, b, h, q_idx, kv_idx):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import MASKS, MODS, Mod, Sizes, attention_of, dense_of, judge, served_by
 
-from flex_inductor import FlexError, decisions, flex_attention
+from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
 from flex_inductor.tools import interpret
 
 CASES = [
@@ -68,6 +68,31 @@ def test_indices_are_divided_as_eagerly():
         return lambda s, b, h, q, kv: s + table[((q - kv + 100).float() / 41).to(torch.int64)] / (1 + s.abs())
 
     judge_interpreted(bucketed, sizes, (torch.randn(5, dtype=torch.float64),), None, torch.float16)
+
+
+def test_indices_of_64_bits():
+    sizes = Sizes(batch=1, queries=40, keys=40)
+
+    def build(scores):
+        return lambda score, b, h, q_idx, kv_idx: score + scores[(kv_idx.long() * 3_000_000_001 + q_idx) % 7]
+
+    mask = create_block_mask(
+        lambda b, h, q_idx, kv_idx: (
+            (kv_idx.long() * 3_000_000_000 <= q_idx.long() * 3_000_000_000) & (kv_idx.long() < 2**33)
+        ),
+        *(None, None, 40, 40, "cpu"),
+        BLOCK_SIZE=16,
+    )
+    judge_interpreted(build, sizes, (torch.randn(7, dtype=torch.float64),), mask)
+
+
+def test_rounding():
+    sizes = Sizes(batch=1, queries=40, keys=40)
+
+    def rounded(table):
+        return lambda score, b, h, q_idx, kv_idx: score + torch.round(2 * table[kv_idx])
+
+    judge_interpreted(rounded, sizes, (torch.randn(40, dtype=torch.float64),), None)
 
 
 def test_gradients_flow_through_what_runs_once_and_through_functions():

@@ -88,15 +88,6 @@ class CallOptions(NamedTuple):
     def hinted(self) -> dict[str, Any]:
         return dict(self.hints)
 
-    def wire(self) -> dict[str, Any]:
-        """As graphs hold it: they have no NamedTuples."""
-        given = zip(self._fields, self, strict=True)
-        return {name: value for name, value in given if value != self._field_defaults[name]}
-
-    @classmethod
-    def read(cls, wire: Any) -> CallOptions:
-        return wire if isinstance(wire, CallOptions) else cls(**wire)
-
 
 def call_options(kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool) -> CallOptions:
     """Those of a call of flex_attention."""

@@ -119,11 +119,11 @@ class AttentionCall(NamedTuple):
     def read(cls, *args: Any) -> AttentionCall:
         """From the arguments of the op, in a graph or not."""
         call = cls(*args)
-        return call._replace(inputs=Inputs.read(call.inputs), options=CallOptions.read(call.options))
+        return call._replace(inputs=Inputs.read(call.inputs), options=read_options(call.options))
 
     def wire(self) -> tuple[Any, ...]:
         """The op's arguments as graphs hold them."""
-        return (*self[:-2], self.inputs.wire(), self.options.wire())
+        return (*self[:-2], self.inputs.wire(), _options_wire(self.options))
 
     def with_inputs(self, **changed: Any) -> AttentionCall:
         return self._replace(inputs=self.inputs._replace(**changed))
@@ -151,10 +151,20 @@ class BackwardCall(NamedTuple):
     def read(cls, *args: Any, form: str | None = None) -> BackwardCall:
         """From the arguments of the op; see Inputs.read for `form`."""
         call = cls(*args)
-        return call._replace(inputs=Inputs.read(call.inputs, form), options=CallOptions.read(call.options))
+        return call._replace(inputs=Inputs.read(call.inputs, form), options=read_options(call.options))
 
     def wire(self) -> tuple[Any, ...]:
-        return (*self[:-2], self.inputs.wire(), self.options.wire())
+        return (*self[:-2], self.inputs.wire(), _options_wire(self.options))
+
+
+def _options_wire(options: CallOptions) -> dict[str, Any]:
+    """As graphs hold them: they have no NamedTuples."""
+    given = zip(options._fields, options, strict=True)
+    return {name: value for name, value in given if value != options._field_defaults[name]}
+
+
+def read_options(wire: Any) -> CallOptions:
+    return wire if isinstance(wire, CallOptions) else CallOptions(**wire)
 
 
 def is_guarded(mask_mod: Any, inputs: Inputs) -> bool:

@@ -36,7 +36,7 @@ from ..mod_ir.checked import CAPTURE_NAME, check_ops, readable_name
 from ..mod_ir.source_lines import last_line, line_raising
 from ..mod_ir.trace import INDEX_DTYPE, MASK_LANES, SCORE_LANES, LaneIndexing, score_dtype, trace_mod
 from ..options import CallOptions
-from .call import AttentionCall, Inputs
+from .call import AttentionCall, Inputs, read_options
 from .hop import attention, attention_backward, refusal
 from .numbers import (
     as_lane_tensor,
@@ -76,7 +76,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             mask,
             float_to_tensor(tx, query, scale.as_proxy(), score_dtype(_example_of(query).dtype)),
             given._replace(score_captures=score_captures, mask_captures=mask_captures),
-            CallOptions() if options is None else CallOptions.read(options.as_proxy()),
+            CallOptions() if options is None else read_options(options.as_proxy()),
         )
         proxy = tx.output.create_proxy("call_function", self.value, args=call.wire(), kwargs={})
         try:
@@ -328,7 +328,8 @@ class RefusalVariable(TorchHigherOrderOperatorVariable):
         return compat.dynamo_constant(tx, None)
 
 
-trace_rules.add(__package__)  # after a graph break the op runs as it is
+for _name in ("op", "mod_ir", "upward", "lowerings"):
+    trace_rules.add(f"flex_inductor.{_name}")  # after a graph break the op runs as it is
 compat.register_dynamo_variable(refusal, RefusalVariable)
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flex_inductor.mod_ir.program import Programs, with_guards
+from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op import call_text, chunked
 from flex_inductor.op.call import QKV, wanted_gradients
 

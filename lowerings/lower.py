@@ -9,7 +9,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from flex_inductor.mod_ir.program import programs
+from flex_inductor.mod_ir.split import programs
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
 from flex_inductor.op.schedule import by_rows
 

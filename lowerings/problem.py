@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from flex_inductor.mod_ir.program import Programs
+from flex_inductor.mod_ir.split import Programs
 from flex_inductor.options import CallOptions
 
 from .decision import Choice

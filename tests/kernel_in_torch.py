@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flex_inductor.mod_ir.program import programs
-from flex_inductor.mod_ir.trace import MASK_LANES, SCORE_LANES, trace_joint, trace_mod
+from flex_inductor.mod_ir.arguments import MASK_LANES, SCORE_LANES
+from flex_inductor.mod_ir.split import programs
+from flex_inductor.mod_ir.trace import trace_joint, trace_value
 from flex_inductor.op import Inputs, call_text
 from flex_inductor.op.call import QKV
 
@@ -48,8 +49,8 @@ class Call(NamedTuple):
     def arguments(self, *, backward: bool = False) -> list:
         """What both ops of verify begin with."""
         captures = (self.slopes, self.table)
-        score = trace_mod(score_mod, SCORE_LANES, self.query, captures)
-        mask = trace_mod(mask_mod, MASK_LANES, self.query, ())
+        score = trace_value(score_mod, SCORE_LANES, self.query, captures)
+        mask = trace_value(mask_mod, MASK_LANES, self.query, ())
         joint = trace_joint(score_mod, self.query, captures, [True] * 3) if backward else None
         mods = programs(score, mask, joint, guarded=True)
         text, tensors = call_text.dump(Inputs(captures), mods, self.scale, QKV if backward else ())

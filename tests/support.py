@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flex_inductor import AuxRequest, BlockMask, create_block_mask, decisions, flex_attention
-from flex_inductor.mod_ir.trace import score_dtype
+from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.reference import reference
 
 # ---- The judge ------------------------------------------------------------------------------------

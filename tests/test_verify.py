@@ -15,8 +15,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from flex_inductor import FlexError, create_block_mask, flex_attention
 from flex_inductor.lowerings.cpu import template
 from flex_inductor.masks.schedule import schedule_parts
-from flex_inductor.mod_ir.program import programs, split
-from flex_inductor.mod_ir.trace import MASK_LANES, SCORE_LANES, trace_mod
+from flex_inductor.mod_ir.arguments import MASK_LANES, SCORE_LANES
+from flex_inductor.mod_ir.split import programs, split
+from flex_inductor.mod_ir.trace import trace_value
 from flex_inductor.op import Inputs, call_text, verify
 from flex_inductor.op.exact import Mod
 from flex_inductor.reference import reference
@@ -85,7 +86,7 @@ def test_a_broken_backward_is_found(breaking):
 
 def op_arguments(rows=1024):
     q, k, v = (torch.randn(1, 2, rows, 16) for _ in range(3))
-    mask = programs(None, trace_mod(inspected.causal, MASK_LANES, q, ()), guarded=False)
+    mask = programs(None, trace_value(inspected.causal, MASK_LANES, q, ()), guarded=False)
     text, tensors = call_text.dump(Inputs(), mask, 0.25)
     scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(torch.ones(rows, rows).triu(1).bool(), -torch.inf)
     return (
@@ -251,7 +252,7 @@ def test_blocks_of_one_head_for_masks_of_each():
     for heads in (None, 2):
         mask = torch_flex.create_block_mask(per_head, None, heads, 64, 64, device="cpu", BLOCK_SIZE=16)
         schedule, _ = schedule_parts(mask)
-        mods = programs(None, trace_mod(per_head, MASK_LANES, out, ()), guarded=True)
+        mods = programs(None, trace_value(per_head, MASK_LANES, out, ()), guarded=True)
         arguments[4], arguments[3] = call_text.dump(Inputs(schedule=schedule), mods, 0.25)
         out, lse, _ = reference(*arguments[:3], None, mask, 0.25)
         if heads is None:
@@ -273,7 +274,7 @@ def test_a_table_that_a_mod_holds():
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + torch.tensor([0.1, 2.5], dtype=torch.bfloat16).exp()[kv_idx]
 
-    text = split(trace_mod(score_mod, SCORE_LANES, table, ()), SCORE_LANES).to_text()
+    text = split(trace_value(score_mod, SCORE_LANES, table, ()), SCORE_LANES).to_text()
     lanes = {name: torch.zeros(1, dtype=torch.int32) for name in ("b", "h", "q_idx")}
     lanes |= {"score": torch.zeros(1, 1, 1, 2, dtype=torch.float64), "kv_idx": torch.arange(2)}
     mod = Mod(text, ())

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flex_inductor import errors
-from flex_inductor.mod_ir.trace import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
+from flex_inductor.mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
 
 MOST_LANES = 1 << 12
 

@@ -21,8 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import compat
 from ..mod_ir import serialise
+from ..mod_ir.apart import apart_from_surrounding_trace
+from ..mod_ir.arguments import MASK_LANES
 from ..mod_ir.capture import lift
-from ..mod_ir.trace import MASK_LANES, LaneIndexing, _fake_like, apart_from_surrounding_trace, numbers_known
+from ..mod_ir.indexing import LaneIndexing
+from ..mod_ir.trace import fake_like, numbers_known
 from ..mod_ir.tracer import Tracer
 from .analysis import analysed
 from .lists import lists_from_runs
@@ -178,7 +181,7 @@ def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds:
         fake_mode = detect_fake_mode([like, *captures]) or FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode, numbers_known():
             lanes = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in MASK_LANES]
-            given = [_fake_like(capture, fake_mode) for capture in captures]
+            given = [fake_like(capture, fake_mode) for capture in captures]
             tracer = Tracer()
             graph = fx.GraphModule(tracer.root, tracer.trace_call(flat, [*lanes, *given]))
     return serialise.dump({"captures": kinds, "mask": serialise.graph_data(graph)})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..mod_ir.trace import LaneIndexing
+from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.tracer import Tracer
 from .errors import MaskModError
 

@@ -20,8 +20,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import compat, errors
+from .apart import apart_from_surrounding_trace
+from .arguments import example_lanes
+from .indexing import LaneIndexing
 from .source_lines import line_raising
-from .trace import LaneIndexing, apart_from_surrounding_trace, example_lanes
 
 _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
 

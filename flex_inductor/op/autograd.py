@@ -14,7 +14,8 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
-from ..mod_ir.trace import random_op, trace_joint
+from ..mod_ir.checks import random_op
+from ..mod_ir.trace import trace_joint
 from .call import QKV, AttentionCall, BackwardCall
 from .hop import attention, attention_backward
 from .prepare import prepare, with_score_graph

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..mod_ir import serialise
-from ..mod_ir.program import LaneProgram, Programs
+from ..mod_ir.program import LaneProgram
+from ..mod_ir.split import Programs
 from .call import Inputs
 from .schedule import FORMS
 from .tile_map import TileMap

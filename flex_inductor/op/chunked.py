@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from .. import errors
-from ..mod_ir.program import AXES, LaneProgram, Leaf, Programs
-from ..mod_ir.trace import INDEX_DTYPE, score_dtype
+from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
+from ..mod_ir.program import AXES, LaneProgram, Leaf
+from ..mod_ir.split import Programs
 from .call import QKV, Inputs, is_guarded
 from .layout import empty_like_layout
 from .schedule import Band

@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import errors
-from ..mod_ir.checked import mark_checked
-from ..mod_ir.program import programs
-from ..mod_ir.trace import JOINT_LANES, MASK_LANES, SCORE_LANES, LaneIndexing, example_lanes, random_op
+from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, example_lanes
+from ..mod_ir.checks import mark_checked, random_op
+from ..mod_ir.indexing import LaneIndexing
+from ..mod_ir.split import programs
 from . import chunked, eager
 from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
 from .hop import attention, attention_backward

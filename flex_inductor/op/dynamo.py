@@ -31,10 +31,13 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import compat, errors
+from ..mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
 from ..mod_ir.capture import names_in
-from ..mod_ir.checked import CAPTURE_NAME, check_ops, readable_name
+from ..mod_ir.checks import check_ops
+from ..mod_ir.indexing import LaneIndexing
+from ..mod_ir.names import CAPTURE_NAME, readable_name
 from ..mod_ir.source_lines import last_line, line_raising
-from ..mod_ir.trace import INDEX_DTYPE, MASK_LANES, SCORE_LANES, LaneIndexing, score_dtype, trace_mod
+from ..mod_ir.trace import trace_value
 from ..options import CallOptions
 from .call import AttentionCall, Inputs, read_options
 from .hop import attention, attention_backward, refusal
@@ -240,7 +243,7 @@ def _check_writes(name: str, mod: fx.GraphModule, lanes: Sequence[str], query: T
     captures = mod.graph.find_nodes(op="placeholder")[len(lanes) :]
     tensors = [as_lane_tensor(capture.meta["example_value"], query) for capture in captures]
     names = [*lanes, *(capture.meta.get(CAPTURE_NAME, capture.name) for capture in captures)]
-    check_ops(trace_mod(mod, lanes, query, tensors), name, names)
+    check_ops(trace_value(mod, lanes, query, tensors), name, names)
 
 
 def _example_of(variable: Any) -> Any:

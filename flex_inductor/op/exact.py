@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .. import compat
+from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.program import AXES, LaneProgram
 from ..mod_ir.serialise import GraphFunction
-from ..mod_ir.trace import INDEX_DTYPE, score_dtype
 from .chunked import run_lanes
 from .schedule import Schedule
 

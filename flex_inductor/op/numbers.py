@@ -23,7 +23,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import compat
-from ..mod_ir.trace import LaneIndexing, number_dtype
+from ..mod_ir.arguments import number_dtype
+from ..mod_ir.indexing import LaneIndexing
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from .. import errors
+from ..mod_ir.arguments import MASK_LANES, SCORE_LANES, number_dtype, score_dtype
 from ..mod_ir.capture import LiftedMod, lift
-from ..mod_ir.checked import WrappedMod, capture_names, lane_graph
-from ..mod_ir.trace import MASK_LANES, SCORE_LANES, number_dtype, score_dtype
+from ..mod_ir.checks import lane_graph
+from ..mod_ir.names import WrappedMod, capture_names
 from .call import AttentionCall
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..mod_ir import serialise
-from ..mod_ir.checked import WrappedMod
+from ..mod_ir.names import WrappedMod
 from ..mod_ir.trace import trace_joint
 from ..options import loaded_options, saved_options
 from . import call_text

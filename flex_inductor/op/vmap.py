@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..mod_ir.checked import WrappedMod, capture_names, lane_graph
-from ..mod_ir.trace import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES, trace_mod
+from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
+from ..mod_ir.checks import lane_graph
+from ..mod_ir.names import WrappedMod, capture_names
+from ..mod_ir.trace import trace_value
 from .call import AttentionCall, BackwardCall, Inputs, check_served, wanted_gradients
 
 aten = torch.ops.aten
@@ -186,7 +188,7 @@ class _FoldedMod:
                 for capture, grad, per_example in zip(given, grads, per_example, strict=True)
             )
 
-        return trace_mod(folded, JOINT_LANES, query, self.captures)
+        return trace_value(folded, JOINT_LANES, query, self.captures)
 
     def _of_one_example(self, names: Sequence[str], args: Sequence[Tensor]) -> tuple[list, list, Tensor]:
         """The lanes and captures that the example of a lane has to itself, and which example that is."""

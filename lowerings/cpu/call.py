@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch._inductor import ir
 
-from flex_inductor.mod_ir.program import Programs, with_guards
+from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
 
 from ..choice import choose

@@ -31,8 +31,8 @@ from torch._inductor.utils import sympy_index_symbol_with_prefix
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.symbol import SymT
 
+from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
-from flex_inductor.mod_ir.trace import INDEX_DTYPE
 
 from .. import mods
 from ..mods import realized

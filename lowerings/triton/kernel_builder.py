@@ -16,8 +16,8 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from flex_inductor import compat
+from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
-from flex_inductor.mod_ir.trace import INDEX_DTYPE
 from flex_inductor.op.schedule import Visits
 
 from ..choice import choose, demanded, problem_class

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor_config
 
 from flex_inductor.lowerings import choice, winners
 from flex_inductor.lowerings.decision import Decision
-from flex_inductor.mod_ir.program import Programs
+from flex_inductor.mod_ir.split import Programs
 from flex_inductor.options import CallOptions
 
 

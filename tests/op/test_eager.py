@@ -7,8 +7,8 @@ import torch
 from op.calls import check, close, draw, parameter, qkv
 
 from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.mod_ir.arguments import SCORE_LANES
 from flex_inductor.mod_ir.capture import lift
-from flex_inductor.mod_ir.trace import SCORE_LANES
 
 GLOBAL_BIAS = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
 

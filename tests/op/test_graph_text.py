@@ -12,8 +12,10 @@ from torch import fx
 
 from flex_inductor.errors import FlexValueError
 from flex_inductor.mod_ir import serialise
-from flex_inductor.mod_ir.program import LaneProgram, Programs, split, with_guards
-from flex_inductor.mod_ir.trace import JOINT_LANES, MASK_LANES, SCORE_LANES, trace_joint, trace_mod
+from flex_inductor.mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
+from flex_inductor.mod_ir.program import LaneProgram
+from flex_inductor.mod_ir.split import Programs, split, with_guards
+from flex_inductor.mod_ir.trace import trace_joint, trace_value
 from flex_inductor.op import Inputs, chunked
 
 aten = torch.ops.aten
@@ -26,7 +28,7 @@ def programs_of(build, captures, query):
 
     wanted = [True, *(capture.is_floating_point() for capture in captures)]
     return (
-        with_guards(split(trace_mod(mod, SCORE_LANES, query, captures), SCORE_LANES)),
+        with_guards(split(trace_value(mod, SCORE_LANES, query, captures), SCORE_LANES)),
         with_guards(split(trace_joint(mod, query, captures, wanted), JOINT_LANES)),
     )
 
@@ -36,7 +38,7 @@ def test_a_mod_that_was_read_gives_the_same_bits(name):
     query, key, value = SIZES.inputs(torch.float32)
     captures = MODS[name].captures(SIZES)
     score, joint = programs_of(MODS[name].build, captures, query)
-    mask = split(trace_mod(lambda b, h, q, kv: q >= kv, MASK_LANES, query, ()), MASK_LANES)
+    mask = split(trace_value(lambda b, h, q, kv: q >= kv, MASK_LANES, query, ()), MASK_LANES)
 
     def run(score, joint, mask):
         mods, inputs = Programs(score, mask, joint), Inputs(captures)
@@ -60,7 +62,7 @@ def test_equal_graphs_have_equal_text():
 
     query, slopes = torch.randn(1, 2, 3, 4), torch.randn(2)
     texts = [
-        with_guards(split(trace_mod(mod, SCORE_LANES, query, (slopes,)), SCORE_LANES)).to_text()
+        with_guards(split(trace_value(mod, SCORE_LANES, query, (slopes,)), SCORE_LANES)).to_text()
         for mod in (first, second)
     ]
     assert texts[0] == texts[1]

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.schedule import TENSORS
-from flex_inductor.mod_ir.checked import capture_names
+from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
 
@@ -114,7 +114,7 @@ def _mask(
         return None
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-    from flex_inductor.mod_ir.trace import LaneIndexing
+    from flex_inductor.mod_ir.indexing import LaneIndexing
 
     mask_mod: Any = noop_mask
     if call.mask_mod is not None and captures is not None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from flex_inductor.lowerings.decision import Choice
 from flex_inductor.masks import RunSchedule
-from flex_inductor.mod_ir.trace import JOINT_LANES, MASK_LANES, SCORE_LANES
+from flex_inductor.mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..resources import Occupancy, Resources, occupancy
 from .calls import CallFacts

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from flex_inductor.lowerings.mods import with_reciprocals
 from flex_inductor.lowerings.triton.kernel import Arguments
 from flex_inductor.lowerings.triton.lanes import SCORED, Lane, LaneCode
-from flex_inductor.mod_ir.program import split
+from flex_inductor.mod_ir.split import split
 
 
 def written(fn, nvidia=True, approximate=True):

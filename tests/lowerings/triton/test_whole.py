@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flex_inductor.lowerings.triton.kernel import Arguments
 from flex_inductor.lowerings.triton.lanes import Lane, LaneCode
-from flex_inductor.mod_ir.program import split
+from flex_inductor.mod_ir.split import split
 
 LENGTH, TILE_M, TILE_N = 256, 16, 32
 LANES = ("b", "h", "q_idx", "kv_idx")

@@ -1,0 +1,75 @@
+"""A place for traces of mods that nothing around them sees."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch._dispatch.python import suspend_functionalization
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import errors
+
+
+@contextlib.contextmanager
+def apart_from_surrounding_trace() -> Iterator[None]:
+    """Nothing around (a trace, functionalization, any mode, functorch, autocast) sees what happens inside."""
+    with (
+        suspend_functionalization(),
+        _disable_current_modes(),
+        _without_tracers_functions(),
+        _plain_saved_tensors(),
+        _plain_backward(),
+        temporarily_clear_interpreter_stack(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
+        torch.inference_mode(False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_tracers_functions() -> Iterator[None]:
+    """Takes away the torch function modes of an export, which would record switches of autograd and autocast."""
+    with contextlib.ExitStack() as stack:
+        modes = [stack.enter_context(_pop_mode_temporarily()) for _ in range(_len_torch_function_stack())]
+        for mode in reversed(modes):
+            if not type(mode).__module__.startswith(("torch.fx.", "torch._export.")):
+                stack.enter_context(mode)
+        yield
+
+
+def _plain_saved_tensors() -> Any:
+    """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(_packed, _unpacked)
+
+
+def _packed(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    """What autograd does itself where there are no hooks: a value that has changed since gives a wrong gradient."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise errors.value_overwritten()
+    return tensor
+
+
+def _plain_backward() -> Any:
+    """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    # It is on or off for the whole process: where it is off, no other thread may see it touched.
+    if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
+        return contextlib.nullcontext()
+    return compiled_autograd._disable()

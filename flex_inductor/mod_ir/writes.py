@@ -1,0 +1,44 @@
+"""Which nodes of a graph write, and to what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each node that writes, and what it writes to."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        arguments = node.target._schema.arguments
+        given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+        for argument in arguments:
+            written = given.get(argument.name)
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(written, fx.Node)
+            ):
+                yield node, written
+
+
+def writes_to_views(graph: fx.Graph) -> bool:
+    """Whether a part of a tensor that the graph made is written to: the tensor must change with it."""
+    return any(
+        written is not (storage := storage_of(written)) and storage.op != "placeholder"
+        for _, written in writes(graph)
+    )
+
+
+def storage_of(node: Any) -> Any:
+    """The placeholder that `node` is a view of."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not any(a.alias_info for a in schema.arguments):
+            return node
+        node = node.args[0]
+    return node

@@ -13,9 +13,9 @@ from flex_inductor.mod_ir.split import programs
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
 from flex_inductor.op.schedule import by_rows
 
+from . import registry
 from .decision_log import record
 from .problem import AttentionProblem
-from .registry import ROUTES, decide
 from .verified import verified
 
 if TYPE_CHECKING:  # torch._inductor.graph imports the module whose import brings this one
@@ -64,7 +64,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         outputs=outputs,
         options=call.options,
     )
-    route, decision = decide(problem, ROUTES)
+    route, decision = registry.decide(problem, registry.ROUTES)
     outputs = route.lower(problem, call)
     decision = decision._replace(kernels=tuple(problem.kernels))
     _bring_along(V.graph, record(decision, V.graph.current_node.name, problem.options.number))

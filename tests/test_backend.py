@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import FlexError, flex_attention
 from flex_inductor.errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
-from flex_inductor.lowerings import lower
+from flex_inductor.lowerings import registry
 from flex_inductor.lowerings.registry import decide
 
 
@@ -105,7 +105,7 @@ def test_an_error_of_ours_is_raised_as_it_is(kind, direction, dynamic, monkeypat
         return decide(problem, routes)
 
     torch._dynamo.reset()
-    monkeypatch.setattr(lower, "decide", refuse)
+    monkeypatch.setattr(registry, "decide", refuse)
     compiled = torch.compile(flex_attention, backend="flex_inductor", dynamic=dynamic)
     inputs = [torch.randn(1, 2, 24, 8, requires_grad=True) for _ in range(3)]
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(kind) as raised:

@@ -145,11 +145,11 @@ class _Watching:
     def kernels(self) -> Iterator[None]:
         import torch._inductor.lowering  # noqa: F401 - brings our lowerings
 
-        from flex_inductor.lowerings import lower, record_file
+        from flex_inductor.lowerings import lower, record_file, registry
 
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.object(record_file, "compilation", contextlib.nullcontext))
-            patches.enter_context(mock.patch.object(lower, "decide", self._decide(lower.decide)))
+            patches.enter_context(mock.patch.object(registry, "decide", self._decide(registry.decide)))
             patches.enter_context(mock.patch.object(lower, "_lower", self._lower(lower._lower)))
             patches.enter_context(mock.patch.object(lower, "record", self._record))
             patches.enter_context(self._cpu() if self.target == "cpu" else self._triton())

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ from flex_inductor import errors
 from flex_inductor.lowerings import cache_folder
 from flex_inductor.op.flops import _backward_flops, _forward_flops
 
-if TYPE_CHECKING:
-    from .report import Call
+from .model import Call
 
 
 class Device(NamedTuple):
@@ -74,7 +73,12 @@ class Cost(NamedTuple):
         return None if self.seconds is None or not self.measured else self.seconds / self.measured
 
 
-def cost_of(call: Call, direction: str, device: str | None) -> Cost:
+def costs_of(call: Call, device: str | None = None) -> dict[str, Cost]:
+    """Of each direction, on a card of DEVICES or on this machine's CPU."""
+    return {direction: _cost(call, direction, device) for direction in call.lowered}
+
+
+def _cost(call: Call, direction: str, device: str | None) -> Cost:
     forward = direction == "forward"
     values = call.facts.values
     flops = int((_forward_flops if forward else _backward_flops)(*_arguments(values, forward)))

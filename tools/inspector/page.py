@@ -10,8 +10,8 @@ from typing import Any
 from flex_inductor.lowerings.decision import config_text
 
 from .calls import ModFacts
-from .cost import Cost
-from .report import Call, Kernel, Report
+from .cost import Cost, costs_of
+from .model import Call, Kernel, Report
 
 WIDTH = 110
 
@@ -64,7 +64,7 @@ def _call(report: Report, call: Call, stable: bool) -> Iterator[str]:
     yield from ("", f"   schedule  {call.schedule or facts.no_mask}")
     if call.schedule is not None:
         yield from _indented([line.rstrip() for line in call.schedule.picture.splitlines()], 13)
-    for direction, cost in call.cost().items():
+    for direction, cost in costs_of(call).items():
         yield f"   {direction:9} {cost_text(cost, stable)}"
     yield kernels
 

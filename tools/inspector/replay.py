@@ -6,15 +6,13 @@ import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import torch
 
 from .arguments import Argument
-
-if TYPE_CHECKING:
-    from .report import Kernel
+from .model import Kernel
 
 
 def save(kernel: Kernel, folder: Path) -> Path:

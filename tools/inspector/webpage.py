@@ -14,8 +14,9 @@ from pygments.lexers import CppLexer, PythonLexer
 
 from flex_inductor.lowerings.decision import config_text
 
+from .cost import costs_of
+from .model import Report
 from .page import cost_text, same_as, uses
-from .report import Report
 
 LIGHT, DARK = "friendly", "github-dark"
 
@@ -43,6 +44,7 @@ def _template() -> jinja2.Template:
         "python": functools.partial(_coloured, PythonLexer(stripnl=False)),
         "cpp": functools.partial(_coloured, CppLexer(stripnl=False)),
         "config": config_text,
+        "costs": costs_of,
         "cost": cost_text,
         "uses": uses,
     }

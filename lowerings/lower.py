@@ -15,6 +15,7 @@ from flex_inductor.op.schedule import by_rows
 
 from . import registry
 from .decision_log import record
+from .observing import observer
 from .problem import AttentionProblem
 from .verified import verified
 
@@ -65,9 +66,12 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         options=call.options,
     )
     route, decision = registry.decide(problem, registry.ROUTES)
+    before = len(V.graph.operations)
     outputs = route.lower(problem, call)
     decision = decision._replace(kernels=tuple(problem.kernels))
-    _bring_along(V.graph, record(decision, V.graph.current_node.name, problem.options.number))
+    observer().lowered(call, problem, decision, V.graph.operations[before:])
+    if observer().records:
+        _bring_along(V.graph, record(decision, V.graph.current_node.name, problem.options.number))
     return verified(problem, call, outputs) if problem.options.verify else outputs
 
 

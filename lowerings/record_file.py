@@ -21,6 +21,7 @@ from flex_inductor.mod_ir.source_lines import call_line, frames, last_line
 
 from . import cache_folder
 from .decision import Decision
+from .observing import observer
 
 FORMAT = 1
 MOST_COMPILATIONS = 32  # the newest are kept
@@ -39,7 +40,7 @@ def path() -> Path:
 @contextlib.contextmanager
 def compilation(nodes: list[fx.Node]) -> Iterator[None]:
     """Around the compilation of a Dynamo graph with these attention calls."""
-    if not nodes:
+    if not nodes or not observer().records:
         yield
         return
     with _written_at_the_end():

@@ -50,15 +50,22 @@ def triton_unbuilt(load: Callable[[str, str], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpp_unbuilt() -> Iterator[None]:
-    """Graphs compiled inside get C++ kernels that nothing compiles, and are not cached."""
+    """Graphs compiled inside get C++ kernels that nothing compiles, and are not cached. What is timed is built."""
     from torch._inductor.async_compile import AsyncCompile
+
+    from flex_inductor.lowerings.cpu.tuner import Builder
+
+    build = AsyncCompile.cpp_pybinding
+
+    def pybinding(asked: Any, *args: Any, **kwargs: Any) -> Any:
+        return build(asked, *args, **kwargs) if isinstance(asked, Builder) else None
 
     def unbuilt(*_args: Any, **_kwargs: Any) -> Any:
         return None
 
     with (
         _uncached(),
-        mock.patch.object(AsyncCompile, "cpp_pybinding", unbuilt),
+        mock.patch.object(AsyncCompile, "cpp_pybinding", pybinding),
         mock.patch.object(AsyncCompile, "cpp", unbuilt),
     ):
         yield

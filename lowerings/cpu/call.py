@@ -133,7 +133,7 @@ def add_node(
         functools.partial(tuner.times, problem, rendering, tensors, mod_tensors, layouts),
         lambda config: estimate(kernel, config, problem),
     )
-    return template.add_node(rendering(config), [*tensors.values(), *mod_tensors], layouts)
+    return template.add_node(kernel, rendering(config), [*tensors.values(), *mod_tensors], layouts)
 
 
 def layout_of(fake: torch.Tensor) -> ir.FixedLayout:

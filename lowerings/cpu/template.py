@@ -16,6 +16,8 @@ from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
+from ..observing import observer
+
 
 class Argument(NamedTuple):
     """A tensor as C++ expressions."""
@@ -62,6 +64,7 @@ class TemplateKernel(CppTemplateKernel):
 
 
 def add_node(
+    kind: str,
     render: Callable[[TemplateKernel], str],
     read: Sequence[Any],
     layouts: Sequence[ir.Layout],
@@ -72,7 +75,13 @@ def add_node(
     def make_kernel_render(node: Any, flag_template_buffer_has_other_users: bool, epilogue_nodes: Any = None):
         assert not epilogue_nodes, "the kernel writes its outputs itself"
         kernel = TemplateKernel(inputs, node.outputs)
-        return kernel, functools.partial(finished, kernel, render)
+
+        def rendered() -> str:
+            source = finished(kernel, render)
+            observer().kernel_rendered(node, kind, kernel, source)
+            return source
+
+        return kernel, rendered
 
     distinct = list({tensor.get_name(): tensor for tensor in inputs}.values())
     node = ir.CppTemplateBuffer(layouts[0], distinct, make_kernel_render, template=None, choice=None)

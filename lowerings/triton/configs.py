@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..observing import observer
+
 
 class Config(NamedTuple):
     """One way to launch a kernel: a tile is block_m queries by block_n keys. AXES are 0 or 1."""
@@ -103,10 +105,8 @@ def known_device(arch: str) -> Device:
     return Device(arch, _SHARED.get(arch, 99) * 1024, multiprocessors=multiprocessors)
 
 
-target: str | None = None  # where kernels are made for an architecture other than the machine's
-
-
 def current_device(device: torch.device) -> Device:
+    target = observer().target
     if target is not None:
         return known_device(target)
     if device.type == "cpu":

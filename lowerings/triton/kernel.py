@@ -17,6 +17,7 @@ from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from ..observing import observer
 from .configs import Config, axes_of
 
 INT_MAX = 2**31 - 1
@@ -181,6 +182,7 @@ class KernelCall(ir.ExternKernel):
         launch_symbols = self._launch_symbols()
         triton_meta, inductor_meta = self._triton_meta(), self._inductor_meta(launch_symbols)
         name = self._define(wrapper, triton_meta, inductor_meta)
+        observer().kernel_defined(self, name)
         if self.before is not None:
             self._call_before(wrapper, name, *self.before)
         sizes = [*self.arguments.sizes, *launch_symbols]

@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch import fx
 
+from flex_inductor.lowerings.observing import Observer, observed_by
+
 from ..environment import cpp_unbuilt, triton_on_cpu, triton_unbuilt
 from ..generated import GeneratedKernel, load
 from ..resources import gpu_target
@@ -129,70 +131,44 @@ def _compile_only(
         torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
 
 
-class _Watching:
-    """Takes notes where decisions are made, kernels are defined, and their sources are handed over."""
+class _Watching(Observer):
+    """Takes notes where calls are lowered, kernels are defined, and their sources are handed over."""
+
+    records = False
 
     def __init__(self, watched: Watched, notes: Notes, target: str):
-        self.watched, self.notes, self.target = watched, notes, target
-        self.number = 0  # of the call that is being lowered
-        self.current: Lowered | None = None
-        self.defined: dict[str, list[tuple[Lowered, Launch]]] = defaultdict(
-            list
-        )  # kernels of the graph under construction
+        self.watched, self.notes = watched, notes
+        self.target = None if target == "cpu" else target
+        # Kernels of the graph under construction: Triton's by name, C++'s by source.
+        self.defined: dict[str, list[tuple[Lowered, Launch]]] = defaultdict(list)
+        self.rendered: dict[str, tuple[Lowered, str, Launch]] = {}
         self.sources: dict[tuple[str, str], Source] = {}  # by kind and text without names
 
     @contextlib.contextmanager
     def kernels(self) -> Iterator[None]:
-        import torch._inductor.lowering  # noqa: F401 - brings our lowerings
-
-        from flex_inductor.lowerings import lower, record_file, registry
-
-        with contextlib.ExitStack() as patches:
-            patches.enter_context(mock.patch.object(record_file, "compilation", contextlib.nullcontext))
-            patches.enter_context(mock.patch.object(registry, "decide", self._decide(registry.decide)))
-            patches.enter_context(mock.patch.object(lower, "_lower", self._lower(lower._lower)))
-            patches.enter_context(mock.patch.object(lower, "record", self._record))
-            patches.enter_context(self._cpu() if self.target == "cpu" else self._triton())
+        with observed_by(self), self._cpu() if self.target is None else self._triton(self.target):
             yield
 
-    def _decide(self, decide: Callable) -> Callable:
-        def watching(problem: Any, routes: Sequence[Any]) -> Any:
-            route, decision = decide(problem, routes)
-            if self.target != "cpu" and problem.device.type == "cpu":
-                problem, decision = _as_on_the_target(problem, decision, routes)
-            # A checkpointed call is lowered twice.
-            self.current = self.watched.lowered[self.number].setdefault(
-                problem.direction, Lowered(self.number, problem, decision)
-            )
-            return route, decision
+    def lowered(self, call: Any, problem: Any, decision: Any, operations: Sequence[Any]) -> None:
+        number, direction = problem.options.number, problem.direction
+        if self.target is not None and problem.device.type == "cpu":
+            problem, decision = _as_on_the_target(problem, decision)
+        # A checkpointed call is lowered twice.
+        lowered = self.watched.lowered[number].setdefault(direction, Lowered(number, problem, decision))
+        lowered.decision = lowered.decision._replace(kernels=decision.kernels)
+        lowered.schedule = parts_of(call.inputs.schedule or ())
+        given = {name: getattr(call, name, None) for name in ("score_mod", "mask_mod", "joint")}
+        lowered.graphs = {name: g.graph_module for name, g in given.items() if g is not None}
+        for operation in operations:
+            operation.flex_inductor_lowered = lowered
 
-        return watching
+    def kernel_defined(self, operation: Any, name: str) -> None:
+        lowered = operation.flex_inductor_lowered
+        self.defined[name].append((lowered, of_triton(operation, lowered.schedule)))
 
-    def _record(self, decision: Any, node: str, number: int) -> str:
-        assert self.current is not None
-        self.current.decision = self.current.decision._replace(kernels=decision.kernels)
-        return ""
-
-    def _lower(self, lower: Callable) -> Callable:
-        def watching(call: Any, *args: Any) -> Any:
-            from torch._inductor.ir import CppTemplateBuffer
-            from torch._inductor.virtualized import V
-
-            self.number = call.options.number
-            before = len(V.graph.operations)
-            result = lower(call, *args)
-            assert self.current is not None
-            self.current.schedule = parts_of(call.inputs.schedule or ())
-            given = {name: getattr(call, name, None) for name in ("score_mod", "mask_mod", "joint")}
-            self.current.graphs = {name: g.graph_module for name, g in given.items() if g is not None}
-            added: list[Any] = V.graph.operations[before:]
-            for operation in added:
-                operation.flex_inductor_lowered = self.current
-                if isinstance(operation, CppTemplateBuffer):
-                    self._watch_rendering(operation)
-            return result
-
-        return watching
+    def kernel_rendered(self, operation: Any, kind: str, kernel: Any, source: str) -> None:
+        lowered = operation.flex_inductor_lowered
+        self.rendered[source] = (lowered, kind, of_cpp(kernel, lowered.schedule))
 
     def _add(self, lowered: Lowered, name: str, kind: str, source: str, launch: Launch) -> Source:
         text = without_notes(source)
@@ -204,20 +180,9 @@ class _Watching:
             lowered.kernels.append(known)
         return known
 
-    # ---- Triton: a kernel is named when its call is generated; its source comes when the module is loaded
-
     @contextlib.contextmanager
-    def _triton(self) -> Iterator[None]:
-        from flex_inductor.lowerings.triton import configs
-        from flex_inductor.lowerings.triton.kernel import KernelCall
-
-        define = KernelCall._define
-
-        def defining(operation: Any, *args: Any) -> str:
-            name = define(operation, *args)
-            lowered = operation.flex_inductor_lowered
-            self.defined[name].append((lowered, of_triton(operation, lowered.schedule)))
-            return name
+    def _triton(self, target: str) -> Iterator[None]:
+        """A kernel is named when its call is generated; its source comes when the module is loaded."""
 
         def keep(name: str, source: str) -> None:
             for lowered, launch in self.defined.pop(name, ()):
@@ -226,34 +191,16 @@ class _Watching:
                 self._add(lowered, name, kind, source, launch).triton = kernel
 
         there = torch.cuda.is_available()
-        generating = triton_unbuilt(keep) if there else triton_on_cpu(keep, gpu_target(self.target))
-        with (
-            mock.patch.object(KernelCall, "_define", defining),
-            mock.patch.object(configs, "target", self.target),
-            generating,
-        ):
+        with triton_unbuilt(keep) if there else triton_on_cpu(keep, gpu_target(target)):
             yield
-
-    # ---- C++: a kernel is rendered, then named
 
     @contextlib.contextmanager
     def _cpu(self) -> Iterator[None]:
-        from torch._inductor.async_compile import AsyncCompile
+        """A kernel is rendered, then named."""
         from torch._inductor.codegen.cpp import CppScheduling
         from torch._inductor.utils import Placeholder
 
-        from flex_inductor.lowerings.cpu import template, tuner
-
-        class Building(AsyncCompile):  # what is timed is built
-            cpp_pybinding = AsyncCompile.cpp_pybinding
-
-        define, find = CppScheduling.define_kernel, template.source
-        self.rendered: dict[str, tuple[Lowered, str, Launch]] = {}
-        self.template = ""
-
-        def finding(name: str) -> Any:
-            self.template = name.removesuffix(".jinja")
-            return find(name)
+        define = CppScheduling.define_kernel
 
         def defining(scheduling: Any, source: str, *args: Any) -> str:
             name = define(scheduling, source, *args)
@@ -263,37 +210,16 @@ class _Watching:
                 self._add(lowered, name, kind, source, launch)
             return name
 
-        with (
-            mock.patch.object(CppScheduling, "define_kernel", defining),
-            mock.patch.object(template, "source", finding),
-            mock.patch.object(tuner, "AsyncCompile", Building),
-            cpp_unbuilt(),
-        ):
+        with mock.patch.object(CppScheduling, "define_kernel", defining), cpp_unbuilt():
             yield
 
-    def _watch_rendering(self, operation: Any) -> None:
-        make = operation.make_kernel_render
 
-        def making(*args: Any, **kwargs: Any) -> Any:
-            kernel, render = make(*args, **kwargs)
-
-            def rendering() -> str:
-                source = render()
-                lowered = operation.flex_inductor_lowered
-                direction = lowered.problem.direction
-                kind = self.template if direction == "forward" else direction
-                self.rendered[source] = (lowered, kind, of_cpp(kernel, lowered.schedule))
-                return source
-
-            return kernel, rendering
-
-        operation.make_kernel_render = making
-
-
-def _as_on_the_target(problem: Any, decision: Any, routes: Sequence[Any]) -> Any:
+def _as_on_the_target(problem: Any, decision: Any) -> Any:
     """The same call on a GPU: example tensors on the CPU stand for tensors there."""
+    from flex_inductor.lowerings.registry import ROUTES
+
     there = replace(problem, device=torch.device("cuda"))
-    asked = {route.name: route for route in routes}
+    asked = {route.name: route for route in ROUTES}
     rejected = []
     for name, reason in decision.rejected:
         usable, why = asked[name].can_use(there)

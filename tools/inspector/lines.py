@@ -98,20 +98,21 @@ def noted() -> Iterator[Notes]:
     from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
     from torch._inductor.virtualized import V
 
-    from flex_inductor.lowerings.triton.lanes import _Lowering
-
     notes = Notes()
 
-    def lowering(run_node: Any) -> Any:
-        def run(self: Any, node: fx.Node) -> Any:
-            if node.op != "call_function":
-                return run_node(self, node)
-            number = notes.number(node)
-            with notes.at(number):
-                result = run_node(self, node)
-            return evaluated_at(result, number)
+    run_node, create_node, generate = (
+        PointwiseSubgraphLowering.run_node,
+        LightTracer.create_node,
+        CSE.generate,
+    )
 
-        return run
+    def noting_results(self: Any, node: fx.Node) -> Any:
+        if node.op != "call_function":
+            return run_node(self, node)
+        number = notes.number(node)
+        with notes.at(number):
+            result = run_node(self, node)
+        return evaluated_at(result, number)
 
     def evaluated_at(value: Any, number: int | None) -> Any:
         """`value`, noted when its operations are traced, which may be later."""
@@ -124,8 +125,6 @@ def noted() -> Iterator[Notes]:
                 return pointwise.inner_fn(index)
 
         return ir.TensorBox.create(replace(pointwise, inner_fn=inner_fn))
-
-    create_node, generate = LightTracer.create_node, CSE.generate
 
     def noting_node(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(self, *args, **kwargs)
@@ -143,9 +142,9 @@ def noted() -> Iterator[Notes]:
             buffer._lines[-1] += f"  {'//' if self.suffix == ';' else '#'} @{number}"
         return variable
 
-    with contextlib.ExitStack() as patches:
-        for owner in (PointwiseSubgraphLowering, _Lowering):
-            patches.enter_context(mock.patch.object(owner, "run_node", lowering(owner.run_node)))
-        patches.enter_context(mock.patch.object(LightTracer, "create_node", noting_node))
-        patches.enter_context(mock.patch.object(CSE, "generate", noting_line))
+    with (
+        mock.patch.object(PointwiseSubgraphLowering, "run_node", noting_results),
+        mock.patch.object(LightTracer, "create_node", noting_node),
+        mock.patch.object(CSE, "generate", noting_line),
+    ):
         yield notes

@@ -53,12 +53,10 @@ def cpp_unbuilt() -> Iterator[None]:
     """Graphs compiled inside get C++ kernels that nothing compiles, and are not cached. What is timed is built."""
     from torch._inductor.async_compile import AsyncCompile
 
-    from flex_inductor.lowerings.cpu.tuner import Builder
-
     build = AsyncCompile.cpp_pybinding
 
-    def pybinding(asked: Any, *args: Any, **kwargs: Any) -> Any:
-        return build(asked, *args, **kwargs) if isinstance(asked, Builder) else None
+    def pybinding(asked: Any, *args: Any, **kwargs: Any) -> Any:  # asked is tuner.Builder for what is timed
+        return None if type(asked) is AsyncCompile else build(asked, *args, **kwargs)
 
     def unbuilt(*_args: Any, **_kwargs: Any) -> Any:
         return None

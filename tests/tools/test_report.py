@@ -290,6 +290,7 @@ def test_cost_on_named_devices(learnable_bias):
 
 
 def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
+    import torch._inductor.lowering  # noqa: F401 - its circles of imports must be entered here
     from torch._inductor import config
 
     from flex_inductor.lowerings import winners
@@ -309,6 +310,29 @@ def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
         found
     )
     assert found.to_dict()["calls"][0]["cost"]["forward"]["share"] == floor.share
+
+
+def test_only_what_is_timed_is_built(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    from flex_inductor.lowerings import winners
+
+    built = []
+
+    def build(_, types, source):
+        built.append(source)
+        return lambda *_: None
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", build)
+    monkeypatch.setattr(winners, "find", lambda *_: None)
+    monkeypatch.setattr(winners, "keep", lambda winner: None)
+    with config.patch(max_autotune=True):
+        (call,) = report("plain_causal", "cpu").calls
+    (choice,) = call.decision.kernels
+    assert choice.why.startswith("fastest when timed: ")
+    timed = 1 + sum(remark.endswith(" ms") for _, remark in choice.others)
+    assert len(built) == timed > 1
 
 
 def test_twelve_layers_share_kernels():

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "compat": (),
     "reference": (),
     "mod_ir": ("errors", "compat"),
-    "op": ("mod_ir", "errors", "compat", "options"),
+    "op": ("mod_ir", "errors", "compat", "options", "upward"),
     "masks": ("op", "mod_ir", "errors", "compat"),
     "attention": ("masks", "op", "mod_ir", "errors", "compat", "options", "upward"),
 }

@@ -29,7 +29,8 @@ class Observer:
         """The C++ kernel of an operation has its source, but a placeholder for its name."""
 
 
-_current: ContextVar[Observer] = ContextVar("flex_inductor_observer", default=Observer())  # noqa: B039
+_NOBODY = Observer()
+_current = ContextVar("flex_inductor_observer", default=_NOBODY)
 
 
 def observer() -> Observer:

@@ -21,8 +21,6 @@ from .configs import Caches, candidates, estimate
 
 AMX_KEYS = 32  # that a product of tiles takes: in smaller blocks some would belong to a neighbour
 
-TILES = ("q_tiles", "kv_tiles")  # what kernels call a map's tensors
-
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
 
@@ -78,7 +76,7 @@ def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk
 def tiles(call: Any) -> dict[str, Any]:
     """The call's map of tiles, if it has one."""
     tile_map = call.inputs.tile_map
-    return {} if tile_map is None else dict(zip(TILES, map(realized, tile_map), strict=True))
+    return {} if tile_map is None else dict(zip(template.TILES, map(realized, tile_map), strict=True))
 
 
 def has_amx() -> bool:
@@ -114,7 +112,7 @@ def rendered(
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={body: lanes.loops(stores, kernel) for body, stores in bodies.items()},
         lists={tensor: given[tensor] for tensor in lists},
-        tile_map={tensor: given[tensor] for tensor in TILES if tensor in given},
+        tile_map={tensor: given[tensor] for tensor in template.TILES if tensor in given},
         tensors=given,
         outputs={outputs[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()},
         **values,

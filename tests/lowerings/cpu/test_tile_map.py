@@ -265,11 +265,10 @@ def test_what_is_timed_gets_a_map(monkeypatch):
     """One that kernels accept: tiles that lie in their tensors, apart."""
     made_up = []
 
-    class Recorded:
-        def cpp_pybinding(self, types, source):
-            return lambda *arguments: made_up.append(arguments)
+    def recorded(self, types, source):
+        return lambda *arguments: made_up.append(arguments)
 
-    monkeypatch.setattr(tuner, "AsyncCompile", Recorded)
+    monkeypatch.setattr(tuner.AsyncCompile, "cpp_pybinding", recorded)
     monkeypatch.setattr(winners, "find", lambda *_: None)
     monkeypatch.setattr(winners, "keep", lambda *_: None)
     parts = decoded((70, 33, 5, 120))

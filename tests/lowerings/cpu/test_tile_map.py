@@ -19,7 +19,7 @@ from flex_inductor.lowerings.cpu import tuner
 from flex_inductor.op import Inputs, attention
 from flex_inductor.op.tile_map import BATCH, COUNT, ROW, SEQUENCE, TileMap
 from flex_inductor.reference import reference
-from tests.support import assert_accurate, causal, judge
+from tests.support import assert_accurate, causal, judge, run
 from tests.tile_maps import Part, packed
 
 SCALE, HEAD, BATCHES = 0.3, 2, (2, 3)
@@ -230,6 +230,54 @@ def test_decode_of_several_queries():
         case = made(causal, parts, (4, 32), "runs", dtype=torch.bfloat16, scattered=scattered)
         judged_forward(attend, None, case, ())
     assert kernels() == ["decode"]
+
+
+def in_chunks(query, key, value, captures, case):
+    return attention(query, key, value, biased(*captures), case.mask_mod, SCALE, case.inputs)
+
+
+def spoilt(case: Case, sequence: int, **at: int) -> Case:
+    """With NaN in the tensors that `at` names, at the row that mods see as this index."""
+    for name, position in at.items():
+        side = case.inputs.tile_map[0 if name == "query" else 1]
+        batch, row, index = rows_of(side[side[:, SEQUENCE] == sequence])
+        where = index == position
+        case.tensors[("query", "key", "value").index(name)][batch[where], :, row[where]] = torch.nan
+    return case
+
+
+def test_not_a_number_reaches_what_attends_to_it_alone():
+    case = spoilt(made(causal, PARTS, (32, 32), "lists"), 4, value=100, key=103, query=95)
+    captures = biases(PARTS)
+    narrow = [capture.float() for capture in captures]
+    gold = run(in_chunks, [tensor.double() for tensor in case.tensors], captures, case)
+    assert gold.out.isnan().any() and gold.d_value.isnan().any() and not gold.d_value.isnan().all()
+    eager, ours = (run(attend, case.tensors, narrow, case) for attend in (in_chunks, mapped(biased, causal)))
+    assert_accurate(ours.named(), eager.named(), gold.named(), torch.float32)
+
+
+def test_decode_without_what_is_not_a_number():
+    parts = [Part(1, length, length - 8) for length in (70, 33, 9, 120, 20)]
+    case = spoilt(made(causal, parts, (1, 16), "lists", heads=(8, 2)), 3, value=114, key=116)
+    narrow = [capture.float() for capture in biases(parts, 8)]
+    with torch.no_grad():
+        gold = in_chunks(*(tensor.double() for tensor in case.tensors), [c.double() for c in narrow], case)
+        found = mapped(biased, causal)(*case.tensors, narrow, case)
+    for got, want in zip(found, gold, strict=True):
+        assert not want.isnan().any()
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_what_mods_see_may_be_out_of_range():
+    """There are fewer batches than sequences: an index below the first need not be one of the second."""
+
+    def of_sequence(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[b]
+
+    parts = decoded((70, 33, 5, 120, 20))
+    case = made(None, parts, (1, 16), "runs", heads=(8, 2))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="index out of bounds"):
+        mapped(of_sequence, None)(*case.tensors, [torch.zeros(BATCHES[0])], case)
 
 
 def test_maps_that_cannot_be_are_refused():

@@ -44,16 +44,18 @@ def made(
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (4, 2),
     counts: dict[int, int] | None = None,
-    scattered: bool = True,
+    lie: str = "anywhere",
 ) -> Case:
-    """All parts in one call, their tiles in any order over several batches and some rows apart; or not scattered, one
-    after the other in the first batch. `counts` shortens tiles of keys."""
+    """All parts in one call. Tiles lie anywhere over several batches and some rows apart, or "in order" or "backwards"
+    without gaps in the first batch. `counts` shortens tiles of keys."""
     inputs, _ = packed(mask_mod, parts, block, form, HEAD)
     generator = torch.Generator().manual_seed(len(parts))
     lines, lengths = [], []
     for side, step, batches in zip(inputs.tile_map, block, BATCHES, strict=True):
         side = side.clone()
-        if scattered:
+        if lie == "backwards":
+            side[:, ROW] = side[:, COUNT].sum() - side[:, ROW] - side[:, COUNT]
+        if lie == "anywhere":
             place = torch.randperm(len(side), generator=generator).int()
             side[:, BATCH], side[:, ROW] = place % batches, place // batches * (step + 3)
         lines.append(side)
@@ -174,9 +176,9 @@ def test_any_place_and_any_number_of_tiles():
     flex_inductor.decisions(clear=True)
     for parts, changed in (
         (PARTS, {}),
-        (PARTS, {"scattered": False}),  # tiles that follow each other are visited together
-        (PARTS[:3], {"counts": {1: 0, 2: 3}}),
-        ([*PARTS, Part(5, 37, 3, 1), Part(96, 64)], {"counts": {0: 0}}),
+        (PARTS, {"lie": "backwards"}),
+        (PARTS[:4], {"counts": {6: 0, 7: 3}}),  # a row of the schedule visits these and the next
+        ([*PARTS, Part(5, 37, 3, 1), Part(96, 64)], {"counts": {3: 0}}),
     ):
         case = made(causal, parts, (32, 32), "lists", **changed)
         judge(attend, dense_of(biased), case.tensors, biases(parts), case)
@@ -225,9 +227,9 @@ def test_decode_of_several_queries():
     """Of as many as a block has and of fewer, in bf16; keys that lie side by side over several tiles and splits."""
     attend = mapped(None, causal, configs={"decode": {"block_n": 64, "split": 128}})
     flex_inductor.decisions(clear=True)
-    for scattered in (False, True):
+    for lie in ("in order", "anywhere"):
         parts = [*decoded((700, 90), 3), *decoded((200,), 4), *decoded((64,))]
-        case = made(causal, parts, (4, 32), "runs", dtype=torch.bfloat16, scattered=scattered)
+        case = made(causal, parts, (4, 32), "runs", dtype=torch.bfloat16, lie=lie)
         judged_forward(attend, None, case, ())
     assert kernels() == ["decode"]
 

@@ -11,7 +11,7 @@ from torch._inductor.virtualized import V
 from ..mods import realized
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, contiguous_layout, inlinable, layout_of, rendered, walks
+from .call import add_node, contiguous_layout, inlinable, layout_of, rendered, tiles, walks
 
 PARTS = 8  # at least as many work items, where there are as many rows of tiles
 LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
@@ -24,7 +24,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
     if call.grad_lse is not None:
         tensors["grad_lse"] = realized(call.grad_lse)
-    tensors |= lists
+    tensors |= lists | tiles(call)
 
     bodies, scatters, leaf_sizes = {}, [], []
     if score is not None:
@@ -65,7 +65,10 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
             ],
             walks=walked,
-            leaves_by_head=joint is not None and joint.leaves_keep_heads_apart(),
+            # With a map, mods see other heads than there are.
+            leaves_by_head=joint is not None
+            and call.inputs.tile_map is None
+            and joint.leaves_keep_heads_apart(),
         )
 
     fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]

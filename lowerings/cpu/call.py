@@ -42,6 +42,8 @@ class Inlined(NamedTuple):
 
 def inlinable(problem: AttentionProblem, call: Any) -> Inlined:
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
+    if call.inputs.tile_map is not None:
+        sizes = {}  # its indices are data
     score, mask = call.inputs.score_captures, call.inputs.mask_captures
     return Inlined(
         *(
@@ -69,6 +71,12 @@ def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk
     if given["full_counts"] is not None:
         walked.append(Walk(*names[2:], "full_lanes"))
     return walked, {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
+
+
+def tiles(call: Any) -> dict[str, Any]:
+    """The call's map of tiles, if it has one."""
+    tile_map = call.inputs.tile_map
+    return {} if tile_map is None else dict(zip(template.TILES, map(realized, tile_map), strict=True))
 
 
 def has_amx() -> bool:
@@ -104,6 +112,7 @@ def rendered(
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={body: lanes.loops(stores, kernel) for body, stores in bodies.items()},
         lists={tensor: given[tensor] for tensor in lists},
+        tile_map={tensor: given[tensor] for tensor in template.TILES if tensor in given},
         tensors=given,
         outputs={outputs[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()},
         **values,

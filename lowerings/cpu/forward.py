@@ -9,7 +9,7 @@ from torch._inductor.virtualized import V
 from ..mods import realized
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, inlinable, layout_of, rendered, walks
+from .call import add_node, inlinable, layout_of, rendered, tiles, walks
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -19,10 +19,16 @@ MOST_DECODE_ROWS = 16
 
 
 def is_decode(problem: AttentionProblem) -> bool:
-    """Whether so few queries read each KV head that packing its keys would not pay."""
+    """Whether so few queries read each KV head that packing its keys would not pay.
+
+    A map says nothing of how many tiles of queries read a key: blocks for few queries are taken for a sign of one.
+    """
     known = V.graph.sizevars.statically_known_leq
-    in_one_block = problem.blocks is None or known(problem.M, problem.blocks[0])
-    return in_one_block and known(problem.M * problem.H, MOST_DECODE_ROWS * problem.K)
+    queries = problem.M
+    if problem.blocks is not None and "tile_map" in problem.inputs:
+        queries = problem.blocks[0]
+    in_one_block = problem.blocks is None or known(queries, problem.blocks[0])
+    return in_one_block and known(queries * problem.H, MOST_DECODE_ROWS * problem.K)
 
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
@@ -32,6 +38,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
         **lists,
+        **tiles(call),
     }
     bodies = {}
     if score is not None:

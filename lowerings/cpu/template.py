@@ -18,6 +18,8 @@ from torch._inductor.virtualized import V
 
 from ..observing import observer
 
+TILES = ("q_tiles", "kv_tiles")  # what templates call the tensors of a map of tiles
+
 
 class Argument(NamedTuple):
     """A tensor as C++ expressions."""

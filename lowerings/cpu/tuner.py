@@ -15,6 +15,7 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from flex_inductor import fingerprint
+from flex_inductor.op.tile_map import COLUMNS
 
 from ..choice import size_hint
 from ..problem import AttentionProblem
@@ -54,8 +55,9 @@ def times(
     for config in configs:
         source, types, names, sizes = _source(render(config), inputs, outputs)
         compiled.append(Builder().cpp_pybinding(types, source))
+    grid = _grid(problem, tensors)
     arguments = [
-        size_hint(sizes[name]) if name in sizes else _example(owners[name], roles.get(name), problem)
+        size_hint(sizes[name]) if name in sizes else _example(owners[name], roles.get(name), problem, grid)
         for name in names
     ]
     kernels = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in compiled]
@@ -87,36 +89,64 @@ def _owner(tensor: Any) -> Any:
     return tensor.data if isinstance(tensor, ir.ReinterpretView) else tensor
 
 
-def _example(buffer: Any, role: str | None, problem: AttentionProblem) -> torch.Tensor:
+def _grid(problem: AttentionProblem, tensors: Mapping[str, Any]) -> tuple[int, int]:
+    """How many rows and columns of blocks there are."""
+    if problem.blocks is None:
+        return 1, 1
+    if "tile_map" in problem.inputs:
+        rows, columns = (size_hint(tensors[name].get_size()[0]) for name in template.TILES)
+    else:
+        lengths = zip((problem.M, problem.N), problem.blocks, strict=True)
+        rows, columns = (-(-size_hint(length) // block) for length, block in lengths)
+    return rows, columns
+
+
+def _example(buffer: Any, role: str | None, problem: AttentionProblem, grid: tuple[int, int]) -> torch.Tensor:
     layout = buffer.get_layout()
     size, stride = [*map(size_hint, layout.size)], [*map(size_hint, layout.stride)]
     dtype = buffer.get_dtype()
     if role is not None and ("counts" in role or "blocks" in role):
-        return _example_list(role, size, problem)
+        return _example_list(role, size, problem, grid)
+    if role in template.TILES:
+        return _example_map(role, grid, problem)
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if role == "lse":
         return tensor.fill_(10)  # so that weights stay below one
     return tensor.normal_() if dtype.is_floating_point else tensor.zero_()
 
 
-def _example_list(role: str, size: list[int], problem: AttentionProblem) -> torch.Tensor:
+def _example_list(
+    role: str, size: list[int], problem: AttentionProblem, grid: tuple[int, int]
+) -> torch.Tensor:
     """Lists or runs in which every row visits as many blocks, partial ones after full ones."""
     shares = problem.options.visited or (LIKELY_SHARE / 8, LIKELY_SHARE * 7 / 8)
-    assert problem.blocks is not None
-    columns = -(-size_hint(problem.N) // problem.blocks[1])
+    rows, columns = grid
     full = round(shares[1] * columns)
     partial = max(1, min(round(shares[0] * columns), columns - full))
     first, count = (0, full) if role.startswith("full") else (full, partial)
     if problem.schedule == "runs":
         if role.endswith("counts"):
             return torch.arange(size[-1], dtype=torch.int32).expand(size).contiguous()
-        rows = -(-size_hint(problem.M) // problem.blocks[0])
         return torch.tensor([[first, first + count]], dtype=torch.int32).repeat(rows, 1)
     if role.endswith("counts"):
         return torch.full(size, count, dtype=torch.int32)
     return (
         (first + torch.arange(size[-1], dtype=torch.int32)).clamp(max=columns - 1).expand(size).contiguous()
     )
+
+
+def _example_map(role: str, grid: tuple[int, int], problem: AttentionProblem) -> torch.Tensor:
+    """Tiles of one sequence in each batch, which they share out."""
+    assert problem.blocks is not None
+    side = template.TILES.index(role)
+    batches, length = ((problem.B, problem.M), (problem.B_kv, problem.N))[side]
+    per_batch = -(-grid[side] // max(size_hint(batches), 1))
+    lines = []
+    for tile in range(grid[side]):
+        batch, place = divmod(tile, per_batch)
+        start, stop = (size_hint(length) * i // per_batch for i in (place, place + 1))
+        lines.append([batch, start, batch, 0, start, min(stop - start, problem.blocks[side])])
+    return torch.tensor(lines, dtype=torch.int32).view(-1, COLUMNS)
 
 
 def _alternating(kernels: Sequence[Callable[[], Any]]) -> list[float]:

@@ -75,7 +75,8 @@ def sums(joint: Mod, captures: int, problem: AttentionProblem, rows: str = "q_id
             found.append(Sum("stores" if alone else "atomics", where, size, buffer))
         elif where in ("row", "once"):
             slots = [_slots(dtype, problem) for dtype in (torch.float32, torch.int64)]
-            found.append(Sum("slots", where, size, *slots))
+            # With a map the rows of a head may be of several sequences.
+            found.append(Sum("slots", where if problem.map_tiles is None else "row", size, *slots))
         else:
             found.append(Sum("units", where, size, zeros(size, torch.int64, problem)))
     return found

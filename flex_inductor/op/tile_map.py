@@ -26,7 +26,8 @@ class TileMap(NamedTuple):
 
     The tiles are the blocks of the call's schedule, whose lists have one row for each tile of queries and name tiles
     of keys; its batch dimension is 1. A tile of keys has the sequence and the head of every tile of queries that
-    visits it. Rows of the output that no tile has are 0, with a logsumexp of -inf.
+    visits it. Rows of the output that no tile has are 0, with a logsumexp of -inf. No row is in two tiles of queries;
+    tiles of keys may share rows, whose gradient is then the sum. Nothing that mods see is negative.
     """
 
     queries: Tensor

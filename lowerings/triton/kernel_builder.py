@@ -262,9 +262,7 @@ class Builder:
             "kv_block": self._block(blocks[1], p.N),
             "many_tiles": self._many_tiles(),
             "rows_in_tiles": self.tile_map is None
-            and (
-                blocks[0] is None or self._holds_all(blocks[0], p.M) or LARGEST_TILE % blocks[0] == 0
-            ),
+            and (blocks[0] is None or self._holds_all(blocks[0], p.M) or LARGEST_TILE % blocks[0] == 0),
             "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
             "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
             "group": int(p.H) // int(p.K),

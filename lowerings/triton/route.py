@@ -58,7 +58,11 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "a number of heads or a head dim that changes from call to call"
     if problem.schedule == "bounds":
         return "a schedule of bounds"
-    if problem.blocks is not None and any(block % 16 for block in problem.blocks) and not _few_in_tiles(problem):
+    if (
+        problem.blocks is not None
+        and any(block % 16 for block in problem.blocks)
+        and not _few_in_tiles(problem)
+    ):
         return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
 
     if problem.blocks is not None and {"key", "value"} & set(problem.outputs) and not problem.lists_queries:
@@ -66,7 +70,10 @@ def _refusal(problem: AttentionProblem) -> str | None:
 
     keys = {"key", "value"} & set(problem.outputs)
     if problem.map_tiles is not None and keys and torch.are_deterministic_algorithms_enabled():
-        return "adds to d(key) and d(value) by atomics where a map has the tiles, which use_deterministic_algorithms rules out"
+        at = "d(key) and d(value)"
+        return (
+            f"adds to {at} by atomics where a map has the tiles, which use_deterministic_algorithms rules out"
+        )
 
     from .. import choice
     from .configs import Config

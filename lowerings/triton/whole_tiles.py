@@ -53,9 +53,7 @@ def whole(
 
 
 class _Bounds:
-    def __init__(
-        self, made: Mapping[str, Any], uniform: Callable[[str], bool], lanes: Mapping[str, Ends]
-    ):
+    def __init__(self, made: Mapping[str, Any], uniform: Callable[[str], bool], lanes: Mapping[str, Ends]):
         self.made, self.uniform, self.lanes = made, uniform, lanes
 
     def sure(self, x: Any) -> Sure | None:

@@ -40,13 +40,24 @@ def bias_of(table):
 
 def temperature_of(temperature):
     def score_mod(score, b, h, q_idx, kv_idx):
-        return score * temperature[b, h] + temperature[0, 0] * torch.sigmoid(temperature[q_idx % 3, kv_idx % 5])
+        return score * temperature[b, h] + temperature[0, 0] * torch.sigmoid(
+            temperature[q_idx % 3, kv_idx % 5]
+        )
+
+    return score_mod
+
+
+def whole_bias_of(table):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, q_idx, kv_idx]
 
     return score_mod
 
 
 BIAS = (bias_of, lambda: torch.randn(6, HEADS + HEAD, 400, dtype=torch.float64))
 TEMPERATURE = (temperature_of, lambda: torch.randn(6, HEADS + HEAD, dtype=torch.float64))
+
+WHOLE_BIAS = (whole_bias_of, lambda: torch.randn(HEADS + HEAD, 77, 44, dtype=torch.float64))
 
 
 def pieces_of(parts, masks, gap):
@@ -107,7 +118,8 @@ CASES = {  # parts, form, mask_mod, blocks, mod, dtype, kinds
     # The second part's rows in memory are far beyond its keys, which their indices are not.
     "whole tiles": ([Part(64, 1), Part(40, 50, 8, 10)], "runs", causal, (64, 128), None, torch.float32, TWO_PASSES),
     "one pass": (PARTS, "lists", causal, (16, 64), BIAS, torch.float32, ["forward", "backward_onepass"]),
-    "apart": (PARTS, "runs", causal, (32, 32), None, torch.float16, APART),
+    # Parts add to the same elements; beyond the queries of a tile there is no element to load.
+    "apart": (PARTS, "runs", causal, (64, 32), WHOLE_BIAS, torch.float16, APART),
 }  # fmt: skip
 
 
@@ -119,7 +131,9 @@ def test_packed_parts(case, kinds):
     asked = {kind: {} for kind in ("forward", *expected)}
     attend = attention_of(inputs, mask_mod, build, {"configs": asked})
     with served_by("triton"):
-        judge(attend, dense_of(pieces_of(parts, masks, 3), build), tensors(*lengths(parts, 3), dtype), captures)
+        judge(
+            attend, dense_of(pieces_of(parts, masks, 3), build), tensors(*lengths(parts, 3), dtype), captures
+        )
     assert sorted(kinds) == sorted(expected)
 
 
@@ -133,7 +147,9 @@ def test_pages_and_nothing_but_what_tiles_hold(form):
     queries[2, COUNT] = 0
     inputs = inputs._replace(tile_map=inputs.tile_map._replace(queries=queries, keys=keys))
     rows = torch.arange(32)
-    held = torch.cat([page * 32 + torch.arange(n) for page, n in zip(order.tolist(), (32, 32, 20), strict=False)])
+    held = torch.cat(
+        [page * 32 + torch.arange(n) for page, n in zip(order.tolist(), (32, 32, 20), strict=False)]
+    )
     mask = create_block_mask(lambda b, h, q, kv: q + 56 >= kv, None, None, 32, 84, "cpu")
     piece = Piece(rows, held, mask, Part(32, 84, 56), 0, kv_batch=1)
     query, *kv = tensors(40, 160, kv_batch=2)
@@ -206,7 +222,9 @@ def test_deterministic_gradients_of_captures(mod):
             found = gradients(attention_of(inputs, causal, build), torch.float32)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_accurate(found, *(gradients(dense, dtype) for dtype in (torch.float32, torch.float64)), torch.float32)
+    assert_accurate(
+        found, *(gradients(dense, dtype) for dtype in (torch.float32, torch.float64)), torch.float32
+    )
 
 
 def test_deterministic_gradients_of_keys_are_refused():

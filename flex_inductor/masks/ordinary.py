@@ -1,4 +1,4 @@
-"""Index tables are ordinary tensors wherever they are made."""
+"""Masks made under inference mode are ordinary tensors: training may use them too."""
 
 from __future__ import annotations
 

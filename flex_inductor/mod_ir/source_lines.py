@@ -1,6 +1,6 @@
 """Where in somebody's code a traced operation is written.
 
-Files go by their name alone: what names them may be shown to anybody.
+A line names its file without folders, so that reports can be given to others.
 """
 
 from __future__ import annotations

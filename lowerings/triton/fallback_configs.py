@@ -27,8 +27,10 @@ BETTER = 2  # configs that are tried where the first takes more
 
 
 def or_next(kind: str, spare: Sequence[dict[str, int]], asked_for: bool) -> Callable[[Any], Any]:
-    """Decorates a kernel of generated code: its autotuner may go on to `spare` configs, in order; only where it has
-    to if its own is `asked_for`."""
+    """Decorates a kernel of generated code: if its config cannot run, its autotuner tries the `spare` ones in order.
+
+    A config that takes local memory is also compared with the next ones, unless the user `asked_for` it.
+    """
 
     def decorate(kernel: Any) -> Any:
         if type(kernel) is CachingAutotuner:

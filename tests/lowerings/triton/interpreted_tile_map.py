@@ -7,7 +7,7 @@ import torch
 from support import assert_accurate, causal, judge, served_by
 
 from flex_inductor import create_block_mask, decisions
-from flex_inductor.mod_ir.trace import score_dtype
+from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.op import attention
 from flex_inductor.op.tile_map import BATCH, COUNT, ROW
 from flex_inductor.options import CallOptions

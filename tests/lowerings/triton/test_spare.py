@@ -1,4 +1,4 @@
-"""What a kernel does on a card with fewer resources than its config takes. Compiling and loading are played."""
+"""What a kernel does on a card with fewer resources than its config takes. Stand-ins take the place of the compiler and the loader."""
 
 import pickle
 import types

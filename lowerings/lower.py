@@ -58,6 +58,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
         heads_alike=counts is None or counts.get_size()[1] == 1,
         lists_queries=schedule is not None and schedule.lists_queries,
+        map_tiles=tuple(lines.get_size()[0] for lines in inputs.tile_map) if inputs.tile_map else None,
         programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(joint), guarded=False),
         inputs=tuple(inputs.given()),
         score_captures=_metadata(inputs.score_captures),

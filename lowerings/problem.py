@@ -38,6 +38,7 @@ class AttentionProblem:
     blocks: tuple[int, int] | None  # its block sizes
     heads_alike: bool  # whether all heads visit what the first one visits
     lists_queries: bool  # whether the schedule also says which query blocks visit a KV block
+    map_tiles: tuple[Size, Size] | None  # of queries and of keys, where a map says where they lie
     programs: Programs  # the mods, without guards
     inputs: tuple[str, ...]  # the names of the optional inputs that the call has
     score_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
@@ -60,5 +61,6 @@ class AttentionProblem:
                 parts.append(f"{name}_mod" + (f" ({captures} captured)" if captures else ""))
         if self.blocks is not None:
             runs = " in runs" if self.schedule == "runs" else ""
-            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{runs}")
+            mapped = "" if self.map_tiles is None else " where a map says"
+            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{runs}{mapped}")
         return ", ".join(parts)

@@ -22,7 +22,19 @@ from ..problem import AttentionProblem
 from . import captured
 from .configs import LARGEST_TILE, Config
 from .kernel import KernelCall, empty
-from .kernel_builder import LOG2_E, Builder, Inline, Mod, layout_of, mods, one_kv_batch, tiles, visits
+from .kernel_builder import (
+    LOG2_E,
+    Builder,
+    Inline,
+    Mod,
+    layout_of,
+    mods,
+    one_kv_batch,
+    tiles,
+    unwritten,
+    visits,
+    walked,
+)
 
 aten = torch.ops.aten
 
@@ -54,7 +66,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
             sums = captured.with_units(sums, measured)
         if "query" in problem.outputs or sums:
             if "query" in problem.outputs:
-                grads["d_query"] = empty(*layout_of(fakes["d_query"]), problem.dtype, problem.device)
+                grads["d_query"] = unwritten(problem, fakes["d_query"], problem.dtype, 0.0)
             _dq(problem, call, found, tensors, grads["d_query"], sums)
     for kind, wanted in of_keys.items():
         grads.update(_dkdv(problem, call, found, tensors, fakes, kind, wanted, sums if one_pass else ()))
@@ -121,7 +133,8 @@ def _dq(
     d_query: Any,
     sums: Sequence[captured.Sum],
 ) -> None:
-    builder = Builder(problem, found, ("b", "h", "q_idx"))
+    builder = Builder(problem, found, ("b", "h", "q_idx"), call.inputs.tile_map)
+    batches, queries, _ = walked(problem)
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
     joint, placed = _joint(builder, found, sums)
     values = {
@@ -132,7 +145,9 @@ def _dq(
         "sums": placed,
         "H": builder.size(problem.H),
     }
-    values["launch"] = launch = builder.launch(f"tl.cdiv({values['M']}, BLOCK_M)", problem.H)
+    values["launch"] = launch = builder.launch(
+        f"tl.cdiv({builder.size(queries)}, BLOCK_M)", problem.H, batches
+    )
     measuring = any(total.how == "magnitude" for total in sums)
     kind = "backward_magnitudes" if measuring else "backward_dq"
     configs = builder.configs(kind)
@@ -141,7 +156,7 @@ def _dq(
         lambda name: builder.render("backward_dq.jinja", name, configs, values),
         builder.arguments,
         configs,
-        lambda config: launch.grid(tiles(problem.M, config.block_m), problem.H, problem.B),
+        lambda config: launch.grid(tiles(queries, config.block_m), problem.H, batches),
         accumulated=_accumulated(placed),
         spare=builder.spare,
     )
@@ -159,19 +174,24 @@ def _dkdv(
 ) -> dict[str, Any]:
     if "key" not in wanted:  # values have the same gradient whatever made the score
         found = {name: mod for name, mod in found.items() if name != "joint"}
-    builder = Builder(problem, found, ("b", "h", "kv_idx"))
+    builder = Builder(problem, found, ("b", "h", "kv_idx"), call.inputs.tile_map)
+    batches, _, keys = walked(problem)
+    mapped = problem.map_tiles is not None
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
     joint, placed = _joint(builder, found, sums)
     configs = builder.configs(kind)
     heads = _heads_in_a_program(problem, configs[0])
     parts = int(problem.H) // heads
-    summed = parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
+    summed = mapped or parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
     outputs, written = {}, {}
     for name, source in (("d_key", "key"), ("d_value", "value")):
         if source not in wanted:
             continue
-        if summed:
-            size = [problem.B, parts, problem.N, problem.D if source == "key" else problem.V]
+        width = problem.D if source == "key" else problem.V
+        if mapped:  # several tiles may have the same rows, or none
+            outputs[name] = captured.zeros([problem.B_kv, parts, problem.N, width], torch.float32, problem)
+        elif summed:
+            size = [problem.B, parts, problem.N, width]
             outputs[name] = empty(size, None, torch.float32, problem.device)
         else:
             outputs[name] = empty(*layout_of(fakes[name]), problem.dtype, problem.device)
@@ -191,14 +211,18 @@ def _dkdv(
         "wants": list(written),
         "heads": heads,
     }
-    values["launch"] = launch = builder.launch(f"tl.cdiv({values['N']}, BLOCK_N)", parts)
+    values["launch"] = launch = builder.launch(f"tl.cdiv({builder.size(keys)}, BLOCK_N)", parts, batches)
     KernelCall(
         kind,
         lambda name: builder.render("backward_dkdv.jinja", name, configs, values),
         builder.arguments,
         configs,
-        lambda config: launch.grid(tiles(problem.N, config.block_n), parts, problem.B),
-        accumulated=_accumulated(placed) + (["d_query_sum"] if kind == ONE_PASS else []),
+        lambda config: launch.grid(tiles(keys, config.block_n), parts, batches),
+        accumulated=[
+            *_accumulated(placed),
+            *(["d_query_sum"] if kind == ONE_PASS else []),
+            *(written if mapped else []),
+        ],
         spare=builder.spare,
     )
     if summed:
@@ -228,7 +252,8 @@ def _accumulated(placed: Sequence[captured.Placed]) -> list[str]:
 def _heads_in_a_program(problem: AttentionProblem, config: Config) -> int:
     """Of the query heads that share a KV head: all where that leaves programs enough, else one."""
     group = int(problem.H) // int(problem.K)
-    programs = tiles(problem.N, config.block_n) * problem.K * problem.B
+    batches, _, keys = walked(problem)
+    programs = tiles(keys, config.block_n) * problem.K * batches
     few = V.graph.sizevars.optimization_hint(programs, fallback=0) < ENOUGH_PROGRAMS
     return 1 if few else group
 

@@ -75,7 +75,8 @@ def sums(joint: Mod, captures: int, problem: AttentionProblem, rows: str = "q_id
             found.append(Sum("stores" if alone else "atomics", where, size, buffer))
         elif where in ("row", "once"):
             slots = [_slots(dtype, problem) for dtype in (torch.float32, torch.int64)]
-            found.append(Sum("slots", where, size, *slots))
+            # With a map the rows of a head may be of several sequences.
+            found.append(Sum("slots", where if problem.map_tiles is None else "row", size, *slots))
         else:
             found.append(Sum("units", where, size, zeros(size, torch.int64, problem)))
     return found
@@ -90,6 +91,8 @@ def _where(leaf: Leaf, rows: str) -> str:
 
 def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
     """For each leaf, whether no two lanes meet: every axis with more than one lane is an index as it is."""
+    if problem.map_tiles is not None:  # mods may see the same indices in several tiles
+        return [False] * len(joint.program.leaves)
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     wanted = {axis for axis, size in sizes.items() if size != 1}
     (outputs,) = joint.program.lane.graph.find_nodes(op="output")[0].args  # type: ignore[union-attr]
@@ -106,7 +109,10 @@ def zeros(size: Sequence[Any], dtype: torch.dtype, problem: AttentionProblem) ->
 
 
 def _slots(dtype: torch.dtype, problem: AttentionProblem) -> Any:
-    return empty([problem.B, problem.H, problem.M], None, dtype, problem.device)
+    size = [problem.B, problem.H, problem.M]
+    if problem.map_tiles is not None:  # whose tiles may leave rows out
+        return zeros(size, dtype, problem)
+    return empty(size, None, dtype, problem.device)
 
 
 def magnitudes(found: Sequence[Sum], problem: AttentionProblem) -> list[Sum]:
@@ -137,7 +143,10 @@ def _per_unit(magnitudes: Any) -> Any:
 def place(builder: Builder, joint: Inline, found: Sequence[Sum], leaves: Sequence[Leaf]) -> list[Placed]:
     """The leaves as the template adds to them."""
     outputs, placed = iter(joint.outputs[1:]), []
-    inside = [f"(rows < {builder.size(builder.problem.M)})", f"(columns < {builder.size(builder.problem.N)})"]
+    lengths = ("stop_m", "stop_n")
+    if builder.tile_map is None:
+        lengths = builder.size(builder.problem.M), builder.size(builder.problem.N)
+    inside = [f"({side} < {length})" for side, length in zip(("rows", "columns"), lengths, strict=True)]
     row, column = inside if "q_idx" in builder.outer else inside[::-1]
     inside_tile = {"lane": "live", "column": f"{column}[None, :]", "row": f"{row}[:, None]"}
     for i, (total, leaf) in enumerate(zip(found, leaves, strict=True)):

@@ -133,6 +133,7 @@ class Shape(NamedTuple):
     aligned: bool = True  # see AttentionProblem.aligned
     rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
     exact: bool = False  # fp32 products that tensor cores cannot do: threads multiply and add
+    mapped: bool = False  # tiles lie where a map says
 
     @property
     def widest(self) -> int:
@@ -299,6 +300,8 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
     for axis in AXES:
         if getattr(config, axis) not in (0, 1):
             return f"{axis} is 0 or 1, not {getattr(config, axis)}"
+    if shape.mapped and axes_of([config]):
+        return f"{axes_of([config])[0]} is not for tiles that lie where a map says"
     if config.descriptors and not device.describes:
         return f"{device.arch} has no tensor descriptors"
     if config.descriptors and not shape.aligned:

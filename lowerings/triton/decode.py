@@ -24,8 +24,9 @@ from .kernel_builder import (
     softmax_values,
     tiles,
     visits,
+    walked,
 )
-from .packed_heads import few, packed
+from .packed_heads import few, packed, queries_of
 
 # Programs that a multiprocessor is kept busy with.
 PROGRAMS_EACH = 2
@@ -35,35 +36,43 @@ WORTH_SPLITTING = 256
 
 def serves(problem: AttentionProblem) -> bool:
     """Whether splitting the keys fills the device, or packed heads have fewer rows each than the forward's tiles."""
-    if not few(problem) or (problem.blocks is not None and int(problem.M) > problem.blocks[0]):
+    if not few(problem) or (problem.blocks is not None and queries_of(problem) > problem.blocks[0]):
         return False
     config = first_choice("decode", problem)
     if refused_config("decode", config, problem) is not None:
         return False
     heads = packed(problem, shape_of(problem, "decode"), current_device(problem.device)).heads
-    if splits(problem, config, heads) > 1:
+    if splits(problem, config, heads) > 1 or (problem.map_tiles and queries_of(problem) % 16):
         return True
     tile = first_choice("forward", problem).block_m
     asked = {"BLOCK_M", "fwd_BLOCK_M"} & problem.options.hinted.keys()
     if asked or demanded(problem, "forward") is not None:
         return False
-    return config.block_m < heads * tile * int(tiles(problem.M, tile))
+    return config.block_m < heads * tile * int(tiles(queries_of(problem), tile))
 
 
 def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
     """How many parts fill the device, with so many heads in a program; none is smaller than a tile."""
     hint = V.graph.sizevars.optimization_hint
-    if hint(problem.N, fallback=0) < WORTH_SPLITTING:
+    batches, keys = _batches(problem), hint(walked(problem)[2], fallback=0)
+    if problem.map_tiles is not None:
+        keys //= max(hint(batches, fallback=1), 1)  # at a guess: what one tile of queries visits
+    if keys < WORTH_SPLITTING:
         return 1
-    programs = hint(problem.B * (problem.H // heads), fallback=1)
+    programs = hint(batches * (problem.H // heads), fallback=1)
     # Rounded down: programs that are too many for a first wave would be a second, mostly idle.
     wanted = current_device(problem.device).multiprocessors * PROGRAMS_EACH // max(programs, 1)
-    return max(1, min(wanted, hint(tiles(problem.N, config.block_n), fallback=1), 128))
+    return max(1, min(wanted, int(tiles(keys, config.block_n)), 128))
+
+
+def _batches(problem: AttentionProblem) -> Any:
+    """What the third axis of a launch numbers: batches, or tiles of queries."""
+    return problem.B if problem.map_tiles is None else problem.map_tiles[0]
 
 
 def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
     """Write `outputs`, None for what nobody reads."""
-    builder = Builder(problem, mods, ("b", "h", "q_idx"))
+    builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
     values = softmax_values(builder, call)
     if values["mask_mod"] is not None:
         values["mask_mod"] = values["mask_mod"]._replace(whole=None)  # a tile has rows of several heads
@@ -80,23 +89,23 @@ def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: d
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),
-        "launch": (launch := builder.launch(str(count), int(problem.H) // heads)),
+        "launch": (launch := builder.launch(str(count), int(problem.H) // heads, _batches(problem))),
     }
     KernelCall(
         "decode",
         lambda name: builder.render("decode.jinja", name, configs, values),
         builder.arguments,
         configs,
-        lambda config: launch.grid(count, int(problem.H) // heads, problem.B),
+        lambda config: launch.grid(count, int(problem.H) // heads, _batches(problem)),
         spare=builder.spare,
     )
     if count > 1:
-        _combine(problem, written, outputs, count)
+        _combine(problem, call, written, outputs, count)
 
 
 def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
     """Where programs leave what they found."""
-    size = [count, problem.B, problem.H, problem.M]
+    size = [count, _batches(problem), problem.H, queries_of(problem)]
     return {
         "part_acc": empty([*size, problem.V], None, torch.float32, problem.device),
         "part_peak": empty(size, None, torch.float32, problem.device),
@@ -104,8 +113,11 @@ def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
     }
 
 
-def _combine(problem: AttentionProblem, parts: dict[str, Any], outputs: dict[str, Any], count: int) -> None:
-    builder = Builder(problem, {}, ())
+def _combine(
+    problem: AttentionProblem, call: Any, parts: dict[str, Any], outputs: dict[str, Any], count: int
+) -> None:
+    builder = Builder(problem, {}, (), call.inputs.tile_map)
+    queries = queries_of(problem)
     for name, buffer in parts.items():
         builder.tensor(name, buffer)
     values = {
@@ -118,12 +130,12 @@ def _combine(problem: AttentionProblem, parts: dict[str, Any], outputs: dict[str
         "H": builder.size(problem.H),
         "ln_2": repr(LN_2),
     }
-    values["launch"] = launch = builder.launch(values["M"], problem.H)
+    values["launch"] = launch = builder.launch(str(queries), problem.H, _batches(problem))
     config = Config(1, 1, 4, 1)
     KernelCall(
         "combine",
         lambda name: builder.render("combine.jinja", name, [config], values),
         builder.arguments,
         [config],
-        lambda config: launch.grid(problem.M, problem.H, problem.B),
+        lambda config: launch.grid(queries, problem.H, _batches(problem)),
     )

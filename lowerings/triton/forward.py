@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch._inductor.virtualized import V
@@ -11,15 +12,18 @@ from flex_inductor.op.schedule import by_rows
 from ..problem import AttentionProblem
 from . import decode, persistent
 from .configs import Config, axes_of
-from .kernel import KernelCall, empty
-from .kernel_builder import Builder, Mod, layout_of, mods, softmax_values, tiles, visits
+from .kernel import KernelCall
+from .kernel_builder import Builder, Mod, mods, softmax_values, tiles, unwritten, visits, walked
 
 OUTPUTS = ("out", "lse", "max_scores")
 
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     fakes = dict(zip(OUTPUTS, V.graph.current_node.meta["val"], strict=True))
-    outputs = {name: empty(*layout_of(fake), fake.dtype, problem.device) for name, fake in fakes.items()}
+    outputs = {
+        name: unwritten(problem, fake, fake.dtype, 0.0 if name == "out" else -math.inf)
+        for name, fake in fakes.items()
+    }
     used = _used_outputs()
     read = {name: output if name in used else None for name, output in outputs.items()}
     few = decode.serves(problem)
@@ -28,13 +32,16 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
 
 
 def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
-    builder = Builder(problem, mods, ("b", "h", "q_idx"))
+    builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
+    batches, queries, _ = walked(problem)
     values = softmax_values(builder, call)
     values |= {
         name: None if output is None else builder.tensor(name, output, written=True)
         for name, output in outputs.items()
     }
-    values["launch"] = launch = builder.launch(f"tl.cdiv({values['M']}, BLOCK_M)", problem.H)
+    values["launch"] = launch = builder.launch(
+        f"tl.cdiv({builder.size(queries)}, BLOCK_M)", problem.H, batches
+    )
     fields = visits(call, by_rows)
     values["walks"] = builder.walks(fields, "keys")
     configs = builder.configs("forward")
@@ -46,7 +53,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: 
     def grid(config: Config) -> tuple[Any, ...]:
         if config.persistent:
             return (persistent.programs(problem), 1, 1)
-        return launch.grid(tiles(problem.M, config.block_m), problem.H, problem.B)
+        return launch.grid(tiles(queries, config.block_m), problem.H, batches)
 
     KernelCall(
         "forward",

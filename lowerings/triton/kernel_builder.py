@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jinja2
 import sympy
 import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
@@ -19,6 +21,7 @@ from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
 from flex_inductor.op.schedule import Visits
+from flex_inductor.op.tile_map import COLUMNS, TileMap
 
 from ..choice import choose, demanded, problem_class
 from ..mods import invariants, realized, with_reciprocals
@@ -38,7 +41,7 @@ from .configs import (
     without_choice,
 )
 from .hinted_configs import hinted
-from .kernel import Arguments, Launch, Tensor, launch
+from .kernel import Arguments, Launch, Tensor, empty, launch
 from .lanes import SCORED, Inlined, Lane, LaneCode, Statement
 from .packed_heads import packed
 from .tables import TABLES
@@ -66,6 +69,22 @@ def mods(problem: AttentionProblem, call: Any) -> dict[str, Mod]:
         captures = [realized(t) for t in (inputs.mask_captures if name == "mask" else inputs.score_captures)]
         found[name] = Mod(program, [*captures, *invariants(program, captures)])
     return found
+
+
+class Tile(NamedTuple):
+    """The columns of a map as kernels load them for the tile of `line_m` or `line_n`, in the map's order."""
+
+    batch: str
+    row: str
+    sequence: str
+    head: str
+    index: str
+    count: str
+
+
+class Tiles(NamedTuple):
+    m: Tile
+    n: Tile
 
 
 def visits(call: Any, side: Callable[[Any], Visits]) -> Visits | None:
@@ -101,8 +120,14 @@ def _read_again(earlier: Sequence[Statement], later: Sequence[str]) -> int:
 class Builder:
     """One kernel of a call: its arguments, and the mods as statements on tiles of `tile` shape."""
 
-    def __init__(self, problem: AttentionProblem, mods: dict[str, Mod], outer: Sequence[str]):
-        self.problem, self.mods = problem, mods
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        mods: dict[str, Mod],
+        outer: Sequence[str],
+        tile_map: TileMap | None = None,
+    ):
+        self.problem, self.mods, self.tile_map = problem, mods, tile_map
         self.outer = frozenset(outer)  # the axes that are fixed before the kernel's loop
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
@@ -125,9 +150,9 @@ class Builder:
     def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
         return self.arguments.tensor(name, value, written=written)
 
-    def launch(self, firsts: str, second: Any) -> Launch:
-        """How the kernel's programs are numbered, the batch last."""
-        return launch(firsts, second, self.problem.B, self.size)
+    def launch(self, firsts: str, second: Any, third: Any) -> Launch:
+        """How the kernel's programs are numbered."""
+        return launch(firsts, second, third, self.size)
 
     def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
         """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values.
@@ -142,7 +167,9 @@ class Builder:
         earlier = code.statements()
         outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
         result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
-        inline = Inline([], result, outputs, code.whole(outputs[0]) if name == "mask" else None)
+        inline = Inline([], result, outputs, None)
+        if name == "mask":
+            inline = inline._replace(whole=code.whole(outputs[0], self.tile_map is not None))
         if extend is not None:
             extend(inline)
         inline.inside.extend(self._place(code.statements()[len(earlier) :]))
@@ -196,9 +223,11 @@ class Builder:
 
     def _lanes(self, names: Sequence[str]) -> list[Lane]:
         p = self.problem
-        below = {"b": p.B, "h": p.H, "q_idx": p.M, "kv_idx": p.N}
+        below, seen = {"b": p.B, "h": p.H, "q_idx": p.M, "kv_idx": p.N}, {}
+        if self.tile_map is not None:
+            below, seen = dict.fromkeys(below, sympy.oo), {"b": "sequence", "h": "seen_h"}
         return [
-            Lane(n, frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]))
+            Lane(seen.get(n, n), frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]))
             if n in below
             else Lane("d_score" if n == "grad_score" else n, ALL, torch.float32)
             for n in names
@@ -223,16 +252,17 @@ class Builder:
         """What every template is given."""
         p = self.problem
         blocks = p.blocks or (None, None)
-        return {
-            **{name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")},
+        sizes = {name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")}
+        values = {
+            **sizes,
+            "head_rows": sizes["M"],
             "D_PAD": padded(p.D),
             "V_PAD": padded(p.V),
             "q_block": self._block(blocks[0], p.M),
             "kv_block": self._block(blocks[1], p.N),
             "many_tiles": self._many_tiles(),
-            "rows_in_tiles": blocks[0] is None
-            or self._holds_all(blocks[0], p.M)
-            or LARGEST_TILE % blocks[0] == 0,
+            "rows_in_tiles": self.tile_map is None
+            and (blocks[0] is None or self._holds_all(blocks[0], p.M) or LARGEST_TILE % blocks[0] == 0),
             "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
             "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
             "group": int(p.H) // int(p.K),
@@ -240,7 +270,17 @@ class Builder:
             "precision": repr(dot_precision(p.dtype)),
             "nvidia": self.nvidia,
             "tile_shape": self.tile,
+            "tile_map": None,
         }
+        if self.tile_map is not None:  # a length is where the tile in turn ends
+            tiles = Tiles(self._tiles("m", self.tile_map.queries), self._tiles("n", self.tile_map.keys))
+            values |= {"tile_map": tiles, "M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
+        return values
+
+    def _tiles(self, side: str, lines: Any) -> Tile:
+        table = self.tensor(f"tiles_{side}", realized(lines))
+        line = f"{table.name} + line_{side} * {table.stride[0]}"
+        return Tile(*(f"tl.load({line} + {column} * {table.stride[1]})" for column in range(COLUMNS)))
 
     def _block(self, block: int | None, length: Any) -> str | None:
         """Tokens in a block, no more than there are."""
@@ -249,7 +289,7 @@ class Builder:
         return self.size(length) if self._holds_all(block, length) else str(block)
 
     def _holds_all(self, block: int, length: Any) -> bool:
-        return V.graph.sizevars.statically_known_leq(length, block)
+        return one_block(self.problem, block, length)
 
     def _many_tiles(self) -> str:
         """Whether a block has as many tiles as mask_mod needs to choose some of them whole, at a guess: a constant
@@ -265,7 +305,7 @@ class Builder:
     def _even(self, length: Any, block: int | None, tile: str) -> str:
         """Whether every tile that is visited lies inside: a constant expression of the kernel."""
         size = self.size(length)
-        if not size.isdigit():
+        if not size.isdigit() or self.tile_map is not None:
             return "False"
         unit = tile if block is None or block >= int(size) else str(block)
         return f"{size} % {unit} == 0"
@@ -357,8 +397,7 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
 
     def divides(block: int | None, length: Any) -> int | None:
         # One block that holds everything divides into tiles of any size.
-        known = block is not None and V.graph.sizevars.statically_known_leq(length, block)
-        return None if known else block
+        return None if block is not None and one_block(problem, block, length) else block
 
     shape = Shape(
         padded(problem.D),
@@ -370,10 +409,23 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
         tile_loads=tile_loads,
         tile_values=tile_values,
         exact=dot_precision(problem.dtype) == "ieee" and current_device(problem.device).nvidia,
+        mapped=problem.map_tiles is not None,
     )
     if kind == "decode":
         shape = shape._replace(rows=packed(problem, shape, current_device(problem.device)).rows)
     return shape
+
+
+def one_block(problem: AttentionProblem, block: int, length: Any) -> bool:
+    """Whether one block holds all there is, wherever it lies."""
+    return problem.map_tiles is None and V.graph.sizevars.statically_known_leq(length, block)
+
+
+def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:
+    """How many batches of how many queries and keys kernels go through: with a map there is one, of whole blocks."""
+    if problem.map_tiles is None:
+        return problem.B, problem.M, problem.N
+    return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))  # type: ignore[arg-type]
 
 
 def tiles(length: Any, tile: int) -> Any:
@@ -392,6 +444,15 @@ def one_kv_batch(problem: AttentionProblem) -> bool:
 
 def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype != torch.float32 or compat.allows_tf32() else "ieee"
+
+
+def unwritten(problem: AttentionProblem, fake: torch.Tensor, dtype: torch.dtype, value: float) -> Any:
+    """A buffer for what the op's fake rule returned, filled with `value` where rows may be in no tile of a map."""
+    size, stride = layout_of(fake)
+    if problem.map_tiles is None:
+        return empty(size, stride, dtype, problem.device)
+    full = lowerings[torch.ops.aten.full](size, value, dtype=dtype, device=problem.device)
+    return ir.ExternKernel.require_exact_strides(full, stride)
 
 
 def layout_of(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:

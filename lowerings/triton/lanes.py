@@ -32,7 +32,7 @@ from flex_inductor.mod_ir.program import LaneProgram
 from .. import mods
 from .fast_functions import OF_MULTIPLES, OTHERS, Rough
 from .kernel import INT_MAX, Arguments, fits_int32
-from .whole_tiles import whole
+from .whole_tiles import LANES, MAPPED_LANES, whole
 
 aten = torch.ops.aten
 
@@ -129,14 +129,15 @@ class LaneCode:
         """All statements, in order."""
         return self.kernel.statements()
 
-    def whole(self, condition: Inlined) -> str | None:
-        """See whole.py; where heads and batches are scalars."""
+    def whole(self, condition: Inlined, mapped: bool = False) -> str | None:
+        """See whole_tiles.py; where heads and batches are scalars."""
         axes = self.kernel.axes
 
         def uniform(name: str) -> bool:
             return not axes.get(name, ALONG_A_TILE) & ALONG_A_TILE
 
-        return whole(condition.variable, self.kernel.made, uniform)
+        lanes = MAPPED_LANES if mapped else LANES
+        return whole(condition.variable, self.kernel.made, uniform, lanes)
 
 
 class _Lowering(PointwiseSubgraphLowering):

@@ -19,7 +19,7 @@ class Packed(NamedTuple):
 
 def packed(problem: AttentionProblem, shape: Shape, device: Device) -> Packed:
     """As many heads of a group as there is a config for, if they visit the same keys."""
-    queries = int(problem.M) if few(problem) else 1
+    queries = queries_of(problem) if few(problem) else 1
     group = int(problem.H) // int(problem.K) if problem.heads_alike else 1
     for heads in range(group, 1, -1):
         tile = Packed(heads, _rows(heads * queries))
@@ -30,7 +30,13 @@ def packed(problem: AttentionProblem, shape: Shape, device: Device) -> Packed:
 
 def few(problem: AttentionProblem) -> bool:
     """Whether one tile holds all queries of a head, for every length that the graph serves."""
-    return getattr(problem.M, "is_number", True) and int(problem.M) <= MOST_QUERIES
+    known = problem.map_tiles is not None or getattr(problem.M, "is_number", True)
+    return known and queries_of(problem) <= MOST_QUERIES
+
+
+def queries_of(problem: AttentionProblem) -> int:
+    """All that a head has, or those of a map's tile."""
+    return int(problem.M) if problem.map_tiles is None else problem.blocks[0]  # type: ignore[index]
 
 
 def _rows(queries: int) -> int:

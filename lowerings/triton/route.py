@@ -13,7 +13,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
-    serves = frozenset(("score_captures", "mask_captures", "schedule"))
+    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map"))
 
     def available(self) -> tuple[bool, str]:
         if torch.cuda.is_available():
@@ -58,11 +58,22 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "a number of heads or a head dim that changes from call to call"
     if problem.schedule == "bounds":
         return "a schedule of bounds"
-    if problem.blocks is not None and any(block % 16 for block in problem.blocks):
+    if (
+        problem.blocks is not None
+        and any(block % 16 for block in problem.blocks)
+        and not _few_in_tiles(problem)
+    ):
         return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
 
     if problem.blocks is not None and {"key", "value"} & set(problem.outputs) and not problem.lists_queries:
         return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
+
+    keys = {"key", "value"} & set(problem.outputs)
+    if problem.map_tiles is not None and keys and torch.are_deterministic_algorithms_enabled():
+        at = "d(key) and d(value)"
+        return (
+            f"adds to {at} by atomics where a map has the tiles, which use_deterministic_algorithms rules out"
+        )
 
     from .. import choice
     from .configs import Config
@@ -80,3 +91,12 @@ def _refusal(problem: AttentionProblem) -> str | None:
         if reason := refusal(program, "score_mod" if name == "joint" else f"{name}_mod"):
             return reason
     return None
+
+
+def _few_in_tiles(problem: AttentionProblem) -> bool:
+    """Whether a map's tiles hold so few queries that a program takes one whole, of any size."""
+    from . import decode
+
+    if problem.map_tiles is None or problem.direction != "forward" or problem.blocks[1] % 16:  # type: ignore[index]
+        return False
+    return decode.serves(problem)

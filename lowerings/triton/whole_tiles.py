@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._inductor.codegen.common import CSEVariable
 
-LANES = {"q_idx": ("start_m", "last_m"), "kv_idx": ("start_n", "last_n")}
-
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -24,6 +22,13 @@ class Ends(NamedTuple):
     most: str
 
 
+LANES = {"q_idx": Ends("start_m", "last_m"), "kv_idx": Ends("start_n", "last_n")}
+MAPPED_LANES = {
+    "q_idx": Ends("(start_m + shift_m)", "(last_m + shift_m)"),
+    "kv_idx": Ends("(start_n + shift_n)", "(last_n + shift_n)"),
+}
+
+
 class Sure(NamedTuple):
     """Scalar expressions that hold only if a condition does in every lane of a tile, or in none."""
 
@@ -31,20 +36,25 @@ class Sure(NamedTuple):
     never: str
 
 
-def whole(variable: CSEVariable, made: Mapping[str, Any], uniform: Callable[[str], bool]) -> str | None:
+def whole(
+    variable: CSEVariable,
+    made: Mapping[str, Any],
+    uniform: Callable[[str], bool],
+    lanes: Mapping[str, Ends] = LANES,
+) -> str | None:
     """A scalar expression that holds only if `variable` does in every lane of the tile; None if there is none.
 
     `made` has the operation and the operands of every value, `uniform` says whether one is the same in all lanes.
     """
     if uniform(str(variable)):
         return None
-    sure = _Bounds(made, uniform).sure(variable)
+    sure = _Bounds(made, uniform, lanes).sure(variable)
     return None if sure is None else sure.always
 
 
 class _Bounds:
-    def __init__(self, made: Mapping[str, Any], uniform: Callable[[str], bool]):
-        self.made, self.uniform = made, uniform
+    def __init__(self, made: Mapping[str, Any], uniform: Callable[[str], bool], lanes: Mapping[str, Ends]):
+        self.made, self.uniform, self.lanes = made, uniform, lanes
 
     def sure(self, x: Any) -> Sure | None:
         if self.uniform(str(x)):
@@ -61,8 +71,8 @@ class _Bounds:
     def ends(self, x: Any) -> Ends | None:
         if not isinstance(x, CSEVariable) or x.dtype not in INTEGERS:
             return None
-        if str(x) in LANES:
-            return Ends(*LANES[str(x)])
+        if str(x) in self.lanes:
+            return self.lanes[str(x)]
         if self.uniform(str(x)):
             return Ends(str(x), str(x))
         operation, operands = self.made.get(str(x), ("", ()))

@@ -1,0 +1,241 @@
+"""Generated Triton kernels whose tiles lie where a map says, in Triton's interpreter. See test_interpreted.py."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support import assert_accurate, causal, judge, served_by
+
+from flex_inductor import create_block_mask, decisions
+from flex_inductor.mod_ir.arguments import score_dtype
+from flex_inductor.op import attention
+from flex_inductor.op.tile_map import BATCH, COUNT, ROW
+from flex_inductor.options import CallOptions
+from flex_inductor.reference import reference
+from flex_inductor.tools import interpret
+from tests.tile_maps import Part, packed
+
+HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.3
+HEAD = 2  # that mods see as the first one
+ALL = CallOptions(lse=True, max_scores=True)
+
+
+class Piece(NamedTuple):
+    """What is attention of its own: its rows in batch 0, its keys, and what mods see there."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    mask: Any
+    part: Part
+    sequence: int
+    kv_batch: int = 0
+
+
+def bias_of(table):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[b, h, q_idx - kv_idx + 128]
+
+    return score_mod
+
+
+def temperature_of(temperature):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * temperature[b, h] + temperature[0, 0] * torch.sigmoid(
+            temperature[q_idx % 3, kv_idx % 5]
+        )
+
+    return score_mod
+
+
+def whole_bias_of(table):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, q_idx, kv_idx]
+
+    return score_mod
+
+
+BIAS = (bias_of, lambda: torch.randn(6, HEADS + HEAD, 400, dtype=torch.float64))
+TEMPERATURE = (temperature_of, lambda: torch.randn(6, HEADS + HEAD, dtype=torch.float64))
+
+WHOLE_BIAS = (whole_bias_of, lambda: torch.randn(HEADS + HEAD, 77, 44, dtype=torch.float64))
+
+
+def pieces_of(parts, masks, gap):
+    found, at = [], [0, 0]
+    for sequence, (part, mask) in enumerate(zip(parts, masks, strict=True)):
+        rows, keys = (torch.arange(start, start + n) for start, n in zip(at, part[:2], strict=True))
+        found.append(Piece(rows, keys, mask, part, sequence))
+        at = [at[0] + part.queries + gap, at[1] + part.keys + gap]
+    return found
+
+
+def attention_of(inputs, mask_mod, build, options=None):
+    def attend(q, k, v, captures, _):
+        return attention(q, k, v, build and build(*captures), mask_mod, SCALE, inputs, ALL)
+
+    return interpret.compiled(attend, options=options)
+
+
+def dense_of(pieces, build):
+    def attend(q, k, v, captures, _):
+        wide = score_dtype(q.dtype)
+        out = q.new_zeros(*q.shape[:3], v.size(-1))
+        lse, max_scores = (q.new_full(q.shape[:3], -torch.inf, dtype=wide) for _ in range(2))
+        for rows, keys, mask, part, sequence, kv_batch in pieces:
+            at = slice(kv_batch, kv_batch + 1)
+            mod = build and shifted(build(*captures), part, sequence)
+            found = reference(q[:, :, rows], k[at, :, keys], v[at, :, keys], mod, mask, SCALE)
+            for whole, part_of_it in zip((out, lse, max_scores), found, strict=True):
+                whole[:, :, rows] = part_of_it.to(whole.dtype)
+        return out, lse, max_scores
+
+    return attend
+
+
+def shifted(score_mod, part, sequence):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score_mod(score, b + sequence, h + HEAD, q_idx + part.first_query, kv_idx + part.first_key)
+
+    return mod
+
+
+def tensors(rows, keys, dtype=torch.float32, kv_batch=1):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, HEADS, rows, DIM), (kv_batch, KV_HEADS, keys, DIM), (kv_batch, KV_HEADS, keys, DIM + 4)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def lengths(parts, gap):
+    return [sum(part[side] + gap for part in parts) for side in (0, 1)]
+
+
+PARTS = [Part(20, 40), Part(1, 33), Part(17, 20, 60, 24)]
+TWO_PASSES = ["forward", "backward_dq", "backward_dkdv"]
+APART = ["forward", "backward_dq", "backward_dk", "backward_dv"]
+CASES = {  # parts, form, mask_mod, blocks, mod, dtype, kinds
+    "lists": (PARTS, "lists", causal, (16, 32), BIAS, torch.float32, TWO_PASSES),
+    "runs": (PARTS, "runs", None, (64, 64), TEMPERATURE, torch.float16, TWO_PASSES),
+    # The second part's rows in memory are far beyond its keys, which their indices are not.
+    "whole tiles": ([Part(64, 1), Part(40, 50, 8, 10)], "runs", causal, (64, 128), None, torch.float32, TWO_PASSES),
+    "one pass": (PARTS, "lists", causal, (16, 64), BIAS, torch.float32, ["forward", "backward_onepass"]),
+    # Parts add to the same elements; beyond the queries of a tile there is no element to load.
+    "apart": (PARTS, "runs", causal, (64, 32), WHOLE_BIAS, torch.float16, APART),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_parts(case, kinds):
+    parts, form, mask_mod, blocks, mod, dtype, expected = CASES[case]
+    build, captures = (mod[0], (mod[1](),)) if mod else (None, ())
+    inputs, masks = packed(mask_mod, parts, blocks, form, HEAD, gap=3)
+    asked = {kind: {} for kind in ("forward", *expected)}
+    attend = attention_of(inputs, mask_mod, build, {"configs": asked})
+    with served_by("triton"):
+        judge(
+            attend, dense_of(pieces_of(parts, masks, 3), build), tensors(*lengths(parts, 3), dtype), captures
+        )
+    assert sorted(kinds) == sorted(expected)
+
+
+@pytest.mark.parametrize("form", ["lists", "runs"])
+def test_pages_and_nothing_but_what_tiles_hold(form):
+    """Pages in another batch and out of order, tiles without rows, and NaN wherever nothing is held."""
+    inputs, _ = packed(causal, [Part(40, 100, 56)], (16, 32), form, HEAD)
+    queries, keys = (lines.clone() for lines in inputs.tile_map)
+    order = torch.tensor([3, 0, 4, 1])
+    keys[:, BATCH], keys[:, ROW], keys[2, COUNT], keys[3, COUNT] = 1, order * 32, 20, 0
+    queries[2, COUNT] = 0
+    inputs = inputs._replace(tile_map=inputs.tile_map._replace(queries=queries, keys=keys))
+    rows = torch.arange(32)
+    held = torch.cat(
+        [page * 32 + torch.arange(n) for page, n in zip(order.tolist(), (32, 32, 20), strict=False)]
+    )
+    mask = create_block_mask(lambda b, h, q, kv: q + 56 >= kv, None, None, 32, 84, "cpu")
+    piece = Piece(rows, held, mask, Part(32, 84, 56), 0, kv_batch=1)
+    query, *kv = tensors(40, 160, kv_batch=2)
+    query[:, :, 32:] = torch.nan
+    for tensor in kv:
+        whole = torch.full_like(tensor, torch.nan)
+        whole[1, :, held] = tensor[1, :, held]
+        tensor.copy_(whole)
+    with served_by("triton", "triton"):
+        judge(attention_of(inputs, causal, bias_of), dense_of([piece], bias_of), (query, *kv), (BIAS[1](),))
+
+
+def test_parts_that_share_keys_add_to_their_gradient():
+    parts = [Part(20, 33, 13), Part(16, 33, 17)]
+    inputs, masks = packed(causal, parts, (16, 32), "lists", HEAD)
+    inputs.tile_map.keys[2:, ROW] -= 33
+    pieces = [piece._replace(keys=torch.arange(33)) for piece in pieces_of(parts, masks, 0)]
+    with served_by("triton", "triton"):
+        judge(attention_of(inputs, causal, bias_of), dense_of(pieces, bias_of), tensors(36, 33), (BIAS[1](),))
+
+
+@pytest.mark.parametrize("form, queries", [("lists", 1), ("runs", 16)])
+def test_few_queries_of_many_sequences(form, queries, kinds):
+    """All heads of a group in a tile, the keys of a sequence in two parts."""
+    parts = [Part(1, 400, 399), Part(2, 40, 38), Part(1, 600, 599)]
+    inputs, masks = packed(causal, parts, (queries, 32), form, HEAD, gap=3)
+    given, pieces = tensors(*lengths(parts, 3)), pieces_of(parts, masks, 3)
+    table = torch.randn(6, HEADS + HEAD, 800, dtype=torch.float64)
+    with served_by("triton"), torch.no_grad():
+        found = attention_of(inputs, causal, bias_of)(*given, (table.float(),), None)
+    dense = dense_of(pieces, bias_of)
+    eager, gold = dense(*given, (table.float(),), None), dense(*(t.double() for t in given), (table,), None)
+    named = (dict(zip(("out", "lse", "max_scores"), each, strict=True)) for each in (found, eager, gold))
+    assert_accurate(*named, torch.float32)
+    assert kinds == ["decode", "combine"]
+
+
+def test_other_tiles_do_not_compile_again():
+    attend = interpret.compiled(lambda q, k, v, inputs: attention(q, k, v, None, causal, SCALE, inputs)[0])
+    counts = []
+    decisions(clear=True)
+    for count in (2, 3, 5, 4):
+        parts = [Part(20, 70, 50)] * count
+        inputs, masks = packed(causal, parts, (16, 32), "runs")
+        given = tensors(*lengths(parts, 0))
+        want = dense_of(pieces_of(parts, masks, 0), None)(*given, (), None)[0]
+        torch.testing.assert_close(attend(*given, inputs), want)
+        counts.append(len(decisions()))
+    assert counts == [1, 2, 2, 2] and {d.chosen for d in decisions()} == {"triton"}
+
+
+@pytest.mark.parametrize("mod", [BIAS, TEMPERATURE], ids=["units", "slots"])
+def test_deterministic_gradients_of_captures(mod):
+    build, captured = mod[0], mod[1]()
+    inputs, masks = packed(causal, PARTS, (16, 32), "lists", HEAD, gap=3)
+    given = tensors(*lengths(PARTS, 3))
+    dense = dense_of(pieces_of(PARTS, masks, 3), build)
+
+    def gradients(attend, dtype):
+        query, key, value = (t.to(dtype) for t in given)
+        wanted = query.requires_grad_(), captured.to(dtype).requires_grad_()
+        out, lse, _ = attend(query, key, value, wanted[1:], None)
+        loss = out.sin().sum() + lse.nan_to_num(0, 0, 0).cos().sum()
+        names = ("d_query", "d_captures[0]", "d_value")  # whose size says how large sums are
+        return dict(zip(names, (*torch.autograd.grad(loss, wanted), value), strict=True))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with served_by("triton", "triton"):
+            found = gradients(attention_of(inputs, causal, build), torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_accurate(
+        found, *(gradients(dense, dtype) for dtype in (torch.float32, torch.float64)), torch.float32
+    )
+
+
+def test_deterministic_gradients_of_keys_are_refused():
+    inputs, _ = packed(causal, PARTS, (16, 32), "lists", HEAD)
+    attend = attention_of(inputs, causal, None)
+    query, key, value = tensors(*lengths(PARTS, 0))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with served_by("triton", "chunked"):
+            attend(query, key.requires_grad_(), value, (), None)[0].sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    reason = dict(decisions()[-1].rejected)["triton"]
+    assert reason.startswith("adds to d(key) and d(value) by atomics where a map has the tiles")

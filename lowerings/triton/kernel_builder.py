@@ -78,8 +78,8 @@ class Tile(NamedTuple):
     row: str
     sequence: str
     head: str
-    index: str
-    count: str
+    first: str
+    rows: str
 
 
 class Tiles(NamedTuple):
@@ -253,7 +253,7 @@ class Builder:
         p = self.problem
         blocks = p.blocks or (None, None)
         sizes = {name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")}
-        values = {
+        values: dict[str, Any] = {
             **sizes,
             "head_rows": sizes["M"],
             "D_PAD": padded(p.D),
@@ -425,7 +425,7 @@ def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:
     """How many batches of how many queries and keys kernels go through: with a map there is one, of whole blocks."""
     if problem.map_tiles is None:
         return problem.B, problem.M, problem.N
-    return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))  # type: ignore[arg-type]
+    return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))
 
 
 def tiles(length: Any, tile: int) -> Any:

@@ -36,7 +36,7 @@ def few(problem: AttentionProblem) -> bool:
 
 def queries_of(problem: AttentionProblem) -> int:
     """All that a head has, or those of a map's tile."""
-    return int(problem.M) if problem.map_tiles is None else problem.blocks[0]  # type: ignore[index]
+    return int(problem.M) if problem.map_tiles is None else problem.blocks[0]
 
 
 def _rows(queries: int) -> int:

@@ -97,6 +97,6 @@ def _few_in_tiles(problem: AttentionProblem) -> bool:
     """Whether a map's tiles hold so few queries that a program takes one whole, of any size."""
     from . import decode
 
-    if problem.map_tiles is None or problem.direction != "forward" or problem.blocks[1] % 16:  # type: ignore[index]
+    if problem.map_tiles is None or problem.direction != "forward" or problem.blocks[1] % 16:
         return False
     return decode.serves(problem)

@@ -225,10 +225,12 @@ def test_a_loaded_program_compiles_to_fused_kernels():
     "change, match",
     [
         (lambda text: "import os", "Expecting value"),
-        (lambda text: text.replace('"blocks":[]', '"blocks":["import os"]'), "blocks are"),
-        (lambda text: text.replace('"form":""', '"form":"os"'), "a schedule has the form os"),
+        (lambda text: text.replace('"inputs":{}', '"inputs":{"os":null}'), "inputs are"),
+        (lambda text: text.replace('"inputs":{}', '"inputs":{"sinks":{"tensor":0}}'), "there is no tensor 0"),
+        (lambda text: text.replace('"lse":', '"lse":"os","lse_":'), "expected hints, lse, max_scores"),
+        (lambda text: text.replace('"lse":false', '"lse":"os"'), "the options are"),
         (lambda text: text.replace('"scale":0.5', '"scale":"1"'), "the scale is 1"),
-        (lambda text: text.replace('"options":{', '"options":{"a":[],'), "the options are"),
+        (lambda text: text.replace('"hints":{}', '"hints":{"a":[]}'), "the options are"),
         (lambda text: text.replace("aten::neg", "os.getpid"), "'os.getpid', which is not an operator registered"),
     ],
 )  # fmt: skip
@@ -242,6 +244,6 @@ def test_a_saved_call_is_data(change, match):
         op="call_function", target=torch.ops.flex_inductor.saved_attention.default
     )
     text = node.args[4]
-    torch.ops.flex_inductor.saved_attention(q, q, q, [], text, [], [])
+    torch.ops.flex_inductor.saved_attention(q, q, q, [], text)
     with pytest.raises(FlexValueError, match=match):
-        torch.ops.flex_inductor.saved_attention(q, q, q, [], change(text), [], [])
+        torch.ops.flex_inductor.saved_attention(q, q, q, [], change(text))

@@ -533,6 +533,13 @@ def inputs_not_served(names: Sequence[str]) -> FlexNotImplementedError:
     )
 
 
+def bad_tile_map(name: str, tensor: Tensor, expected: tuple[int, int]) -> FlexValueError:
+    return FlexValueError(
+        f"tile_map.{name} is {tensor.dtype} of shape {_shape(tensor)}; expected torch.int32 of shape {list(expected)}, "
+        f"a line for each {'row' if name == 'queries' else 'column'} of the schedule."
+    )
+
+
 def tile_map_without_schedule() -> FlexValueError:
     return FlexValueError(
         "tile_map is given without a schedule; expected one whose rows and columns are the map's tiles. Pass both."

@@ -12,7 +12,9 @@ from ..mod_ir.arguments import MASK_LANES, SCORE_LANES, number_dtype, score_dtyp
 from ..mod_ir.capture import LiftedMod, lift
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.names import WrappedMod, capture_names
-from .call import AttentionCall
+from .call import AttentionCall, Inputs
+from .schedule import grid_of
+from .tile_map import COLUMNS, TileMap
 
 
 def lift_captures(call: AttentionCall) -> AttentionCall:
@@ -36,8 +38,8 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
-    if inputs.tile_map is not None and inputs.schedule is None:
-        raise errors.tile_map_without_schedule()
+    if inputs.tile_map is not None:
+        _check_tile_map(inputs)
     if not _is_literal(call.scale, score_dtype(call.query.dtype)):
         call = _scale_as_capture(call)
     inputs = call.inputs
@@ -57,6 +59,20 @@ def prepare(call: AttentionCall) -> AttentionCall:
         mask = lane_graph(call.mask_mod, "mask_mod", call.query, inputs.mask_captures)
         call = call._replace(mask_mod=mask)
     return call
+
+
+def _check_tile_map(inputs: Inputs) -> None:
+    schedule, tile_map = inputs.schedule, inputs.tile_map
+    if schedule is None:
+        raise errors.tile_map_without_schedule()
+    for name, tensor, tiles in zip(TileMap._fields, tile_map, grid_of(schedule), strict=True):
+        if (
+            tensor.dtype != torch.int32
+            or tensor.dim() != 2
+            or tensor.size(1) != COLUMNS
+            or tensor.size(0) != tiles
+        ):
+            raise errors.bad_tile_map(name, tensor, (tiles, COLUMNS))
 
 
 def with_score_graph(call: AttentionCall) -> AttentionCall:

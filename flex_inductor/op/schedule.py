@@ -131,6 +131,13 @@ def by_columns(schedule: Schedule) -> Visits:
     return Visits(*schedule[6:10])
 
 
+def grid_of(schedule: Schedule) -> tuple[int, int]:
+    """How many rows and columns of blocks it has."""
+    if isinstance(schedule, BlockRuns):
+        return schedule.kv_offsets.size(-1) - 1, schedule.q_offsets.size(-1) - 1
+    return schedule.kv_indices.size(-2), schedule.kv_indices.size(-1)
+
+
 class Band:
     """Some rows of queries against all KV blocks as dense flags, for walking tiles of other sizes than blocks."""
 

@@ -102,6 +102,23 @@ def test_a_map_needs_a_schedule():
         attention(*tensors(20, 70), None, None, 0.3, inputs._replace(schedule=None))
 
 
+@pytest.mark.parametrize("form", ["lists", "runs"])
+@pytest.mark.parametrize("side, what", [("queries", "row"), ("keys", "column")])
+def test_a_map_of_other_tiles_than_the_schedules(form, side, what):
+    inputs, _ = packed(None, [Part(20, 70)], BLOCK, form)
+    lines = getattr(inputs.tile_map, side)
+    for wrong in (lines[:-1], lines[:, :-1], lines.long()):
+        text = rf"^tile_map.{side} is torch.int\d\d of shape .*a line for each {what} of the schedule\.$"
+        with pytest.raises(FlexValueError, match=text):
+            attention(
+                *tensors(20, 70),
+                None,
+                None,
+                0.3,
+                inputs._replace(tile_map=inputs.tile_map._replace(**{side: wrong})),
+            )
+
+
 @pytest.mark.parametrize(
     "name", ["random_state", "sinks", "key_scale", "value_scale", "external_lse", "external_delta"]
 )

@@ -122,6 +122,17 @@ print(time.process_time() - start, "torch._inductor" in sys.modules)
     assert {inductor for _, inductor in runs} == {"False"}
 
 
+def test_a_first_mask_imports_nothing():
+    """Masks are made for each step, in processes that may compile nothing."""
+    code = """
+import sys, flex_inductor
+before = set(sys.modules)
+flex_inductor.create_block_mask(flex_inductor.masks.sliding_window(100), 1, 1, 1000, 1000, "cpu")
+print([name for name in set(sys.modules) - before if name.split(".")[0] in ("sympy", "torch")])
+"""
+    assert python("-c", code, cwd=ROOT) == "[]"
+
+
 @pytest.mark.parametrize("looked_for", [False, True])
 def test_what_waits_for_a_module_runs_once_when_it_is_imported(tmp_path, monkeypatch, looked_for):
     (tmp_path / "waited_for.py").write_text("value = 1")

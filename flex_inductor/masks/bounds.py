@@ -44,7 +44,7 @@ class MaskBounds:
         self.extent = extent
         needed = program.needed([program.output])
         self.joint = [i for i in needed if program.steps[i].is_joint]
-        used = {i for j in self.joint for i in program.steps[j].refs()} | {program.output}
+        used = {i for j in self.joint for i in program.steps[j].refs} | {program.output}
         one_sided = [i for i in sorted(used) if i >= len(INDEX_NAMES) and not program.steps[i].is_joint]
         self.tables = build_tables(program, one_sided, extent)
         self.constants = {i: self._constant(i) for i in one_sided if not program.steps[i].reads}
@@ -94,7 +94,7 @@ class MaskBounds:
         if step.target is aten.index.Tensor:
             read = self._gather(i, step, env)
             return read if read is not None else Interval.unknown(dtype, device)
-        if any(j not in env for j in step.refs()):
+        if any(j not in env for j in step.refs):
             return Interval.unknown(dtype, device)
         args = [env[a.step] if isinstance(a, Ref) else a for a in step.args]
         kwargs = {k: env[v.step] if isinstance(v, Ref) else v for k, v in step.kwargs.items()}

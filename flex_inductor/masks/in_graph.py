@@ -203,6 +203,7 @@ def _extent(sizes: Sequence[int]) -> Extent:
 
 def _register() -> None:
     """Teaches Dynamo to trace the mask_mod of `traced_block_lists`."""
+    from torch._dynamo import trace_rules
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables import higher_order_ops
     from torch._dynamo.variables.base import VariableTracker
@@ -262,6 +263,7 @@ def _register() -> None:
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))
 
     compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
+    trace_rules.add("flex_inductor.masks.trace")  # runs as it is, also inside a function that Dynamo compiles
 
 
 def _room_in_graph(tx: Any, tiles: Any) -> Any:

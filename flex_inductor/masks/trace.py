@@ -6,17 +6,19 @@ for each step, the set of indices its value depends on. Captured tensors are con
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..mod_ir.indexing import LaneIndexing
-from ..mod_ir.tracer import Tracer
 from .errors import MaskModError
 
 INDEX_NAMES = ("b", "h", "q", "kv")
@@ -59,6 +61,7 @@ class Step:
     def is_joint(self) -> bool:
         return "q" in self.reads and "kv" in self.reads
 
+    @functools.cached_property
     def refs(self) -> list[int]:
         leaves = tree_flatten((self.args, self.kwargs), is_leaf=lambda x: isinstance(x, Ref))[0]
         return [leaf.step for leaf in leaves if isinstance(leaf, Ref)]
@@ -79,7 +82,7 @@ class MaskProgram:
         marked = set(wanted)
         for i in range(len(self.steps) - 1, -1, -1):
             if i in marked:
-                marked.update(self.steps[i].refs())
+                marked.update(self.steps[i].refs)
         return sorted(marked)
 
     def function(self, *wanted: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Any]:
@@ -166,7 +169,6 @@ def check_signature(mask_mod: Any) -> None:
 def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
     """Traces on every call: a cache could not see a changed Python number in a closure."""
     check_signature(mask_mod)
-    zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
 
     def flat(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
         with LaneIndexing():
@@ -174,30 +176,16 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
 
     with torch.no_grad():
         try:
-            tracer = Tracer()
-            graph = tracer.trace_call(flat, zeros)
-            if any(_mutates(node) for node in graph.nodes):
-                _refuse_captured_mutation(graph, mask_mod)
-                tracer = Tracer()
-                tracer.trace_call(torch.func.functionalize(flat), zeros)
+            recorder = _Recorder(mask_mod, device)
+            result = recorder.run(flat)
+            if recorder.mutates:
+                recorder = _Recorder(mask_mod, device)
+                result = recorder.run(torch.func.functionalize(flat))
         except MaskModError:
             raise
         except Exception as failure:
             return _untraceable(mask_mod, flat, failure, device)
-    return _program_from(tracer, mask_mod, device)
-
-
-def _mutates(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _refuse_captured_mutation(graph: torch.fx.Graph, mask_mod: Callable) -> None:
-    for node in graph.nodes:
-        if _mutates(node) and isinstance(node.args[0], torch.fx.Node) and node.args[0].op == "get_attr":
-            raise MaskModError(
-                f"mask_mod {name_of(mask_mod)}: writes into a captured tensor ({node.target}). "
-                "Compute a new value instead: a mask is evaluated in no particular order."
-            )
+    return recorder.program(result)
 
 
 def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device: torch.device) -> MaskProgram:
@@ -263,14 +251,76 @@ def _index_leaf(name: str) -> Step:
     return Step(name, (), {}, torch.int64, (), frozenset([name]))
 
 
-class _Builder:
-    """Collects steps; a step equal to an earlier one becomes that one."""
+class _Recorder(TorchDispatchMode):
+    """Runs a mask once on zeros and keeps the operations as steps; a step equal to an earlier one becomes that one."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask_mod: Callable, device: torch.device) -> None:
+        super().__init__()
+        self.mask_mod, self.device = mask_mod, device
         self.steps = [_index_leaf(name) for name in INDEX_NAMES]
         self.known: dict[Any, int] = {}
+        self.values: dict[int, tuple[Tensor, int]] = {}  # by id: the tensor, which stays alive, and its step
+        self.mutates = False
 
-    def add(self, step: Step, key: Any) -> int:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import Dynamo, a second, to keep it away; `in_graph` tells Dynamo where that is loaded
+
+    def run(self, flat: Callable) -> Any:
+        indices = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in INDEX_NAMES]
+        for step, index in enumerate(indices):
+            self.values[id(index)] = (index, step)
+        with self:
+            return flat(*indices)
+
+    def program(self, result: Any) -> MaskProgram:
+        _check_result(result, self.mask_mod)
+        return MaskProgram(self.steps, self._step_of(result), name_of(self.mask_mod), self.device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(self.mask_mod)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise MaskModError(
+                f"mask_mod {name}: draws random numbers ({func}). Draw them once outside, and capture the tensor."
+            )
+        if func._schema.is_mutable:
+            self._refuse_captured_mutation(func, args)
+            self.mutates = True
+            return func(*args, **kwargs)
+        refs = tree_map(lambda x: Ref(self._step_of(x)) if isinstance(x, Tensor) else x, (args, kwargs))
+        if func is aten._local_scalar_dense.default and not self._is_constant(refs[0][0].step):
+            raise _NeedsValue(".item() of what is not a constant")
+        result = func(*args, **kwargs)
+        self._record(func, *refs, result)
+        return result
+
+    def _step_of(self, tensor: Tensor) -> int:
+        """The step that gave a tensor; what none has given is captured."""
+        if id(tensor) not in self.values:
+            _check_device(tensor, self.mask_mod, self.device)
+            leaf = Step(tensor, (), {}, tensor.dtype, tuple(tensor.shape), frozenset())
+            self.values[id(tensor)] = (tensor, self._add(leaf, None))
+        return self.values[id(tensor)][1]
+
+    def _is_constant(self, step: int) -> bool:
+        """Whether the value is made of literals alone."""
+        found = self.steps[step]
+        if isinstance(found.target, Tensor):
+            return False
+        return not found.reads and all(map(self._is_constant, found.refs))
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self.values[id(result)] = (result, self._add(*_step(func, args, kwargs, result, self.steps)))
+        elif isinstance(result, (tuple, list)):
+            whole = self._add(*_step(func, args, kwargs, None, self.steps))
+            for i, part in enumerate(result):
+                if isinstance(part, Tensor):
+                    taken = _step(operator.getitem, (Ref(whole), i), {}, part, self.steps)
+                    self.values[id(part)] = (part, self._add(*taken))
+
+    def _add(self, step: Step, key: Any) -> int:
         if key is not None and key in self.known:
             return self.known[key]
         self.steps.append(step)
@@ -278,53 +328,25 @@ class _Builder:
             self.known[key] = len(self.steps) - 1
         return len(self.steps) - 1
 
-
-def _program_from(tracer: Tracer, mask_mod: Callable, device: torch.device) -> MaskProgram:
-    builder = _Builder()
-    number: dict[torch.fx.Node, int] = {}
-    inputs = iter(range(len(INDEX_NAMES)))
-    for node in tracer.graph.nodes:
-        if node.op == "placeholder":
-            number[node] = next(inputs)
-        elif node.op == "get_attr":
-            value = getattr(tracer.root, node.target)
-            _check_device(value, mask_mod, device)
-            leaf = Step(value, (), {}, value.dtype, tuple(value.shape), frozenset())
-            number[node] = builder.add(leaf, ("captured", id(value)))
-        elif node.op == "call_function":
-            number[node] = builder.add(*_step_of(node, builder.steps, number, mask_mod))
-        elif node.op == "output":
-            result = node.args[0]
-            if not isinstance(result, torch.fx.Node):
-                _check_result(result, mask_mod)
-            output = number[result]
-            step = builder.steps[output]
-            _check_result(torch.empty(step.shape, dtype=step.dtype, device="meta"), mask_mod)
-    return MaskProgram(builder.steps, output, name_of(mask_mod), device)
+    def _refuse_captured_mutation(self, func: Any, args: Any) -> None:
+        if isinstance(args[0], Tensor) and id(args[0]) not in self.values:
+            raise MaskModError(
+                f"mask_mod {name_of(self.mask_mod)}: writes into a captured tensor ({func}). "
+                "Compute a new value instead: a mask is evaluated in no particular order."
+            )
 
 
-def _with_refs(arguments: Any, number: dict[torch.fx.Node, int]) -> Any:
-    as_ref: Any = lambda node: Ref(number[node])  # noqa: E731
-    return torch.fx.map_arg(arguments, as_ref)
+class _NeedsValue(Exception):
+    pass
 
 
-def _step_of(
-    node: torch.fx.Node, steps: list[Step], number: dict[torch.fx.Node, int], mask_mod: Callable
-) -> tuple[Step, Any]:
-    target = node.target
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-        raise MaskModError(
-            f"mask_mod {name_of(mask_mod)}: draws random numbers ({target}). "
-            "Draw them once outside, and capture the tensor."
-        )
-    args = _with_refs(node.args, number)
-    kwargs = _with_refs(node.kwargs, number)
-    meta = node.meta.get("tensor_meta")
-    dtype, shape = getattr(meta, "dtype", None), tuple(getattr(meta, "shape", (-1,)))
+def _step(target: Any, args: Any, kwargs: Any, value: Tensor | None, steps: list[Step]) -> tuple[Step, Any]:
+    """A step, and what equals that of an equal step; None where that cannot be told."""
+    dtype, shape = (None, (-1,)) if value is None else (value.dtype, tuple(value.shape))
     step = Step(target, tuple(args), dict(kwargs), dtype, shape, frozenset())
     if getattr(target, "overloadpacket", None) not in _VALUE_FREE:
-        reads = frozenset().union(*(steps[i].reads for i in step.refs()))
-        step = Step(target, tuple(args), dict(kwargs), dtype, shape, reads)
+        reads = frozenset().union(*(steps[i].reads for i in step.refs))
+        step = replace(step, reads=reads)
     leaves, spec = tree_flatten((step.args, step.kwargs), is_leaf=lambda x: isinstance(x, Ref))
     # 1, 1.0 and True are equal as keys but not as arguments.
     key = (target, str(spec), tuple((type(leaf), leaf) for leaf in leaves))

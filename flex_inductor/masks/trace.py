@@ -264,7 +264,8 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import Dynamo, a second, to keep it away; `in_graph` tells Dynamo where that is loaded
+        # Torch would import Dynamo, which takes a second, to keep it away. `in_graph` tells Dynamo once it is loaded.
+        return False
 
     def run(self, flat: Callable) -> Any:
         indices = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in INDEX_NAMES]

@@ -289,11 +289,11 @@ class _Recorder(TorchDispatchMode):
             self._refuse_captured_mutation(func, args)
             self.mutates = True
             return func(*args, **kwargs)
-        refs = tree_map(lambda x: Ref(self._step_of(x)) if isinstance(x, Tensor) else x, (args, kwargs))
+        refs: Any = tree_map(lambda x: Ref(self._step_of(x)) if isinstance(x, Tensor) else x, (args, kwargs))
         if func is aten._local_scalar_dense.default and not self._is_constant(refs[0][0].step):
             raise _NeedsValue(".item() of what is not a constant")
         result = func(*args, **kwargs)
-        self._record(func, *refs, result)
+        self._record(func, refs[0], refs[1], result)
         return result
 
     def _step_of(self, tensor: Tensor) -> int:

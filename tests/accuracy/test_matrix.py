@@ -142,6 +142,7 @@ def test_compiled(mod, mask, dtype, layout):
 
 
 def test_compiled_grouped_heads_for_every_batch():
+    torch._dynamo.reset()
     sizes = Sizes(heads=6, kv_heads=2, kv_batch=1)
     with served_by("chunked", "chunked"):
         check("plain", "none", "fp32", sizes=sizes, attend=compiled("plain"))

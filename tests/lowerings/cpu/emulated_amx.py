@@ -23,7 +23,7 @@ if not NATIVE:
     # What torch asks about the machine, and whether the system permits tiles. The rest follows from the answers.
     torch.cpu._is_amx_tile_supported = torch.cpu._init_amx = lambda: True
 
-from flex_inductor import build, flex_attention  # noqa: E402
+from flex_inductor import fingerprint, flex_attention  # noqa: E402
 from tests.lowerings.cpu.helpers import fused  # noqa: E402
 from tests.support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run  # noqa: E402
 
@@ -97,5 +97,5 @@ def test_tiles_are_released_when_a_mod_raises():
 def test_caches_know_of_tiles():
     from flex_inductor.lowerings.cpu import tuner
 
-    assert build.FINGERPRINT.endswith("+AVX512+AMX")
+    assert fingerprint.FINGERPRINT.endswith("+AVX512+AMX")
     assert tuner.device().startswith("cpu AVX512+AMX L1")

@@ -31,7 +31,7 @@ def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 def _visited(schedule: Any, values: Mapping[Any, Any]) -> tuple[float, float] | None:
     """The shares of partial and of full blocks, coarsely: an octave has two steps."""
-    if schedule is None:
+    if schedule is None or schedule.form == "bounds":
         return None
     given: Any = type(schedule)(*(values.get(field, field) for field in schedule))
     if not _is_here(given.kv_block) or not all(map(_is_here, by_rows(given))):

@@ -182,7 +182,10 @@ def wanted_gradients(joint: Any, count: int) -> list[bool]:
 
 def check_served(inputs: Inputs, served: Iterable[str]) -> None:
     """Refuse inputs that whoever computes the call does not know."""
-    if missing := [name for name in inputs.given() if name not in served]:
+    missing = [name for name in inputs.given() if name not in served]
+    if inputs.schedule is not None and inputs.schedule.form == "bounds" and "bounds" not in served:
+        missing.append("a schedule of bounds")
+    if missing:
         raise errors.inputs_not_served(missing)
 
 

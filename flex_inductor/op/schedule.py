@@ -6,7 +6,7 @@ A schedule's class is its tag, and `form` the tag's name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -117,21 +117,21 @@ class RowBounds(NamedTuple):
         return "bounds"
 
 
-Schedule: TypeAlias = BlockLists | BlockRuns
+Schedule: TypeAlias = BlockLists | BlockRuns | RowBounds
 FORMS: dict[str, type] = {"lists": BlockLists, "runs": BlockRuns, "bounds": RowBounds}
 
 
-def by_rows(schedule: Schedule) -> Visits:
+def by_rows(schedule: Any) -> Visits:
     """Which blocks of keys each row of query blocks visits."""
     return Visits(*schedule[2:6])
 
 
-def by_columns(schedule: Schedule) -> Visits:
+def by_columns(schedule: Any) -> Visits:
     """Which blocks of queries visit each block of keys."""
     return Visits(*schedule[6:10])
 
 
-def grid_of(schedule: Schedule) -> tuple[int, int]:
+def grid_of(schedule: BlockLists | BlockRuns) -> tuple[int, int]:
     """How many rows and columns of blocks it has."""
     if isinstance(schedule, BlockRuns):
         return schedule.kv_offsets.size(-1) - 1, schedule.q_offsets.size(-1) - 1

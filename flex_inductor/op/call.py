@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import errors
 from ..mod_ir.serialise import graph_key
 from ..options import CallOptions
-from .schedule import FORMS, Schedule
+from .schedule import FORMS, RowBounds, Schedule
 from .tile_map import TileMap
 
 QKV = ("query", "key", "value")
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
     score_captures: tuple[Tensor, ...] = ()  # what score_mod captures
     mask_captures: tuple[Tensor, ...] = ()
-    schedule: Schedule | None = None  # which blocks to visit; None for all
+    schedule: Schedule | RowBounds | None = None  # which blocks to visit; None for all
     tile_map: TileMap | None = None  # where tiles lie and which indices mods see there; None for a plain call
     random_state: Tensor | None = None  # seed and offset of dropout
     sinks: Tensor | None = None  # [H], a score for each head that takes weight and has no value

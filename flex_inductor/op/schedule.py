@@ -117,7 +117,7 @@ class RowBounds(NamedTuple):
         return "bounds"
 
 
-Schedule: TypeAlias = BlockLists | BlockRuns | RowBounds
+Schedule: TypeAlias = BlockLists | BlockRuns
 FORMS: dict[str, type] = {"lists": BlockLists, "runs": BlockRuns, "bounds": RowBounds}
 
 
@@ -131,7 +131,7 @@ def by_columns(schedule: Any) -> Visits:
     return Visits(*schedule[6:10])
 
 
-def grid_of(schedule: BlockLists | BlockRuns) -> tuple[int, int]:
+def grid_of(schedule: Any) -> tuple[int, int]:
     """How many rows and columns of blocks it has."""
     if isinstance(schedule, BlockRuns):
         return schedule.kv_offsets.size(-1) - 1, schedule.q_offsets.size(-1) - 1

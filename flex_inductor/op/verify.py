@@ -61,12 +61,13 @@ class _Call(NamedTuple):
         return self.lanes <= WHOLE_LANES
 
     def exact(self) -> Exact:
+        schedule: Any = self.call.inputs.schedule
         inputs, score, mask = self.call.inputs, self.call.texts["score"], self.call.texts["mask"]
         return Exact(
             self.query,
             self.key,
             self.value,
-            inputs.schedule,
+            schedule,
             Mod(score, inputs.score_captures) if score else None,
             Mod(mask, inputs.mask_captures) if mask else None,
             self.call.scale,

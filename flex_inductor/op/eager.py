@@ -1,7 +1,7 @@
 """Which way an eager call goes: torch operations in chunks, or a kernel that is compiled for its class.
 
-A kernel takes seconds to compile. By default a class of calls gets one at its CALLS-th call with as many scores as
-make that worth while; `set_eager_kernels` says otherwise.
+A kernel takes seconds to compile. By default a class of calls gets one when it has computed ENOUGH scores in chunks,
+which takes about as long; `set_eager_kernels` says otherwise.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from .. import errors, upward
 from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
-CALLS = 8
+ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
 MOST_CLASSES = 1024  # that are counted
-SCORES = 1 << 22  # some 0.1 s in chunks on one core
+LEAST = 1 << 20  # of a call: to know its class takes longer than a smaller one itself
 
 log = logging.getLogger("flex_inductor")
 
 _MODES = ("auto", "always", "never")
 _mode = "auto"
 _lock = threading.Lock()
-_calls: dict[Any, int] = {}  # of each class
+_scores: dict[Any, int] = {}  # that each class has computed
 _failed: set[Any] = set()
 
 
 def set_eager_kernels(mode: str) -> str:
     """Whether eager calls run kernels compiled for them, for the whole process; returns what was set before.
 
-    "auto" compiles a class of large calls once it has been called some times, "always" any call at once, and "never"
+    "auto" compiles a class of calls once it has computed many scores, "always" any call at once, and "never"
     none. The way that a call went is in `flex_inductor.decisions()`.
     """
     global _mode
@@ -49,12 +49,13 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
         return chunked()
     key = class_of(call)
     with _lock:
-        number = _calls[key] = _calls.pop(key, 0) + 1
-        if len(_calls) > MOST_CLASSES:
-            del _calls[next(iter(_calls))]  # the one that was called longest ago
-    if key in _failed or (_mode == "auto" and number < CALLS):
-        if number == 1:
-            why = f"an eager call; its class gets a kernel at call {CALLS}"
+        before = _scores.pop(key, 0)
+        computed = _scores[key] = before + _scores_of(call)
+        if len(_scores) > MOST_CLASSES:
+            del _scores[next(iter(_scores))]  # of the class that was called longest ago
+    if key in _failed or (_mode == "auto" and computed < ENOUGH):
+        if not before:
+            why = f"an eager call; its class gets a kernel after {ENOUGH:,} scores"
             upward.record_eager(call, why)
         return chunked()
     options = call.options._replace(eager=True)
@@ -71,8 +72,12 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
 def _may_compile(call: AttentionCall | BackwardCall) -> bool:
     if _mode == "never":
         return False
-    batch, heads, queries, _ = call.query.shape
-    scores = batch * heads * queries * call.key.size(2)
-    if scores == 0 or (_mode == "auto" and scores < SCORES):
+    scores = _scores_of(call)
+    if scores == 0 or (_mode == "auto" and scores < LEAST):
         return False
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors_of(call))
+
+
+def _scores_of(call: AttentionCall | BackwardCall) -> int:
+    batch, heads, queries, _ = call.query.shape
+    return batch * heads * queries * call.key.size(2)

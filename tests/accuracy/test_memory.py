@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flex_inductor import and_masks, create_block_mask, flex_attention
+from flex_inductor import and_masks, create_block_mask, flex_attention, set_eager_kernels
 from flex_inductor.backend import flex_inductor
 from flex_inductor.tools.bench_masks import above_start
 from tests.support import causal
@@ -34,6 +34,14 @@ def peak_allocated(fn) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+@pytest.fixture(autouse=True)
+def in_chunks():
+    """Eager calls as large as these would be compiled."""
+    before = set_eager_kernels("never")
+    yield
+    set_eager_kernels(before)
 
 
 def test_the_gauge_itself():

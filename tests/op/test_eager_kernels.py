@@ -14,9 +14,9 @@ from flex_inductor.reference import reference
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(eager, "_calls", {})
+    monkeypatch.setattr(eager, "_scores", {})
     monkeypatch.setattr(eager, "_failed", set())
-    monkeypatch.setattr(eager, "SCORES", 0)
+    monkeypatch.setattr(eager, "LEAST", 0)
     flex_inductor.decisions(clear=True)
     yield
     set_eager_kernels("auto")
@@ -52,8 +52,8 @@ def chosen():
     return [d.chosen for d in flex_inductor.decisions(clear=True)]
 
 
-def test_a_class_gets_its_kernel_after_some_calls(monkeypatch):
-    monkeypatch.setattr(eager, "CALLS", 3)
+def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
+    monkeypatch.setattr(eager, "ENOUGH", 4 * (80**2 + 100**2 + 123**2))
     compiled._kernels.clear()
     for length in (80, 100):
         Attention(length).check()
@@ -93,10 +93,10 @@ def test_at_once_when_asked_in_any_layout_and_thread():
 @pytest.mark.parametrize("why", ["never", "few scores"])
 def test_calls_that_stay_in_chunks(why, monkeypatch):
     monkeypatch.setattr(upward, "compiled", lambda call: pytest.fail("compiled"))
-    monkeypatch.setattr(eager, "CALLS", 1)
+    monkeypatch.setattr(eager, "ENOUGH", 1)
     set_eager_kernels("never" if why == "never" else "auto")
     if why == "few scores":
-        monkeypatch.setattr(eager, "SCORES", 1 << 20)
+        monkeypatch.setattr(eager, "LEAST", 1 << 20)
     Attention().check()
 
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplo
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(upward, "compiled", fail)
-    monkeypatch.setattr(eager, "CALLS", 1)
+    monkeypatch.setattr(eager, "ENOUGH", 1)
     Attention().check()
     Attention().check()
     text = "an eager call's kernel could not be made, it goes on in chunks: no compiler"

@@ -1,12 +1,13 @@
 """One call compiled without torch.compile: `compiled(call)(tensors)`.
 
-A class of calls is what one kernel serves: the same mods, dtypes, heads, head dims, schedule form, options and layouts,
-whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk; here it is kept in
-memory. Any thread may ask.
+A class of calls is what one kernel serves: the same mods, dtypes, heads, head dims, schedule form, options, layouts and
+settings of torch, whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk; here
+it is kept in memory. Any thread may ask.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flex_inductor import errors
+from flex_inductor import compat, errors
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
 from flex_inductor.op.call import class_of, rows_of, tensors_of
 
@@ -63,7 +64,7 @@ clear_on_fresh_cache(_kernels)
 
 def compiled(call: Call) -> Callable[[Sequence[Tensor]], Any]:
     """A function of the call's tensors (`tensors_of`) that gives what the op gives."""
-    key, tensors = class_of(call), tensors_of(call)
+    key, tensors = (class_of(call), _settings()), tensors_of(call)
     kernel = _find(key, tensors)
     if kernel is None:
         with compile_lock:
@@ -80,6 +81,16 @@ def compiled(call: Call) -> Callable[[Sequence[Tensor]], Any]:
         return _as_outputs(call, results)
 
     return run
+
+
+def _settings() -> tuple[Any, ...]:
+    """What kernels are made by beside the call, as torch.compile guards on it."""
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        compat.allows_tf32(),
+    )
 
 
 def _find(key: Any, tensors: Sequence[Tensor]) -> Kernel | None:
@@ -114,7 +125,7 @@ def _compile(call: Call) -> Kernel:
     arguments: list[Any] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, fx.GraphModule):
-            root.register_module(f"graph_{i}", leaf)
+            root.register_module(f"graph_{i}", copy.deepcopy(leaf))  # Inductor rewrites it
             arguments.append(graph.get_attr(f"graph_{i}"))
         else:
             arguments.append(next(given) if isinstance(leaf, Tensor) else leaf)

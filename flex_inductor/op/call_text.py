@@ -1,6 +1,6 @@
 """A call's mods and inputs as text and a list of tensors, for torch ops that take no graphs and no bundles.
 
-The text is data, as in `graph_text`: tensors are named by their place in the list.
+The text is data, as in `mod_ir/serialise.py`: tensors are named by their place in the list.
 """
 
 from __future__ import annotations

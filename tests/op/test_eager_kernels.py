@@ -90,6 +90,22 @@ def test_at_once_when_asked_in_any_layout_and_thread():
     assert not chosen()
 
 
+def test_settings_of_torch_make_other_kernels():
+    set_eager_kernels("always")
+    compiled._kernels.clear()
+    Attention(85).check()
+    assert chosen() == ["cpu", "cpu"]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        Attention(85).check()
+    finally:
+        torch.set_num_threads(before)
+    assert chosen() == ["cpu", "cpu"]
+    Attention(85).check()
+    assert not chosen()
+
+
 @pytest.mark.parametrize("why", ["never", "few scores"])
 def test_calls_that_stay_in_chunks(why, monkeypatch):
     monkeypatch.setattr(upward, "compiled", lambda call: pytest.fail("compiled"))

@@ -1,8 +1,8 @@
 """One call compiled without torch.compile: `compiled(call)(tensors)`.
 
 A class of calls is what one kernel serves: the same mods, dtypes, heads, head dims, schedule form, options, layouts and
-settings of torch, whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk; here
-it is kept in memory. Any thread may ask.
+settings of torch, whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk;
+here it is kept in memory. Any thread may ask.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from .runs import FULL, PARTIAL, Runs, column_lists, merged, transposed
+from .runs import FULL, PARTIAL, Runs, column_lists, merged, to_grid, transposed
 from .tables import Extent
+
+SMALL_GRID = 1 << 12  # tiles
+Listed = list[tuple[Tensor, Tensor]]  # counts and indices, for each kind of tile
 
 LISTS = (
     "kv_num_blocks",
@@ -34,17 +37,33 @@ def lists_from_runs(
     """
     if not separate_full_blocks:
         runs = without_full(runs)
-    columns = transposed(runs, grids[0] * grids[1])
+    kinds = (PARTIAL, FULL) if separate_full_blocks else (PARTIAL,)
+    small = runs.lines * runs.columns <= SMALL_GRID
+    by_rows, by_columns = (_from_grid if small else _from_runs)(runs, grids[0] * grids[1], kinds)
     lists: list[Tensor | None] = []
-    for side, (lines, entries) in ((runs, extent.tiles), (columns, extent.tiles[::-1])):
-        for kind in (PARTIAL, FULL):
-            if kind == FULL and not separate_full_blocks:
-                lists += [None, None]
-                continue
-            counts, indices = column_lists(side, kind)
+    for side, lines, entries in ((by_rows, *extent.tiles), (by_columns, *extent.tiles[::-1])):
+        for counts, indices in side:
             lists.append(counts.view(*grids, lines).expand(extent.batch, extent.heads, -1))
             lists.append(indices.view(*grids, lines, entries).expand(extent.batch, extent.heads, -1, -1))
+        if not separate_full_blocks:
+            lists += [None, None]
     return lists
+
+
+def _from_runs(runs: Runs, grids: int, kinds: Sequence[int]) -> list[Listed]:
+    return [[column_lists(side, kind) for kind in kinds] for side in (runs, transposed(runs, grids))]
+
+
+def _from_grid(runs: Runs, grids: int, kinds: Sequence[int]) -> list[Listed]:
+    """The same where there are few tiles, for which it takes fewer operations."""
+    grid = to_grid(runs).view(grids, runs.lines // max(grids, 1), runs.columns)
+    return [[_listed(side.flatten(0, 1) == kind) for kind in kinds] for side in (grid, grid.mT)]
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many are chosen in each line, and their places, then those of the others."""
+    indices = torch.argsort(chosen, dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), indices.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 def block_mask_from_runs(

@@ -42,9 +42,10 @@ class _Refinement:
     def run(self) -> Runs:
         rows, columns = self.extent.tiles
         grids = self.batch * self.heads
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        nothing = Runs(grids * rows, columns, none, none, none, none.to(torch.int8))
         if rows * columns == 0:
-            nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-            return Runs(grids * rows, columns, nothing, nothing, nothing, nothing.to(torch.int8))
+            return nothing
         self.bounds = MaskBounds(self.program, self.extent)
         scale = 1
         while _cells(rows, scale) * _cells(columns, scale) * grids > FIRST_RECTANGLES and scale < max(
@@ -55,6 +56,8 @@ class _Refinement:
         grids_at_once = max(1, RECTANGLES_AT_ONCE // per_grid)
         for first in range(0, grids, grids_at_once):
             self._descend(self._top(first, min(first + grids_at_once, grids), scale))
+        if not self.segments:
+            return nothing
         line, start, stop, kind = (torch.cat(parts) for parts in zip(*self.segments, strict=True))
         return merged(grids * rows, columns, line, start, stop, kind)
 
@@ -105,6 +108,8 @@ class _Refinement:
     def _keep(self, r: Rectangles, which: Tensor, kind: int) -> None:
         """Records the chosen rectangles as segments of tile rows, neighbours merged first."""
         chosen = r[which.nonzero().squeeze(-1)]
+        if len(chosen) == 0:
+            return
         rows, columns = self.extent.tiles
         grid_rows, grid_columns = _cells(rows, r.scale), _cells(columns, r.scale)
         line = (chosen.b * self.heads + chosen.h) * grid_rows + chosen.q

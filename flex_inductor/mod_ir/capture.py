@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -23,6 +23,7 @@ from .. import compat, errors
 from .apart import apart_from_surrounding_trace
 from .arguments import example_lanes
 from .indexing import LaneIndexing
+from .replay import Recording, Traces, is_alone, keep, not_replayable, replayed
 from .source_lines import line_raising
 
 _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
@@ -36,10 +37,23 @@ def _identity(value: Any) -> Any:
 class LiftedMod:
     """A mod as a function of its lanes and of what it captures."""
 
-    def __init__(self, mod: Callable, captures: Sequence[Any]):
+    def __init__(self, mod: Callable, captures: Sequence[Any], traces: Traces | None = None):
         self.mod = mod
         self._ids = [_identity(capture) for capture in captures]
         self._kept_alive = tuple(captures)
+        self._traces = traces
+        self._last_run: Any = None
+
+    def graph(self, what: Any, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+        """What `trace` makes of this mod; kept for other calls where it makes the same run."""
+        if self._traces is None:
+            return trace()
+        graph = self._traces.graphs.get(what)
+        if graph is None:
+            graph = trace()
+            if self._last_run == self._traces.run:
+                self._traces.graphs[what] = graph
+        return graph
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,8 +64,9 @@ class LiftedMod:
     def __call__(self, *args: Any) -> Tensor:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
         given = dict(zip(self._ids, captures, strict=True))
-        with _Exchange(lambda value: given.get(_identity(value), value)):
+        with _Exchange(lambda value: given.get(_identity(value), value)), Recording(lanes) as run:
             result = self.mod(*lanes)
+        self._last_run = run.ended(result)
         # A mod may return what it captures.
         return given.get(_identity(result), result) if isinstance(result, _CAPTURED) else result
 
@@ -76,6 +91,7 @@ def _returned(result: Any, given: Sequence[Any], args: Sequence[Any]) -> Any:
 
 def _exchanged(args: tuple) -> tuple:
     """What an autograd.Function gets in this thread: no torch function sees the tensors that its `apply` takes."""
+    not_replayable()
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, _Exchange):
             args = tree_map_only(Tensor, mode.instead_of, args)
@@ -133,21 +149,26 @@ class _Record(_Exchange):
 
 def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[LiftedMod, tuple]:
     """`mod` as a function of lanes and captures, and the captures."""
-    with apart_from_surrounding_trace(), torch.no_grad():
+    if known := replayed(mod, lane_names, query):
+        return LiftedMod(mod, known.captures, known.traces), known.captures
+    name = "score_mod" if "score" in lane_names else "mask_mod"
+    errors.check_arity(name, mod, lane_names)
+    keeps = is_alone(query)
+    with apart_from_surrounding_trace(), torch.enable_grad():
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode:
             lanes = example_lanes(query, lane_names)
-        name = "score_mod" if "score" in lane_names else "mask_mod"
         record = _Record(fake_mode, query, name)
         try:
-            with fake_mode, LaneIndexing(), record:
+            with fake_mode, LaneIndexing(), record, Recording(lanes) as run:
                 result = mod(*lanes)
         except DataDependentOutputException as error:
             raise errors.needs_a_value(name, line_raising(error)) from None
         if isinstance(result, Tensor):
             record.capture(result)
     captures = tuple(record.captures.values())
-    return LiftedMod(mod, captures), captures
+    run.ended(result)
+    return LiftedMod(mod, captures, keep(run, lane_names, query) if keeps else None), captures
 
 
 def names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:

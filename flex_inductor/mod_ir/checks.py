@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_iter
 
 from .. import errors
 from .arguments import MASK_LANES, SCORE_LANES
+from .capture import LiftedMod
 from .names import capture_names
-from .trace import trace_value
+from .trace import trace_joint, trace_value
 from .writes import storage_of, writes
 
 _CHECKED = "flex_inductor_lane_graph"
@@ -23,12 +24,36 @@ def lane_graph(mod: Callable, field: str, query: Tensor, captures: Sequence[Any]
     """`mod` as an FX graph of aten ops, checked: what it returns, and that it only computes."""
     if isinstance(mod, fx.GraphModule) and mod.meta.get(_CHECKED):
         return mod
+    if isinstance(mod, LiftedMod):
+        return mod.graph("value", lambda: _checked(mod, field, query, captures))
+    return _checked(mod, field, query, captures)
+
+
+def _checked(mod: Callable, field: str, query: Tensor, captures: Sequence[Any]) -> fx.GraphModule:
     lanes = SCORE_LANES if field == "score_mod" else MASK_LANES
     graph = trace_value(mod, lanes, query, captures)
     (output,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
     errors.check_mod_result(field, output.meta["val"] if isinstance(output, fx.Node) else output)
     check_ops(graph, field, (*lanes, *capture_names(mod, len(captures))))
     return mark_checked(graph)
+
+
+def joint_graph(
+    score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
+) -> fx.GraphModule:
+    """`trace_joint`, checked."""
+    if isinstance(score_mod, LiftedMod):
+        return score_mod.graph(tuple(wanted), lambda: _checked_joint(score_mod, query, captures, wanted))
+    return _checked_joint(score_mod, query, captures, wanted)
+
+
+def _checked_joint(
+    score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
+) -> fx.GraphModule:
+    joint = trace_joint(score_mod, query, captures, wanted)
+    if drawn := random_op(joint):  # also in the backward of a Function
+        raise errors.mod_is_random("score_mod", drawn)
+    return joint
 
 
 def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:

@@ -37,7 +37,8 @@ def trace_value(
     run = tracer.keeping_lines(mod)
 
     def value(*args):
-        with LaneIndexing():
+        # As when it is differentiated, so that a mod that asks does the same.
+        with torch.enable_grad(), LaneIndexing():
             return run(*args)
 
     return _trace(tracer, value, lanes, query, captures)

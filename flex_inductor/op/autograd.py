@@ -14,8 +14,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
-from ..mod_ir.checks import random_op
-from ..mod_ir.trace import trace_joint
+from ..mod_ir.checks import joint_graph
 from .call import QKV, AttentionCall, BackwardCall
 from .hop import attention, attention_backward
 from .prepare import prepare, with_score_graph
@@ -82,9 +81,7 @@ def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor
     joint = None
     if call.score_mod is not None:
         checked = with_score_graph(call)
-        joint = trace_joint(call.score_mod, call.query, call.inputs.score_captures, wanted)
-        if drawn := random_op(joint):  # also in the backward of a Function
-            raise errors.mod_is_random("score_mod", drawn)
+        joint = joint_graph(call.score_mod, call.query, call.inputs.score_captures, wanted)
         call = checked
     return _apply(call, joint)
 

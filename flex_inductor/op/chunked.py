@@ -18,6 +18,7 @@ from torch._C import DispatchKey
 
 from .. import errors
 from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
+from ..mod_ir.broadcast import along, broadcasting
 from ..mod_ir.program import AXES, LaneProgram, Leaf
 from ..mod_ir.split import Programs
 from .call import QKV, Inputs, is_guarded
@@ -367,15 +368,23 @@ def run_lanes(
     """The lane program on every lane of a tile: results have the shape [b, h, q_idx, kv_idx]."""
     guards = [_guard(live, axes, lanes["b"].device) for axes in program.guards]
     varies = [(name,) if name in AXES else AXES for name in program.lanes] + [axes for _, axes in guards]
+    given = [lanes[name] for name in program.lanes] + [flags for flags, _ in guards]
+    if function := broadcasting(program):
+        placed = [along(axes, tensor) for axes, tensor in zip(varies, given, strict=True)]
+        numbers = [along((), x) if _is_number(x) else x for x in (*captures, *invariants)]
+        shape = [lanes[axis].numel() for axis in AXES]
+        return tuple(result.expand(shape) for result in function(*placed, *numbers))
     fixed = (None,) * (len(captures) + len(invariants))
     function = program.lane
     for axis in reversed(AXES):
         in_dims = tuple(0 if axis in axes else None for axes in varies) + fixed
         function = torch.vmap(function, in_dims=in_dims)
     with _vmap_allowed():
-        return function(
-            *(lanes[name] for name in program.lanes), *(flags for flags, _ in guards), *captures, *invariants
-        )
+        return function(*given, *captures, *invariants)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 _VMAP_KEYS = (

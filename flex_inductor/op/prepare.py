@@ -24,7 +24,6 @@ def lift_captures(call: AttentionCall) -> AttentionCall:
         mod, captures = getattr(call, name), getattr(call.inputs, f"{field}_captures")
         if mod is None or captures or isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod)):
             continue
-        errors.check_arity(name, mod, lanes)
         lifted, captures = lift(mod, lanes, call.query)
         changed: dict[str, Any] = {name: lifted}
         call = call._replace(**changed).with_inputs(**{f"{field}_captures": captures})

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..mod_ir import serialise
+from ..mod_ir.checks import joint_graph
 from ..mod_ir.names import WrappedMod
-from ..mod_ir.trace import trace_joint
 from ..options import loaded_options, saved_options
 from . import call_text
 from .call import AttentionCall
@@ -38,7 +38,7 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # Of all that can have a gradient: what asks for it is only known when the saved call runs.
             wanted = [True, *(capture.is_floating_point() for capture in captures)]
-            joint = trace_joint(call.score_mod, call.query, captures, wanted)
+            joint = joint_graph(call.score_mod, call.query, captures, wanted)
         call = checked
     graphs = {"score_mod": call.score_mod, "joint": joint, "mask_mod": call.mask_mod}
     inputs, given = call_text.inputs_data(call.inputs)

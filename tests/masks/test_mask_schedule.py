@@ -10,7 +10,7 @@ from mask_helpers import assert_same_block_mask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 from torch.utils import _pytree as pytree
 
-from flex_inductor.masks import library
+from flex_inductor.masks import library, lists
 from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.errors import MaskArgumentError
 from flex_inductor.masks.runs import (
@@ -85,6 +85,15 @@ def test_column_lists_are_a_stable_sort(grid, kind, entries_at_once):
     chosen = (grid == kind).int()
     assert torch.equal(counts, chosen.sum(1, dtype=torch.int32))
     assert torch.equal(indices.long(), torch.argsort(chosen, dim=1, descending=True, stable=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(grids(count=2), st.booleans())
+def test_few_tiles_are_listed_in_another_way(grid, separate_full_blocks):
+    runs = from_grid(grid)
+    kinds = (PARTIAL, FULL) if separate_full_blocks else (PARTIAL,)
+    by_grid, by_runs = (listed(runs, 2, kinds) for listed in (lists._from_grid, lists._from_runs))
+    torch.testing.assert_close(by_grid, by_runs, rtol=0, atol=0, check_stride=True)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,291 @@
+"""Traces of mods that are kept between calls.
+
+A mod is Python: what it computes may depend on closures, globals, attributes, or the time of day. No key can list
+all that. So the mod itself runs on every call, but its torch functions do not: `replayed` looks each of them up among
+those that earlier runs called at that point with such arguments, and hands out what they returned then. A run that
+ends where an earlier one ended has made the same calls with the same numbers, so the same graphs belong to it.
+
+A run that cannot be described in full is not kept: the mod is then traced on each call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._C import DisableTorchFunction
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+MOST_STEPS = 1 << 16  # that are kept, of all mods
+
+
+class Known(NamedTuple):
+    """A tensor by its place among those that a run has met: lanes first, then captures and results as they come."""
+
+    place: int
+
+
+class Step:
+    """One point in the runs of mods: what has been called so far is the way to it."""
+
+    __slots__ = ("ends", "following", "result")
+
+    def __init__(self, result: Any = None):
+        self.result = result
+        self.following: dict[Any, Step] = {}
+        self.ends: dict[Any, Traces] = {}
+
+
+class Traces:
+    """The graphs of all runs that are the same."""
+
+    def __init__(self, run: Sequence[Any]):
+        self.run = run
+        self.graphs: dict[Any, fx.GraphModule] = {}
+
+
+class Replayed(NamedTuple):
+    """What is known of a mod's run without computing anything."""
+
+    captures: tuple[Tensor, ...]
+    traces: Traces
+
+
+_lock = threading.Lock()
+_roots: dict[Any, tuple[Sequence[Tensor], Step]] = {}
+_steps = 0
+
+
+class _NotKept(BaseException):
+    """The run cannot be described, or is none of those that are kept. No mod may catch it by accident."""
+
+
+class _Undescribed(Exception):
+    pass
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_CONSTANTS = (
+    bool,
+    int,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+# Called in every run. What these return follows from what is known of a tensor, and no run depends on it but by
+# what it then calls; what they switch is part of each call.
+_ALWAYS_CALLED = frozenset(
+    {
+        torch._C._set_grad_enabled,
+        *(getattr(Tensor, name).__get__ for name in (
+            "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "itemsize",
+        )),
+        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size,
+        Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_contiguous,
+        torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel,
+    }
+)  # fmt: skip
+
+
+class _Run(TorchFunctionMode):
+    """What a mod has called so far, each call described by constants and by places of tensors."""
+
+    def __init__(self, lanes: Sequence[Tensor]):
+        super().__init__()
+        self.places: dict[int, int] = {}
+        self.met: list[Tensor] = []  # kept alive, so that no two have one id
+        self.captures: list[Tensor] = []
+        self.switches = _switches()
+        for lane in lanes:
+            self.place(lane)
+
+    def place(self, tensor: Tensor) -> int:
+        self.places[id(tensor)] = len(self.met)
+        self.met.append(tensor)
+        return len(self.met) - 1
+
+    def called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        switches = _switches()
+        switched = None if switches == self.switches else switches  # by the mod itself
+        return func, self.described(args), self.described(kwargs) if kwargs else (), switched
+
+    def described(self, value: Any) -> Any:
+        """A key for `value`; raises _Undescribed where there is none."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            place = self.places.get(id(value))
+            return Known(place) if place is not None else self.captured(value)
+        if kind in _CONSTANTS:
+            return kind, value
+        if kind is float:
+            return kind, repr(value)  # tells 0.0 from -0.0, and NaN equals itself
+        if kind in (tuple, list, torch.Size):
+            return kind, *map(self.described, value)
+        if kind is dict:
+            return kind, *((name, self.described(entry)) for name, entry in value.items())
+        if kind is slice:
+            return kind, self.described(value.start), self.described(value.stop), self.described(value.step)
+        raise _Undescribed
+
+    def captured(self, tensor: Tensor) -> Any:
+        """A tensor that the mod did not make: the first time by all that a trace sees of it."""
+        with DisableTorchFunction():
+            if (
+                type(tensor) not in _PLAIN
+                or tensor.layout != torch.strided
+                or is_functorch_wrapped_tensor(tensor)
+            ):
+                raise _Undescribed
+            self.captures.append(tensor)
+            seen = (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad)
+            return Known(self.place(tensor)), *seen, tensor.is_inference()
+
+
+class Recording(_Run):
+    """A run that computes, and that can be kept afterwards."""
+
+    def __init__(self, lanes: Sequence[Tensor]):
+        super().__init__(lanes)
+        self.lanes = tuple(lanes)
+        self.calls: (
+            list[tuple[Any, Any]] | None
+        ) = []  # and what they returned; None once that cannot be described
+        self.whole: tuple[Any, ...] | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.calls is None or func in _ALWAYS_CALLED:
+            return func(*args, **kwargs)
+        try:
+            key = self.called(func, args, kwargs)
+        except _Undescribed:
+            self.give_up()
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.returned(key, result)
+        return result
+
+    def returned(self, key: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            place = self.places.get(id(result))
+            self.calls.append((key, self.place(result) if place is None else Known(place)))
+        elif result is None:
+            self.calls.append((key, None))
+        else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        self.calls = None
+
+    def ended(self, result: Any) -> tuple[Any, ...] | None:
+        """The mod returned `result`: all that tells the run from others."""
+        if self.calls is not None:
+            try:
+                self.whole = (*self.calls, self.described(result))
+            except _Undescribed:
+                self.give_up()
+        return self.whole
+
+
+class _Replay(_Run):
+    """A run that computes nothing."""
+
+    def __init__(self, lanes: Sequence[Tensor], start: Step):
+        super().__init__(lanes)
+        self.at = start
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _ALWAYS_CALLED:
+            return func(*args, **kwargs)
+        try:
+            step = self.at.following.get(self.called(func, args, kwargs))
+        except (_Undescribed, TypeError):
+            step = None
+        if step is None:
+            raise _NotKept
+        self.at = step
+        if isinstance(step.result, Known):
+            return self.met[step.result.place]
+        if step.result is not None:
+            self.place(step.result)
+        return step.result
+
+
+def replayed(mod: Callable, lanes: Sequence[str], query: Tensor) -> Replayed | None:
+    """What is known of the run of `mod` with these lanes; None where it has to run for real."""
+    start = _roots.get(_surroundings(lanes, query)) if is_alone(query) else None
+    if start is None:
+        return None
+    try:
+        with torch.enable_grad(), _Replay(*start) as run:
+            result = mod(*start[0])
+        traces = run.at.ends.get(run.described(result))
+    except (Exception, _NotKept):  # the run for real meets the same error
+        return None
+    return None if traces is None else Replayed(tuple(run.captures), traces)
+
+
+def keep(recorded: Recording, lanes: Sequence[str], query: Tensor) -> Traces | None:
+    """From now on, runs that are the same as this one are known."""
+    global _steps
+    if recorded.whole is None:
+        return None
+    *calls, end = recorded.whole
+    with _lock:
+        if _steps > MOST_STEPS:
+            _roots.clear()
+            _steps = 0
+        _, step = _roots.setdefault(_surroundings(lanes, query), (recorded.lanes, Step()))
+        for key, result in calls:
+            if key not in step.following:
+                step.following[key] = Step(recorded.met[result] if isinstance(result, int) else result)
+                _steps += 1
+            step = step.following[key]
+        return step.ends.setdefault(end, Traces(recorded.whole))
+
+
+def not_replayable() -> None:
+    """Called where a mod does what no torch function sees. Its run is not kept."""
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, Recording):
+            mode.give_up()
+        elif isinstance(mode, _Replay):
+            raise _NotKept
+
+
+def _switches() -> tuple[bool, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
+
+
+def is_alone(query: Tensor) -> bool:
+    """Whether nothing around sees what mods call, but for a default device."""
+    return type(query) in _PLAIN and not (
+        _len_torch_dispatch_stack()
+        or retrieve_all_functorch_interpreters()
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    )
+
+
+def _surroundings(lanes: Sequence[str], query: Tensor) -> Any:
+    devices = tuple(getattr(mode, "device", None) for mode in _get_current_function_mode_stack())
+    settings = (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    return tuple(lanes), query.dtype, query.device, settings, devices

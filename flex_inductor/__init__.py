@@ -36,6 +36,7 @@ from .errors import FlexError
 from .fingerprint import VERSION as __version__
 from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
 from .op.eager import set_eager_kernels
+from .sequences import Sequences, pad, unpad, varlen_attention
 from .take_over import take_over
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "BlockMask",
     "FlexError",
     "RunSchedule",
+    "Sequences",
     "__version__",
     "and_masks",
     "create_block_mask",
@@ -57,9 +59,12 @@ __all__ = [
     "not_mask",
     "offset",
     "or_masks",
+    "pad",
     "set_eager_kernels",
     "take_over",
     "trace_mod",
+    "unpad",
+    "varlen_attention",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,23 +52,17 @@ def flex_attention(
         return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
     """
     try:
-        _check_tensors(query, key, value, enable_gqa)
-        _check_options(score_mod, scale, return_lse, kernel_options, return_aux)
-        _check_scale(scale, query)
+        check_tensors(query, key, value, enable_gqa)
+        check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
         if block_mask is not None:
             _check_block_mask(block_mask, query, key)
     except errors.FlexError as error:
-        if torch.compiler.is_dynamo_compiling():
-            refusal(type(error), *error.args)
-        raise
+        refused(error)
     schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
     if mask_mod is noop_mask:
         mask_mod = None
 
-    if torch.compiler.is_dynamo_compiling():
-        for tensor in (query, key, value):  # kernels are made for a number of heads and a head_dim
-            torch._dynamo.mark_static(tensor, 1)
-            torch._dynamo.mark_static(tensor, 3)
+    mark_sizes(query, key, value)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = attention(
@@ -86,7 +80,22 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Kernels are made for a number of heads and a head_dim."""
+    if torch.compiler.is_dynamo_compiling():
+        for tensor in (query, key, value):
+            torch._dynamo.mark_static(tensor, 1)
+            torch._dynamo.mark_static(tensor, 3)
+
+
+def refused(error: errors.FlexError) -> NoReturn:
+    """Raise `error`, also where Dynamo traces and would put its own words around it."""
+    if torch.compiler.is_dynamo_compiling():
+        refusal(type(error), *error.args)
+    raise error
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise errors.not_a_tensor(name, tensor)
@@ -117,8 +126,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise errors.heads_do_not_divide(query.size(1), key.size(1))
 
 
-def _check_options(
-    score_mod: Any, scale: Any, return_lse: bool, kernel_options: Any, return_aux: Any
+def check_options(
+    query: Tensor, score_mod: Any, scale: Any, return_lse: bool, kernel_options: Any, return_aux: Any
 ) -> None:
     if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise errors.bad_scale(scale)
@@ -129,6 +138,7 @@ def _check_options(
     if score_mod is not None and not callable(score_mod):
         raise errors.not_callable("score_mod", score_mod)
     check_kernel_options(kernel_options)
+    _check_scale(scale, query)
 
 
 def _check_scale(scale: Any, query: Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import assert_accurate, causal, judge, served_by
 
-from flex_inductor import create_block_mask, decisions
+from flex_inductor import Sequences, create_block_mask, decisions, varlen_attention
 from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.op import attention
 from flex_inductor.op.tile_map import BATCH, COUNT, ROW
@@ -185,6 +185,31 @@ def test_few_queries_of_many_sequences(form, queries, kinds):
     named = (dict(zip(("out", "lse", "max_scores"), each, strict=True)) for each in (found, eager, gold))
     assert_accurate(*named, torch.float32)
     assert kinds == ["decode", "combine"]
+
+
+@pytest.mark.parametrize("lengths", [([20, 0, 40], [33, 9, 25]), ([1, 1], [40, 70])])
+def test_packed_sequences(lengths, kinds):
+    """Positions below 0 where queries are more than keys, and lines of the map that no tile needs."""
+    sequences = Sequences.from_lengths(*lengths)
+    decodes = sequences.max_q == 1
+    mask = sequences.mask(causal, block_size=None if decodes else (16, 32))
+    attend = interpret.compiled(
+        lambda q, k, v, table: varlen_attention(q, k, v, sequences, bias_of(table), mask, enable_gqa=True)
+    )
+    given = [x.squeeze(0).transpose(0, 1).requires_grad_(not decodes) for x in tensors(*map(sum, lengths))]
+    table = torch.randn(3, HEADS, 400).requires_grad_(not decodes)
+    with served_by("triton"):
+        out = attend(*given, table)
+    wide = [x.detach().double().requires_grad_() for x in (*given, table)]
+    want = varlen_attention(*wide[:3], sequences, bias_of(wide[3]), mask, enable_gqa=True)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    if not decodes:
+        grads, wanted = (
+            torch.autograd.grad(o.sin().sum(), x) for o, x in ((out, (*given, table)), (want, wide))
+        )
+        for got, expected in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
+    assert sorted(kinds) == (["decode"] if decodes else sorted(TWO_PASSES))
 
 
 def test_other_tiles_do_not_compile_again():

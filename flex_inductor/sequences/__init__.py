@@ -1,0 +1,8 @@
+"""Packed sequences: many of them, of any lengths, in one call without padding."""
+
+from .attention import varlen_attention
+from .mask import SequenceMask
+from .padding import pad, unpad
+from .sequences import Sequences
+
+__all__ = ["SequenceMask", "Sequences", "pad", "unpad", "varlen_attention"]

@@ -1,0 +1,105 @@
+"""Attention on packed sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+from .. import errors as call_errors
+from ..attention import check_options, check_tensors, mark_sizes, refused
+from ..op import Inputs, attention
+from ..options import call_options
+from . import errors
+from .mask import SequenceMask
+from .sequences import Sequences
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: SequenceMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Attention within each of many sequences that are packed one after the other.
+
+    Args:
+        query: [T, H, D], the tokens of all sequences.
+        key: [S, H, D]; fewer heads, dividing H, with `enable_gqa`.
+        value: [S, H, V].
+        sequences: where each sequence begins.
+        score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, with positions within the sequence, the last query
+            at the last key.
+        block_mask: `sequences.mask(mask_mod)`; without one, every query sees all keys of its sequence.
+        scale, return_lse, kernel_options, return_aux: as flex_attention has them.
+
+    Returns [T, H, V], in rows that belong to no sequence 0; the logsumexp is [H, T].
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    try:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.dim() != 3:
+                raise errors.wrong_rank(name, tensor)
+        query, key, value = (_as_batch(tensor) for tensor in (query, key, value))
+        check_tensors(query, key, value, enable_gqa)
+        check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
+        _check_sequences(query, key, sequences, block_mask)
+    except call_errors.FlexError as error:
+        refused(error)
+    mark_sizes(query, key, value)
+    mask = sequences.mask() if block_mask is None else block_mask
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_max = return_aux is not None and return_aux.max_scores
+    out, lse, max_scores = attention(
+        query,
+        key,
+        value,
+        score_mod,
+        mask.mask_mod,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        Inputs(schedule=mask.schedule, tile_map=mask.tile_map),
+        call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
+    )
+    out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
+    return (out, lse) if return_lse else out
+
+
+def _as_batch(packed: Any) -> Any:
+    """[T, H, D] as the one batch [1, H, T, D] that the op has."""
+    return packed.transpose(0, 1).unsqueeze(0) if isinstance(packed, Tensor) else packed
+
+
+def _check_sequences(query: Tensor, key: Tensor, sequences: Any, block_mask: Any) -> None:
+    if not isinstance(sequences, Sequences):
+        raise errors.not_sequences(sequences)
+    if block_mask is not None and not isinstance(block_mask, SequenceMask):
+        raise errors.not_a_sequence_mask(block_mask)
+    if (
+        block_mask is not None
+        and block_mask.sequences is not sequences
+        and not _same(block_mask.sequences, sequences)
+    ):
+        raise errors.mask_of_others()
+    for name, tensor, total in (("query", query, sequences.total_q), ("key", key, sequences.total_k)):
+        if tensor.size(2) < total:
+            raise errors.too_few_tokens(name, tensor.size(2), total)
+    if sequences.device != query.device:
+        raise errors.other_device("query", query.device, sequences.device)
+
+
+def _same(one: Sequences, other: Sequences) -> bool:
+    """Whether they have the same tensors: a pytree makes other objects of them."""
+    return one.cu_q is other.cu_q and one.cu_k is other.cu_k

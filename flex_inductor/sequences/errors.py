@@ -1,0 +1,138 @@
+"""The errors about sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import FlexTypeError, FlexValueError
+
+
+class SequencesError(FlexValueError):
+    pass
+
+
+def not_offsets(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected an int32 tensor of one dimension, got {_described(value)}. Pass {name}.to(torch.int32)."
+    )
+
+
+def not_lengths(name: str, value: Any, count: int) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected an int32 tensor with an entry for each of {count} sequences, got {_described(value)}."
+    )
+
+
+def no_first_offset(name: str) -> SequencesError:
+    return SequencesError(
+        f"{name}: expected the offset 0 and one more for each sequence, got no entries. For none, pass [0]."
+    )
+
+
+def bad_offsets(name: str, values: list[int]) -> SequencesError:
+    at = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), 0)
+    found = (
+        f"starts at {values[0]}" if at == 0 else f"falls from {values[at - 1]} to {values[at]} at entry {at}"
+    )
+    return SequencesError(
+        f"{name}: expected offsets that start at 0 and never fall, but it {found}. "
+        "They are the running sum of the lengths."
+    )
+
+
+def other_count(name: str, count: int, expected: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: has {count} sequences and cu_q has {expected}; expected as many. Give each sequence an entry in both."
+    )
+
+
+def used_beyond_room(name: str, sequence: int, used: int, room: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: sequence {sequence} uses {used} tokens of a room of {room}; expected 0 to {room}. "
+        "Shorten it, or give it more room in the offsets."
+    )
+
+
+def max_below(name: str, given: int, longest: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: is {given}, and the longest sequence has {longest} tokens; expected at least that."
+    )
+
+
+def other_device(name: str, device: Any, expected: Any) -> SequencesError:
+    return SequencesError(
+        f"{name}: is on {device}, and cu_q on {expected}; expected one device. Move it there."
+    )
+
+
+def wrong_rank(name: str, tensor: Tensor) -> SequencesError:
+    return SequencesError(
+        f"{name}: expected [tokens, heads, head_dim], got shape {list(tensor.shape)}. "
+        f"Padded tensors: unpad({name}, mask) packs them."
+    )
+
+
+def too_few_tokens(name: str, tokens: int, needed: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: has {tokens} tokens, and the offsets end at {needed}; expected at least as many."
+    )
+
+
+def not_sequences(value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"sequences: expected a flex_inductor.Sequences, got {type(value).__name__}. "
+        "Make one of the offsets: Sequences(cu_q)."
+    )
+
+
+def not_a_sequence_mask(value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"block_mask: expected what sequences.mask(mask_mod) returns, got {type(value).__name__}. "
+        "A mask over all packed tokens does not know where sequences begin."
+    )
+
+
+def mask_of_others() -> SequencesError:
+    return SequencesError(
+        "block_mask: was made by other sequences than these. Call sequences.mask(mask_mod) on these."
+    )
+
+
+def bad_block_size(value: Any) -> SequencesError:
+    return SequencesError(
+        f"block_size: expected a positive integer or a pair of them (queries, keys), got {value!r}."
+    )
+
+
+def mask_in_graph() -> SequencesError:
+    return SequencesError(
+        "mask_mod: sequences.mask was called inside a compiled graph; expected outside, where mask_mod can be traced. "
+        "Make the mask once a step, before the model runs, and pass it in."
+    )
+
+
+def reads_heads(name: str) -> SequencesError:
+    return SequencesError(
+        f"mask_mod {name}: reads h, but no number of heads was given. Pass heads= to sequences.mask."
+    )
+
+
+def padding_not_bool(mask: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"mask: expected a bool tensor [batch, length], True where there is a token, got {_described(mask)}."
+    )
+
+
+def not_jagged(name: str, tensor: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected a nested tensor with layout=torch.jagged, got {_described(tensor)}. "
+        "torch.nested.nested_tensor(list, layout=torch.jagged) makes one."
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return type(value).__name__

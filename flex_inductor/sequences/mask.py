@@ -1,0 +1,181 @@
+"""What attention visits within packed sequences: tiles of queries against tiles of keys of the same sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..attention import refused
+from ..masks.analysis import analysed
+from ..masks.runs import FULL, Runs, merged, transposed
+from ..masks.tables import Extent
+from ..masks.trace import name_of, trace_mask
+from ..op.schedule import BlockRuns
+from ..op.tile_map import TileMap
+from . import errors
+from .closed_form import Window, window_of
+from .tiles import Tiles, tiles_of
+
+BLOCK = 128
+FEW = 16  # queries, of which decoding kernels take all at once
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceMask:
+    """Made by Sequences.mask, for any number of calls on these sequences."""
+
+    schedule: BlockRuns
+    tile_map: TileMap
+    sequences: Any
+    mask_mod: MaskMod | None
+
+
+def sequence_mask(
+    sequences: Any, mask_mod: MaskMod | None, heads: int | None, block_size: Any
+) -> SequenceMask:
+    if mask_mod is not None and torch.compiler.is_dynamo_compiling():
+        refused(errors.mask_in_graph())
+    blocks = _block_size(block_size, sequences.max_q)
+    offsets = (sequences.cu_q, sequences.cu_k)
+    lengths = (sequences.lengths_q, sequences.lengths_k)
+    totals = (sequences.total_q, sequences.total_k)
+    queries, keys = map(tiles_of, offsets, lengths, totals, blocks)
+    shift = lengths[1].long() - lengths[0].long()  # from a query's place in its sequence to its position
+    tile_map = TileMap(queries.lines(queries.of(shift)), keys.lines(0))
+    window: Window | None = Window()
+    if mask_mod is not None:
+        program = trace_mask(mask_mod, sequences.device)
+        if "h" in program.reads and heads is None:
+            raise errors.reads_heads(name_of(mask_mod))
+        window = window_of(program)
+    if window is not None:
+        schedule = _in_window(queries, keys, lengths, shift, window)
+    else:
+        assert mask_mod is not None
+        schedule = _by_analysis(queries, keys, sequences, shift, mask_mod, heads or 1)
+    return SequenceMask(schedule, tile_map, sequences, mask_mod)
+
+
+def _block_size(given: Any, max_q: int) -> tuple[int, int]:
+    if given is None:  # one of three, so that there are few kernels
+        return (1 if max_q <= 1 else FEW if max_q <= FEW else BLOCK), BLOCK
+    pair = given if isinstance(given, tuple) else (given, given)
+    if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
+        raise errors.bad_block_size(given)
+    return pair
+
+
+def _in_window(
+    queries: Tiles, keys: Tiles, lengths: tuple[Tensor, Tensor], shift: Tensor, window: Window
+) -> BlockRuns:
+    """Rows of tiles visit one range of tiles, whose middle is full; columns are the same seen from the keys."""
+    sides = []
+    turned = Window(left=window.right, right=window.left)
+    for mine, others, length, moved, seen in (
+        (queries, keys, lengths[1], shift, window),
+        (keys, queries, lengths[0], -shift, turned),
+    ):
+        sides += _runs(mine, others, length.long(), moved, seen)
+    return BlockRuns(queries.block, keys.block, *sides)
+
+
+def _runs(mine: Tiles, others: Tiles, length: Tensor, shift: Tensor, window: Window) -> list[Tensor]:
+    """Offsets and runs, first of partial tiles and then of full ones.
+
+    A tile is full if its tokens all see all of the other's, and both have as many as a tile can.
+    """
+    there, least = mine.of(length), mine.start + mine.of(shift)
+    most = least + mine.tokens - 1
+    seen = [_from(least, -window.left), _to(most, window.right, there)]  # by any, the end left out
+    by_all = [_from(most, -window.left), _to(least, window.right, there)]
+    block = others.block
+    visited = (seen[0] // block, torch.minimum(-(-seen[1] // block), -(-there // block)))
+    full = ((by_all[0] + block - 1) // block, by_all[1] // block)
+    visited = (visited[0], torch.where(mine.needed, visited[1], 0).maximum(visited[0]))
+    is_whole = mine.tokens == mine.block
+    full = (full[0].clamp(max=visited[1]), torch.where(is_whole, full[1], 0))
+    full = (
+        torch.where(full[1] > full[0], full[0], visited[1]),
+        torch.where(full[1] > full[0], full[1], visited[1]),
+    )
+    first = others.first[mine.sequence]
+    partial = [(visited[0], full[0]), (full[1], visited[1])]
+    return [*_listed(partial, first), *_listed([full], first)]
+
+
+def _from(position: Tensor, by: float) -> Tensor:
+    return torch.zeros_like(position) if by == -float("inf") else (position + int(by)).clamp(min=0)
+
+
+def _to(position: Tensor, by: float, end: Tensor) -> Tensor:
+    return end if by == float("inf") else torch.minimum((position + (int(by) + 1)).clamp(min=0), end)
+
+
+def _listed(ranges: list[tuple[Tensor, Tensor]], first: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets [1, 1, lines + 1] and runs of those of the `ranges` of each line that are not empty."""
+    starts, stops = (torch.stack(ends, 1) for ends in zip(*ranges, strict=True))
+    there = (stops > starts).flatten()
+    place = torch.where(there, there.cumsum(0) - 1, there.numel())
+    runs = (torch.stack([starts, stops], -1) + first[:, None, None]).flatten(0, 1)
+    listed = runs.new_zeros(there.numel() + 1, 2).index_copy(0, place, runs)[:-1]
+    counts = (stops > starts).sum(1)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return offsets.to(torch.int32)[None, None], listed.to(torch.int32)
+
+
+def _by_analysis(
+    queries: Tiles, keys: Tiles, sequences: Any, shift: Tensor, mask_mod: MaskMod, heads: int
+) -> BlockRuns:
+    """Any mask: as the grid of each sequence, whose tiles are then put where they lie."""
+    lengths = (sequences.lengths_q, sequences.lengths_k)
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q < lengths[0][b]) & (kv < lengths[1][b]) & mask_mod(b, h, q + shift[b], kv)
+
+    blocks = (queries.block, keys.block)
+    extent = Extent(sequences.count, heads, (sequences.max_q, sequences.max_k), blocks)
+    runs, (_, kept_heads) = analysed(within, extent, sequences.device, "")
+    rows, _ = extent.tiles
+    lines, others = queries.start.numel(), keys.start.numel()
+    row, head, sequence = runs.line % rows, runs.line // rows % kept_heads, runs.line // (rows * kept_heads)
+    line = head * lines + queries.first[sequence] + row
+    first = keys.first[sequence]
+    placed = merged(kept_heads * lines, others, line, runs.start + first, runs.stop + first, runs.kind)
+    tables = [
+        table for side in (placed, transposed(placed, kept_heads)) for table in _tables(side, kept_heads)
+    ]
+    return BlockRuns(*blocks, *tables)
+
+
+def _tables(runs: Runs, heads: int) -> list[Tensor]:
+    found = []
+    for full in (False, True):
+        chosen = runs.of_kind(FULL if full else FULL - 1)
+        lines = runs.lines // heads
+        starts = torch.arange(heads, device=runs.line.device)[:, None] * lines
+        offsets = chosen.offsets()[starts + torch.arange(lines + 1, device=runs.line.device)]
+        found += [offsets[None], torch.stack([chosen.start, chosen.stop], 1).to(torch.int32)]
+    return found
+
+
+def _flatten(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
+    tensors = [*mask.schedule[2:], *mask.tile_map, mask.sequences]
+    return tensors, (mask.schedule[:2], mask.mask_mod)
+
+
+def _unflatten(parts: Any, context: tuple[Any, ...]) -> SequenceMask:
+    *tensors, queries, keys, sequences = parts
+    blocks, mask_mod = context
+    return SequenceMask(BlockRuns(*blocks, *tensors), TileMap(queries, keys), sequences, mask_mod)
+
+
+pytree.register_pytree_node(
+    SequenceMask, _flatten, _unflatten, serialized_type_name="flex_inductor.SequenceMask"
+)

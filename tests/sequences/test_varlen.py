@@ -1,0 +1,306 @@
+"""Packed sequences against one dense call for each."""
+
+import itertools
+
+import pytest
+import torch
+from support import judge, served_by
+
+from flex_inductor import AuxRequest, Sequences, decisions, varlen_attention
+from flex_inductor.errors import FlexError, FlexValueError
+from flex_inductor.reference import reference
+from flex_inductor.sequences.mask import _by_analysis
+from flex_inductor.sequences.tiles import tiles_of
+
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
+ALL = AuxRequest(lse=True, max_scores=True)
+ALIGNED = ([64, 128], [64, 128])
+LENGTHS = {  # of queries and keys
+    "mixed": ([5, 0, 50, 1, 17], [5, 3, 50, 64, 40]),
+    "one": ([45], [45]),
+    "decode": ([1, 1, 1], [40, 69, 7]),
+    "longer queries": ([20, 7, 3], [10, 0, 2]),
+    "aligned": ALIGNED,
+}
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def window(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 20)
+
+
+def around(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 20
+
+
+def prefix(b, h, q_idx, kv_idx):
+    return (kv_idx < 15) | (q_idx >= kv_idx)
+
+
+def by_sequence_and_head(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx + h) & (b != 2)
+
+
+MASKS = {
+    "none": None,
+    "causal": causal,
+    "window": window,
+    "around": around,
+    "prefix": prefix,
+    "mixed": by_sequence_and_head,
+}
+
+
+def bias_of(table):
+    return lambda score, b, h, q_idx, kv_idx: score + table[b, h, q_idx - kv_idx + 200]
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score - (h + 1) * 0.1 * (q_idx - kv_idx).abs()
+
+
+def tensors(lengths, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    rows, keys = map(sum, lengths)
+    shapes = (rows, HEADS, DIM), (keys, KV_HEADS, DIM), (keys, KV_HEADS, VALUE_DIM)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def packed(sequences, mask_mod, build, compiled=None, block_size=None):
+    """The call, in the layout of the judge: [1, H, T, D]."""
+    mask = sequences.mask(mask_mod, heads=HEADS, block_size=block_size)
+
+    def attend(q, k, v, captures, _):
+        given = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        mod = build(*captures) if build and captures else build
+        out, aux = (compiled or varlen_attention)(
+            *given, sequences, mod, mask, enable_gqa=True, return_aux=ALL
+        )
+        return out.transpose(0, 1)[None], aux.lse[None], aux.max_scores[None]
+
+    return attend
+
+
+def alone(lengths, mask_mod, build):
+    """Each sequence by itself."""
+
+    def attend(q, k, v, captures, _):
+        mod = build(*captures) if build and captures else build
+        parts, row, key = [], 0, 0
+        for sequence, (queries, keys) in enumerate(zip(*lengths, strict=True)):
+            shift = keys - queries
+
+            def both(score, b, h, q_idx, kv_idx, at=sequence, shift=shift):
+                if mod is not None:
+                    score = mod(score, b + at, h, q_idx + shift, kv_idx)
+                if mask_mod is None:
+                    return score
+                return torch.where(mask_mod(b + at, h, q_idx + shift, kv_idx), score, -torch.inf)
+
+            rows, at = slice(row, row + queries), slice(key, key + keys)
+            row, key = rows.stop, at.stop
+            if not queries or not keys:  # which vmap cannot do
+                empty = q.new_full((1, HEADS, queries), -torch.inf)
+                parts.append((q.new_zeros(1, HEADS, queries, VALUE_DIM), empty, empty))
+                continue
+            parts.append(reference(q[:, :, rows], k[:, :, at], v[:, :, at], both))
+        return tuple(torch.cat(found, 2) for found in zip(*parts, strict=True))
+
+    return attend
+
+
+def as_batch(given):
+    return [x.transpose(0, 1)[None] for x in given]
+
+
+@pytest.mark.parametrize("build", [None, alibi, bias_of], ids=["plain", "alibi", "bias"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_eager(lengths, mask, build):
+    lengths, mask_mod = LENGTHS[lengths], MASKS[mask]
+    sequences = Sequences.from_lengths(*lengths)
+    table = torch.randn(5, HEADS, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    captures = (table,) if build is bias_of else ()
+    block_size = (16, 32) if mask != "causal" else None
+    ours = packed(sequences, mask_mod, build, block_size=block_size)
+    judge(ours, alone(lengths, mask_mod, build), as_batch(tensors(lengths)), captures)
+
+
+@pytest.mark.parametrize("mask", ["causal", "around", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_kernels_for_any_lengths(dtype, mask):
+    """One forward and one backward, compiled for two batches and good for all others."""
+    compiled = torch.compile(varlen_attention, backend="flex_inductor", fullgraph=True)
+    table = torch.randn(5, HEADS, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    made = []
+    with served_by("cpu"):
+        for lengths in (LENGTHS["mixed"], ALIGNED, ([30, 2, 60], [70, 2, 60]), LENGTHS["one"]):
+            sequences = Sequences.from_lengths(*lengths)
+            ours = packed(sequences, MASKS[mask], bias_of, compiled)
+            judge(ours, alone(lengths, MASKS[mask], bias_of), as_batch(tensors(lengths, dtype)), (table,))
+            made.append(len(decisions()))
+    assert made[1] == made[-1], made
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "around"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_closed_forms_visit_what_the_analysis_finds(lengths, mask):
+    sequences = Sequences.from_lengths(*LENGTHS[lengths])
+    mask_mod = MASKS[mask] or (lambda b, h, q_idx, kv_idx: q_idx == q_idx)
+    closed = sequences.mask(mask_mod if mask != "none" else None, block_size=(8, 16)).schedule
+    shift = (sequences.lengths_k - sequences.lengths_q).long()
+    sides = ("q", 8), ("k", 16)
+    tiles = [
+        tiles_of(*(getattr(sequences, f"{what}_{side}") for what in ("cu", "lengths", "total")), block)
+        for side, block in sides
+    ]
+    analysed = _by_analysis(*tiles, sequences, shift, mask_mod, 1)
+    for rows in ("kv", "full_kv", "q", "full_q"):
+        assert _spelt_out(closed, rows) == _spelt_out(analysed, rows)
+
+
+def _spelt_out(schedule, side):
+    """The tiles of each line."""
+    offsets = getattr(schedule, f"{side}_offsets").flatten().tolist()
+    runs = getattr(schedule, f"{side}_runs").tolist()
+    return [
+        [tile for start, stop in runs[a:b] for tile in range(start, stop)]
+        for a, b in itertools.pairwise(offsets)
+    ]
+
+
+def test_a_closed_form_reads_nothing_on_the_host():
+    sequences = Sequences.from_lengths([5, 30], [9, 30])
+
+    class NoReads(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name
+            assert name not in ("aten::_local_scalar_dense", "aten::nonzero"), name
+            return func(*args, **(kwargs or {}))
+
+    with NoReads():
+        for mask_mod in (None, causal, window, around):
+            sequences.mask(mask_mod)
+        with pytest.raises(AssertionError):
+            sequences.mask(prefix)
+
+
+def test_lengths_may_be_refreshed_in_place():
+    sequences = Sequences(torch.tensor([0, 30, 40], dtype=torch.int32), max_q=40, max_k=40)
+    q, k, v = tensors(([40], [40]))
+    for lengths in ([30, 10], [3, 37], [0, 40], [17, 20]):
+        sequences.cu_q.copy_(torch.tensor([0, lengths[0], sum(lengths)]))
+        out = varlen_attention(q, k, v, sequences, None, sequences.mask(causal), enable_gqa=True)
+        used = sum(lengths)
+        want = alone((lengths, lengths), causal, None)(*as_batch(x[:used] for x in (q, k, v)), (), None)[0]
+        torch.testing.assert_close(out[:used], want[0].transpose(0, 1))
+        assert not out[used:].any()
+
+
+def test_offsets_beyond_the_tokens_read_nothing_there():
+    """Nobody may check what is copied in later."""
+    sequences = Sequences(torch.tensor([0, 30, 40], dtype=torch.int32), max_q=64, max_k=64)
+    q, k, v = tensors(([40], [40]))
+    sequences.cu_q.copy_(torch.tensor([0, 38, 99]))
+    out = varlen_attention(q, k, v, sequences, None, sequences.mask(causal), enable_gqa=True)
+    assert out.isfinite().all()
+
+
+def test_used_lengths_leave_the_rest_out():
+    room, used = ([20, 40], [24, 50]), ([13, 0], [24, 31])
+    cu = [torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32) for lengths in room]
+    sequences = Sequences(
+        *cu, used_q=torch.tensor(used[0], dtype=torch.int32), used_k=torch.tensor(used[1], dtype=torch.int32)
+    )
+    q, k, v = tensors(room)
+    for tensor in (k, v):
+        tensor[24 + 31 :] = torch.nan
+    out = varlen_attention(q, k, v, sequences, None, sequences.mask(causal), enable_gqa=True)
+    want = alone(([13], [24]), causal, None)(*as_batch((q[:13], k[:24], v[:24])), (), None)[0]
+    torch.testing.assert_close(out[:13], want[0].transpose(0, 1))
+    assert not out[13:].any()
+
+
+def test_a_sequences_bits_do_not_depend_on_its_neighbours():
+    """But for gradients of keys and values, whose order of additions depends on the number of tiles."""
+    compiled = torch.compile(varlen_attention, backend="flex_inductor", dynamic=True)
+    lengths = [50, 7, 130, 20]
+    given = [x.requires_grad_() for x in tensors((lengths, lengths), torch.float32)]
+
+    def run(at, lengths):
+        sequences = Sequences.from_lengths(lengths, torch.tensor(lengths), device="cpu")
+        q, k, v = (x[at].detach().requires_grad_() for x in given)
+        out, lse = compiled(
+            q, k, v, sequences, alibi, sequences.mask(causal, block_size=64), enable_gqa=True, return_lse=True
+        )
+        return out, lse.T, torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v))[0]
+
+    with served_by("cpu"):
+        together = run(slice(None), lengths)
+        for n, length in enumerate(lengths):
+            at = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
+            for found, whole in zip(run(at, [length]), together, strict=True):
+                assert torch.equal(found, whole[at])
+
+
+@pytest.mark.parametrize("lengths", [([0, 0], [0, 0]), ([], []), ([0, 0], [5, 0]), ([3], [0])])
+def test_nothing_to_see(lengths):
+    given = [x.requires_grad_() for x in tensors(lengths)]
+    out, lse = varlen_attention(*given, Sequences.from_lengths(*lengths), enable_gqa=True, return_lse=True)
+    assert out.shape == (sum(lengths[0]), HEADS, VALUE_DIM) and not out.any() and (lse == -torch.inf).all()
+    assert not any(grad.any() for grad in torch.autograd.grad(out.sum() + lse.clamp(0).sum(), given))
+
+
+def test_a_mask_made_by_other_sequences():
+    given = tensors(([5, 4], [5, 4]))
+    sequences, other = Sequences.from_lengths([5, 4]), Sequences.from_lengths([4, 5])
+    with pytest.raises(FlexValueError, match=r"^block_mask: was made by other sequences than these"):
+        varlen_attention(*given, sequences, None, other.mask(causal), enable_gqa=True)
+
+
+def test_inside_a_graph():
+    sequences = Sequences.from_lengths([5, 40])
+    given = tensors(([5, 40], [5, 40]), torch.float32)
+    plain = torch.compile(
+        lambda *args: varlen_attention(*args, enable_gqa=True), backend="flex_inductor", fullgraph=True
+    )
+    with served_by("cpu"):
+        torch.testing.assert_close(
+            plain(*given, sequences), varlen_attention(*given, sequences, enable_gqa=True)
+        )
+
+    def makes_one(q, k, v, sequences):
+        return varlen_attention(q, k, v, sequences, None, sequences.mask(causal), enable_gqa=True)
+
+    with pytest.raises(FlexError, match=r"^mask_mod: sequences.mask was called inside a compiled graph"):
+        torch.compile(makes_one, backend="flex_inductor", fullgraph=True)(*given, sequences)
+
+
+def test_wrong_calls():
+    q, k, v = tensors(([5, 4], [5, 4]))
+    sequences = Sequences.from_lengths([5, 4])
+    for args, text in (
+        (
+            (q[None], k, v, sequences),
+            r"^query: expected \[tokens, heads, head_dim\], got shape \[1, 9, 4, 8\]",
+        ),
+        (
+            (q[:8], k, v, sequences),
+            "^query: has 8 tokens, and the offsets end at 9; expected at least as many",
+        ),
+        ((q, k, v, sequences.cu_q), "^sequences: expected a flex_inductor.Sequences, got Tensor"),
+        ((q, k, v, sequences, None, sequences.cu_q), "^block_mask: expected what sequences.mask"),
+        ((q, k, v.float(), sequences), "dtype"),
+    ):
+        with pytest.raises(FlexError, match=text):
+            varlen_attention(*args, enable_gqa=True)
+    with pytest.raises(FlexError, match=r"^query has 4 heads and key has 2|enable_gqa"):
+        varlen_attention(q, k, v, sequences)
+    with pytest.raises(FlexError, match=r"^mask_mod by_sequence_and_head: reads h, but no number of heads"):
+        sequences.mask(by_sequence_and_head)
+    for size in (0, (16,), (16, -1), 1.5, True):
+        with pytest.raises(FlexError, match=r"^block_size: expected a positive integer or a pair"):
+            sequences.mask(causal, block_size=size)

@@ -40,7 +40,7 @@ def _backward(*args: Any) -> Any:
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
-    from .mods import realized  # whose imports bring this module
+    from .buffers import realized  # whose imports bring this module
 
     given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}

@@ -48,6 +48,11 @@ class LaneProgram(NamedTuple):
     )  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
     epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
 
+    def by_leaf(self, outputs: Sequence[Any]) -> list[tuple[Leaf, Any, Sequence[Any]]]:
+        """Each leaf with the value and the indices that `lane` gives for it, of its `outputs`."""
+        rest = iter(outputs[1:])
+        return [(leaf, next(rest), [next(rest) for _ in range(leaf.indices)]) for leaf in self.leaves]
+
     def to_text(self) -> str:
         parts = {part: serialise.graph_data(getattr(self, part)) for part in _PARTS}
         return serialise.dump(

@@ -8,10 +8,10 @@ import torch
 from torch._inductor.lowering import full_like
 from torch._inductor.virtualized import V
 
-from ..mods import realized
+from ..buffers import realized
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, contiguous_layout, inlinable, layout_of, rendered, tiles, walks
+from .call import add_node, contiguous_layout, fixed_layout, inlinable, rendered, tiles, visited
 
 PARTS = 8  # at least as many work items, where there are as many rows of tiles
 LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
@@ -19,7 +19,7 @@ LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
     score, mask, joint = inlinable(problem, call)
-    walked, lists = walks(problem, call, mask is not None)
+    walked, lists = visited(problem, call, mask is not None)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
     if call.grad_lse is not None:
@@ -35,7 +35,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
         bodies["full_gradients"] = lanes.gradient_stores(joint, None)
         if mask is not None:
             bodies["partial_gradients"] = lanes.gradient_stores(joint, mask)
-        scatters, leaf_sizes = lanes.scatters(joint), joint.leaf_sizes
+        scatters, leaf_sizes = lanes.scatters(joint), joint.mod.leaf_sizes
     wanted = [f"d_{name}" for name in problem.outputs]
     names = [*wanted, *(f"leaf_{i}_sum" for i in range(len(scatters)))]
     mod_tensors = [tensor for mod in (score, mask, joint) if mod for tensor in mod.tensors]
@@ -68,15 +68,15 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             # With a map, mods see other heads than there are.
             leaves_by_head=joint is not None
             and call.inputs.tile_map is None
-            and joint.leaves_keep_heads_apart(),
+            and all("h" in own for own in joint.mod.own_indices),
         )
 
     fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]
-    layouts = [layout_of(fake) for fake in fakes]
+    layouts = [fixed_layout(fake) for fake in fakes]
     layouts += [contiguous_layout(torch.float32, sizes) for sizes in leaf_sizes]
     results = add_node("backward", problem, render, tensors, mod_tensors, layouts)
     found = dict(zip(wanted, results, strict=False))
     d_captures = (
-        joint.gradients(results[len(wanted) :]) if joint else [None] * len(call.inputs.score_captures)
+        joint.mod.gradients(results[len(wanted) :]) if joint else [None] * len(call.inputs.score_captures)
     )
     return (*(found.get(f"d_{name}") for name in ("query", "key", "value")), tuple(d_captures))

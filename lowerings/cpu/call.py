@@ -13,9 +13,12 @@ from torch._inductor import ir
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
 
+from ..buffers import layout_of, realized
 from ..choice import choose
-from ..mods import realized, with_reciprocals
+from ..lanes import mods
+from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
+from ..walks import Walk, walks
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
@@ -26,7 +29,7 @@ INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/in
 
 def programs(problem: AttentionProblem) -> Programs:
     """The call's mods as kernels inline them. What mask_mod rules out is only known once it has been computed."""
-    score, mask, joint = (program and with_reciprocals(program) for program in problem.programs)
+    score, mask, joint = without_guards(problem)
     if mask is not None:
         score, joint = (program and with_guards(program) for program in (score, joint))
     return Programs(score, mask, joint)
@@ -44,33 +47,22 @@ def inlinable(problem: AttentionProblem, call: Any) -> Inlined:
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     if call.inputs.tile_map is not None:
         sizes = {}  # its indices are data
-    score, mask = call.inputs.score_captures, call.inputs.mask_captures
-    return Inlined(
-        *(
-            program and lanes.Lanes(program, captures, sizes)
-            for program, captures in zip(programs(problem), (score, mask, score), strict=True)
-        )
-    )
+    found = mods(programs(problem), call.inputs)
+    return Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in found))
 
 
-class Walk(NamedTuple):
-    """One set of blocks that a row of the schedule visits."""
-
-    counts: str  # name of the counts, or of the offsets into runs
-    blocks: str  # name of the indices, or of the runs
-    lanes: str  # what becomes of the lanes of these blocks
-
-
-def walks(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
+def visited(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
     """What is visited, and the tensors that say so, by name."""
     if problem.schedule is None:
         return [], {}
-    names = ("partial_counts", "partial_blocks", "full_counts", "full_blocks")
-    given = dict(zip(names, by_rows(call.inputs.schedule), strict=True))
-    walked = [Walk(*names[:2], "partial_lanes" if masked else "full_lanes")]
-    if given["full_counts"] is not None:
-        walked.append(Walk(*names[2:], "full_lanes"))
-    return walked, {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
+    tensors = {}
+
+    def argument(name: str, tensor: Any) -> str:
+        tensors[name] = realized(tensor)
+        return name
+
+    visits = by_rows(call.inputs.schedule)
+    return walks(problem.schedule, visits, "keys", masked, argument), tensors
 
 
 def tiles(call: Any) -> dict[str, Any]:
@@ -145,14 +137,11 @@ def add_node(
     return template.add_node(kernel, rendering(config), [*tensors.values(), *mod_tensors], layouts)
 
 
-def layout_of(fake: torch.Tensor) -> ir.FixedLayout:
-    return ir.FixedLayout(fake.device, fake.dtype, [*map(_plain, fake.shape)], [*map(_plain, fake.stride())])
+def fixed_layout(fake: torch.Tensor) -> ir.FixedLayout:
+    size, stride = ([*map(sympy.sympify, lengths)] for lengths in layout_of(fake))
+    return ir.FixedLayout(fake.device, fake.dtype, size, stride)
 
 
 def contiguous_layout(dtype: torch.dtype, size: Sequence[Any]) -> ir.FixedLayout:
     size = [sympy.sympify(length) for length in size]
     return ir.FixedLayout(torch.device("cpu"), dtype, size, ir.FlexibleLayout.contiguous_strides(size))
-
-
-def _plain(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
-from ..mods import realized
+from ..buffers import realized
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, inlinable, layout_of, rendered, tiles, walks
+from .call import add_node, fixed_layout, inlinable, rendered, tiles, visited
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -34,7 +34,7 @@ def is_decode(problem: AttentionProblem) -> bool:
 def lower(problem: AttentionProblem, call: Any) -> Any:
     name = "decode" if is_decode(problem) else "forward"
     score, mask, _ = inlinable(problem, call)
-    walked, lists = walks(problem, call, mask is not None)
+    walked, lists = visited(problem, call, mask is not None)
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
         **lists,
@@ -63,5 +63,5 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             heads_share_lists=all(lists[walk.counts].get_size()[1] == 1 for walk in walked),
         )
 
-    layouts = [layout_of(fake) for fake in V.graph.current_node.meta["val"]]
+    layouts = [fixed_layout(fake) for fake in V.graph.current_node.meta["val"]]
     return add_node(name, problem, render, tensors, mod_tensors, layouts)

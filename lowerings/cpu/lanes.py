@@ -20,13 +20,11 @@ from unittest.mock import patch
 
 import sympy
 import torch
-from torch import fx
 from torch._inductor import config, ir
 from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup, ParallelDepth
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.lowering import index_impl_helper, lowerings, to_dtype
-from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
 from torch._inductor.utils import sympy_index_symbol_with_prefix
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.symbol import SymT
@@ -34,8 +32,8 @@ from torch.utils._sympy.symbol import SymT
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
 
-from .. import mods
-from ..mods import realized
+from .. import lanes
+from ..lanes import LaneLowering, Mod, conversions, graph
 from .index_ranges import in_range
 from .template import TemplateKernel
 
@@ -47,13 +45,13 @@ _LD = sympy.Symbol("TILE_LD", integer=True, positive=True)
 _PREFIX = "buf_tile_"
 
 
-def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
-    return value if dtype is None else to_dtype(value, dtype)
+def _tile(inner_fn: Callable, dtype: torch.dtype) -> ir.TensorBox:
+    return ir.Pointwise.create(
+        device=torch.device("cpu"), dtype=dtype, inner_fn=inner_fn, ranges=[_ROWS, _COLUMNS]
+    )
 
 
-def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
-    assert not size, "lanes hold 0-d tensors"
-    dtype = torch.tensor(value).dtype if dtype is None else dtype
+def _constant(value: float | bool, dtype: torch.dtype) -> ir.TensorBox:
     return _tile(lambda i: ops.constant(value, dtype), dtype)
 
 
@@ -64,56 +62,30 @@ def _index_in_range(value: ir.TensorBox, indices: Sequence[ir.TensorBox]) -> ir.
     )
 
 
-# Inductor would broadcast a 0-d value to a tile of unknown size with questions about that size.
-_LOWERINGS: dict[Any, Callable] = {
-    aten._to_copy.default: _to_copy,
-    aten.full.default: _full,
-    aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
-    aten.zeros_like.default: lambda value, **_: _full([], 0, dtype=value.get_dtype()),
-    aten._unsafe_index.Tensor: _index_in_range,
-}
+_LOWERINGS: dict[Any, Callable] = {**conversions(_constant), aten._unsafe_index.Tensor: _index_in_range}
 
 
-def refusal(program: LaneProgram, field: str) -> str | None:
+def refusal(program: LaneProgram) -> str | None:
     """Why the program cannot be inlined, or None if it can."""
-    for node in _graph(program.lane).find_nodes(op="placeholder"):
+    for node in graph(program.lane).find_nodes(op="placeholder"):
         if node.users and not isinstance(node.meta.get("val"), (torch.Tensor, type(None))):
-            return f"{field} computes with a size ({node})"
-    return mods.refusal(program, field, _LOWERINGS)
-
-
-def _graph(part: Any) -> fx.Graph:
-    return part.graph
+            return f"computes with a size ({node})"
+    return lanes.refusal(program, _LOWERINGS)
 
 
 class Lanes:
-    """One mod of one call: its lane graph, and the tensors that it reads."""
+    """One mod of one call, its lanes those of a tile."""
 
-    def __init__(self, program: LaneProgram, captures: Sequence[Any], sizes: dict[str, Any]):
-        self.program = program
-        self.captures = [*map(realized, captures)]
-        self.invariants = mods.invariants(program, self.captures)
-        self.sizes = sizes
+    def __init__(self, mod: Mod, sizes: dict[str, Any]):
+        self.mod, self.sizes = mod, sizes
         self._drop_needless_guards()
 
     @property
     def tensors(self) -> list[Any]:
-        return [t for t in (*self.captures, *self.invariants) if isinstance(t, ir.IRNode)]
-
-    @property
-    def leaf_sizes(self) -> list[list[Any]]:
-        """The shape of each leaf."""
-        return [
-            [
-                self.invariants[size] if known_late else sympy.Integer(size)
-                for size, known_late in zip(leaf.shape, leaf.shape_is_invariant, strict=True)
-            ]
-            for leaf in self.program.leaves
-        ]
+        return [t for t in self.mod.inputs if isinstance(t, ir.IRNode)]
 
     def inline(self, live: Any) -> list[Any]:
         """The lane graph over a tile, as Pointwise values, one for each of its outputs."""
-        lowering = PointwiseSubgraphLowering(self.program.lane, V.graph, additional_lowerings=_LOWERINGS)
         given = {
             "score": lambda: _lanes_of("raw"),
             "grad_score": lambda: _lanes_of("grads"),
@@ -122,45 +94,23 @@ class Lanes:
             "q_idx": lambda: _index(lambda i: _Q + i[0]),
             "kv_idx": lambda: _index(lambda i: _KV + i[1]),
         }
-        with V.set_graph_handler(lowering):
-            fixed = [
-                _spread(t) if isinstance(t, ir.IRNode) and not t.get_size() else t
-                for t in (*self.captures, *self.invariants)
-            ]
-            lanes = [given[name]() for name in self.program.lanes]
-            lowering.run(*lanes, *(live for _ in self.program.guards), *fixed)
-        return list(lowering.graph_outputs)
+        program = self.mod.program
+        fixed = [_spread(t) if isinstance(t, ir.IRNode) and not t.get_size() else t for t in self.mod.inputs]
+        coordinates = [given[name]() for name in program.lanes]
+        return LaneLowering(program, _LOWERINGS).outputs(
+            *coordinates, *(live for _ in program.guards), *fixed
+        )
 
-    def gradients(self, sums: Sequence[Any]) -> list[Any]:
-        """The gradient of each capture from the sums of the leaves, in the surrounding graph."""
-        gradients = mods.run_outside(self.program.epilogue, [*sums, *self.captures, *self.invariants])
-        return [
-            None if gradient is None else _as_gradient(gradient, capture)
-            for gradient, capture in zip(gradients, self.captures, strict=True)
-        ]
-
-    def index_in_range(self, output: int, size: Any) -> bool:
-        """Whether this output of the lane graph, an index, stays below `size` whatever the lane."""
-        (outputs,) = _graph(self.program.lane).find_nodes(op="output")[0].args
-        return in_range(outputs[output], size, self.sizes)
-
-    def leaves_keep_heads_apart(self) -> bool:
-        """Whether no two heads ever add to the same place of a leaf: each has the head itself for an index."""
-        (outputs,) = _graph(self.program.lane).find_nodes(op="output")[0].args
-        position, apart = 1, True
-        for leaf in self.program.leaves:
-            indices = outputs[position + 1 : position + 1 + leaf.indices]
-            apart &= any(index.op == "placeholder" and index.name == "h" for index in indices)
-            position += 1 + leaf.indices
-        return apart
+    def in_range(self, index: Any, size: Any) -> bool:
+        """Whether an index, a node of the lane graph, stays below `size` whatever the lane."""
+        return in_range(index, size, self.sizes)
 
     def _drop_needless_guards(self) -> None:
         """Where an index cannot leave the tensor, neither a guard nor a check is needed."""
-        graph = _graph(self.program.lane)
-        tensors = (*self.captures, *self.invariants)
-        placeholders = graph.find_nodes(op="placeholder")
+        lane, tensors = graph(self.mod.program.lane), self.mod.inputs
+        placeholders = lane.find_nodes(op="placeholder")
         named = dict(zip(placeholders[len(placeholders) - len(tensors) :], tensors, strict=True))
-        for node in list(graph.nodes):
+        for node in list(lane.nodes):
             if node.target is not aten.index.Tensor or node.args[0] not in named:
                 continue
             indices = [
@@ -168,20 +118,9 @@ class Lanes:
                 for index in node.args[1]
             ]
             lengths = named[node.args[0]].get_size()
-            if all(in_range(i, n, self.sizes) for i, n in zip(indices, lengths, strict=False)):
+            if all(self.in_range(i, n) for i, n in zip(indices, lengths, strict=False)):
                 node.target, node.args = aten._unsafe_index.Tensor, (node.args[0], indices)
-        graph.eliminate_dead_code()
-
-
-def _as_gradient(gradient: Any, capture: Any) -> Any:
-    gradient = to_dtype(gradient, capture.get_dtype())
-    return lowerings[aten.clone.default](lowerings[aten.expand.default](gradient, capture.get_size()))
-
-
-def _tile(inner_fn: Callable, dtype: torch.dtype) -> ir.TensorBox:
-    return ir.Pointwise.create(
-        device=torch.device("cpu"), dtype=dtype, inner_fn=inner_fn, ranges=[_ROWS, _COLUMNS]
-    )
+        lane.eliminate_dead_code()
 
 
 def _lane_at(i: Sequence[Any]) -> sympy.Expr:
@@ -199,10 +138,6 @@ def _spread(scalar: Any) -> ir.TensorBox:
 
 def _index(coordinate: Callable) -> ir.TensorBox:
     return _tile(lambda i: ops.index_expr(coordinate(i), INDEX_DTYPE), INDEX_DTYPE)
-
-
-def _constant(value: float | bool, dtype: torch.dtype) -> ir.TensorBox:
-    return _tile(lambda i: ops.constant(value, dtype), dtype)
 
 
 def _where(live: Any, value: ir.TensorBox, otherwise: float) -> ir.TensorBox:
@@ -240,10 +175,8 @@ def gradient_stores(joint: Lanes, mask: Lanes | None) -> list[Store]:
     """The gradient of raw scores, and what each lane adds to the leaves; 0 where a lane is not live."""
     live = _live(mask)
     outputs = joint.inline(_everywhere(live))
-    values, position = [("grads", outputs[0])], 1
-    for i, leaf in enumerate(joint.program.leaves):
-        values.append((f"leaf_{i}_lanes", outputs[position]))
-        position += 1 + leaf.indices
+    leaves = joint.mod.program.by_leaf(outputs)
+    values = [("grads", outputs[0]), *((f"leaf_{i}_lanes", value) for i, (_, value, _) in enumerate(leaves))]
     return [Store(buffer, _where(live, value, 0.0).make_loader()) for buffer, value in values]
 
 
@@ -256,12 +189,11 @@ class Scatter(NamedTuple):
 
 
 def scatters(joint: Lanes) -> list[Scatter]:
-    position, result = 1, []
-    for i, (leaf, sizes) in enumerate(zip(joint.program.leaves, joint.leaf_sizes, strict=True)):
+    result = []
+    for i, leaf in enumerate(joint.mod.program.leaves):
         over_rows, over_columns = "q_idx" not in leaf.axes, "kv_idx" not in leaf.axes
-        summed_at = _summed_at(over_rows, over_columns)
-        result.append(Scatter(over_rows, over_columns, _scatter(joint, i, position + 1, sizes, summed_at)))
-        position += 1 + leaf.indices
+        store = _scatter(joint, i, _summed_at(over_rows, over_columns))
+        result.append(Scatter(over_rows, over_columns, store))
     return result
 
 
@@ -272,17 +204,19 @@ def _summed_at(over_rows: bool, over_columns: bool) -> Callable:
     return (lambda i: i[1]) if over_rows else _lane_at
 
 
-def _scatter(joint: Lanes, leaf: int, first: int, sizes: Sequence[Any], at: Callable) -> Store:
-    buffer = f"leaf_{leaf}_lanes"
-    value = _lanes_of(buffer, at)
+def _scatter(joint: Lanes, leaf: int, at: Callable) -> Store:
+    value = _lanes_of(f"leaf_{leaf}_lanes", at)
     # A lane that adds nothing may hold any index.
     adds = lowerings[aten.ne.Scalar](value, 0.0)
-    indices = joint.inline(adds)[first : first + len(sizes)]
+    program = joint.mod.program
+    (_, _, indices), (_, _, nodes) = (
+        program.by_leaf(outputs)[leaf] for outputs in (joint.inline(adds), joint.mod.outputs)
+    )
     parts: list[tuple[Callable, Any, bool]] = []
-    for position, (index, size) in enumerate(zip(indices, sizes, strict=True)):
-        safe = joint.index_in_range(first + position, size)
+    for index, node, size in zip(indices, nodes, joint.mod.leaf_sizes[leaf], strict=True):
+        safe = joint.in_range(node, size)
         if not safe:
-            index = lowerings[aten.where.self](adds, index, _zero_like(index))
+            index = lowerings[aten.where.self](adds, index, _constant(0, index.get_dtype()))
         parts.append((index.make_loader(), size, safe))
 
     def address(i: Sequence[Any]) -> sympy.Expr:
@@ -292,10 +226,6 @@ def _scatter(joint: Lanes, leaf: int, first: int, sizes: Sequence[Any], at: Call
         return flat
 
     return Store(f"leaf_{leaf}", value.make_loader(), address, adds=True)
-
-
-def _zero_like(value: ir.TensorBox) -> ir.TensorBox:
-    return _constant(0, value.get_dtype())
 
 
 # What the template has a faster function for.

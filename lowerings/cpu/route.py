@@ -53,16 +53,15 @@ class CpuRoute:
         if not usable:
             return False, why
         from .. import choice
+        from ..lanes import first_refusal
         from .call import programs
         from .configs import TABLES, misfit
         from .lanes import refusal
 
         if reason := choice.refusal(problem, {kernel: table[0] for kernel, table in TABLES.items()}, misfit):
             return False, reason
-
-        for field, program in zip(("score_mod", "mask_mod", "joint"), programs(problem), strict=True):
-            if program is not None and (reason := refusal(program, field)):
-                return False, reason
+        if reason := first_refusal(programs(problem), refusal):
+            return False, reason
         return True, f"fused C++ {problem.direction}"
 
     def notes(self, problem: AttentionProblem) -> list[str]:

@@ -17,7 +17,8 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.op.schedule import by_columns, by_rows
 
-from ..mods import realized
+from ..buffers import layout_of, realized
+from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import captured
 from .configs import LARGEST_TILE, Config
@@ -26,9 +27,6 @@ from .kernel_builder import (
     LOG2_E,
     Builder,
     Inline,
-    Mod,
-    layout_of,
-    mods,
     one_kv_batch,
     tiles,
     unwritten,
@@ -47,18 +45,18 @@ ONE_PASS = "backward_onepass"
 
 
 def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
-    found = mods(problem, call)
+    found = mods(programs(problem), call.inputs)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value")}
     tensors["exponent"] = _exponent(call)
     tensors["grad_out"] = _grad_out(problem, call)
     tensors["delta"] = _delta(call)
     fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
     grads: dict[str, Any] = dict.fromkeys(fakes)
-    joint = found.get("joint")
+    joint = found.joint
     of_keys = kinds(problem)
     one_pass = ONE_PASS in of_keys
     rows = "kv_idx" if one_pass else "q_idx"
-    sums = captured.sums(joint, len(call.inputs.score_captures), problem, rows) if joint else []
+    sums = captured.sums(joint, problem, rows) if joint else []
     if not one_pass:
         if any(total.how == "units" for total in sums):
             measured = captured.magnitudes(sums, problem)
@@ -72,7 +70,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
         grads.update(_dkdv(problem, call, found, tensors, fakes, kind, wanted, sums if one_pass else ()))
     d_captures: Sequence[Any] = (None,) * len(call.inputs.score_captures)
     if joint is not None:
-        d_captures = captured.gradients(joint, call.inputs.score_captures, sums)
+        d_captures = joint.gradients([*map(captured.total, sums)])
     return (*grads.values(), tuple(d_captures))
 
 
@@ -128,7 +126,7 @@ def _delta(call: Any) -> Any:
 def _dq(
     problem: AttentionProblem,
     call: Any,
-    found: dict[str, Mod],
+    found: Mods,
     tensors: dict[str, Any],
     d_query: Any,
     sums: Sequence[captured.Sum],
@@ -165,7 +163,7 @@ def _dq(
 def _dkdv(
     problem: AttentionProblem,
     call: Any,
-    found: dict[str, Mod],
+    found: Mods,
     tensors: dict[str, Any],
     fakes: dict[str, Any],
     kind: str,
@@ -173,7 +171,7 @@ def _dkdv(
     sums: Sequence[captured.Sum],
 ) -> dict[str, Any]:
     if "key" not in wanted:  # values have the same gradient whatever made the score
-        found = {name: mod for name, mod in found.items() if name != "joint"}
+        found = found._replace(joint=None)
     builder = Builder(problem, found, ("b", "h", "kv_idx"), call.inputs.tile_map)
     batches, _, keys = walked(problem)
     mapped = problem.map_tiles is not None
@@ -234,13 +232,13 @@ def _dkdv(
 
 
 def _joint(
-    builder: Builder, found: dict[str, Mod], sums: Sequence[captured.Sum]
+    builder: Builder, found: Mods, sums: Sequence[captured.Sum]
 ) -> tuple[Inline | None, list[captured.Placed]]:
     """The joint program, and what it adds to captured tensors if that is to be done in this kernel."""
     placed: list[captured.Placed] = []
 
     def place(joint: Inline) -> None:
-        placed.extend(captured.place(builder, joint, sums, found["joint"].program.leaves))
+        placed.extend(captured.place(builder, joint, sums, found.joint.program))
 
     return builder.inline("joint", place if sums else None), placed
 

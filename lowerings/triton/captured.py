@@ -20,12 +20,13 @@ import sympy
 import torch
 from torch._inductor.lowering import fallback_handler, lowerings, to_dtype
 
-from flex_inductor.mod_ir.program import Leaf
+from flex_inductor.mod_ir.program import LaneProgram, Leaf
 
-from ..mods import realized, run_outside
+from ..buffers import realized
+from ..lanes import Mod
 from ..problem import AttentionProblem
 from .kernel import empty
-from .kernel_builder import Builder, Inline, Mod
+from .kernel_builder import Builder, Inline
 
 aten = torch.ops.aten
 
@@ -59,16 +60,14 @@ class Placed(NamedTuple):
     pointed: str  # `inside`, and that the lanes that were summed are inside of their tensors, or None
 
 
-def sums(joint: Mod, captures: int, problem: AttentionProblem, rows: str = "q_idx") -> list[Sum]:
+def sums(joint: Mod, problem: AttentionProblem, rows: str = "q_idx") -> list[Sum]:
     """An accumulator for every leaf, for a kernel whose tiles have queries or keys for `rows`.
 
     Those that count in units need `with_units` still.
     """
-    invariants = joint.inputs[captures:]
     found = []
-    for leaf, alone in zip(joint.program.leaves, _alone(joint, problem), strict=True):
-        shape = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
-        size = [invariants[at] if invariant else at for at, invariant in shape]
+    leaves = zip(joint.program.leaves, joint.leaf_sizes, _alone(joint, problem), strict=True)
+    for leaf, size, alone in leaves:
         where = _where(leaf, rows)
         if alone or not torch.are_deterministic_algorithms_enabled():
             buffer = zeros(size, torch.float32, problem)
@@ -95,13 +94,7 @@ def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
         return [False] * len(joint.program.leaves)
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     wanted = {axis for axis, size in sizes.items() if size != 1}
-    (outputs,) = joint.program.lane.graph.find_nodes(op="output")[0].args  # type: ignore[union-attr]
-    position, found = 1, []
-    for leaf in joint.program.leaves:
-        indices = outputs[position + 1 : position + 1 + leaf.indices]
-        found.append(wanted <= {index.name for index in indices if index.op == "placeholder"})
-        position += 1 + leaf.indices
-    return found
+    return [wanted <= own for own in joint.own_indices]
 
 
 def zeros(size: Sequence[Any], dtype: torch.dtype, problem: AttentionProblem) -> Any:
@@ -140,17 +133,17 @@ def _per_unit(magnitudes: Any) -> Any:
     return realized(lowerings[aten.add](per_unit, lowerings[aten.mul](total, 0.0)))
 
 
-def place(builder: Builder, joint: Inline, found: Sequence[Sum], leaves: Sequence[Leaf]) -> list[Placed]:
+def place(builder: Builder, joint: Inline, found: Sequence[Sum], program: LaneProgram) -> list[Placed]:
     """The leaves as the template adds to them."""
-    outputs, placed = iter(joint.outputs[1:]), []
+    placed = []
     lengths = ("stop_m", "stop_n")
     if builder.tile_map is None:
         lengths = builder.size(builder.problem.M), builder.size(builder.problem.N)
     inside = [f"({side} < {length})" for side, length in zip(("rows", "columns"), lengths, strict=True)]
     row, column = inside if "q_idx" in builder.outer else inside[::-1]
     inside_tile = {"lane": "live", "column": f"{column}[None, :]", "row": f"{row}[:, None]"}
-    for i, (total, leaf) in enumerate(zip(found, leaves, strict=True)):
-        value, indices = next(outputs), [next(outputs) for _ in range(leaf.indices)]
+    leaves = program.by_leaf(joint.outputs)
+    for i, (total, (_, value, indices)) in enumerate(zip(found, leaves, strict=True)):
         if total.how == "nothing":
             continue
         name = builder.tensor(f"sum_{i}", total.buffer, written=True).name
@@ -173,20 +166,7 @@ def place(builder: Builder, joint: Inline, found: Sequence[Sum], leaves: Sequenc
     return placed
 
 
-def gradients(joint: Mod, captures: Sequence[Any], found: Sequence[Sum]) -> list[Any]:
-    """Of the captured tensors, from what lanes added up."""
-    totals = [_total(total) for total in found]
-    grads = iter(run_outside(joint.program.epilogue, [*totals, *joint.inputs]))
-    results = []
-    for capture, wanted in zip(captures, joint.program.gradients, strict=True):
-        grad = next(grads)
-        if wanted and grad is not None:
-            grad = lowerings[aten.expand](to_dtype(grad, capture.get_dtype()), [*capture.get_size()])
-        results.append(grad if wanted else None)
-    return results
-
-
-def _total(total: Sum) -> Any:
+def total(total: Sum) -> Any:
     """The leaf in fp32."""
     if total.how in ("stores", "atomics"):
         return total.buffer

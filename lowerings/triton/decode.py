@@ -11,13 +11,13 @@ from torch._inductor.virtualized import V
 from flex_inductor.op.schedule import by_rows
 
 from ..choice import demanded
+from ..lanes import Mods
 from ..problem import AttentionProblem
 from .configs import Config, current_device
 from .kernel import KernelCall, empty
 from .kernel_builder import (
     LN_2,
     Builder,
-    Mod,
     first_choice,
     refused_config,
     shape_of,
@@ -70,7 +70,7 @@ def _batches(problem: AttentionProblem) -> Any:
     return problem.B if problem.map_tiles is None else problem.map_tiles[0]
 
 
-def lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
+def lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, Any]) -> None:
     """Write `outputs`, None for what nobody reads."""
     builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
     values = softmax_values(builder, call)
@@ -116,7 +116,7 @@ def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
 def _combine(
     problem: AttentionProblem, call: Any, parts: dict[str, Any], outputs: dict[str, Any], count: int
 ) -> None:
-    builder = Builder(problem, {}, (), call.inputs.tile_map)
+    builder = Builder(problem, Mods(), (), call.inputs.tile_map)
     queries = queries_of(problem)
     for name, buffer in parts.items():
         builder.tensor(name, buffer)

@@ -9,11 +9,12 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.op.schedule import by_rows
 
+from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import decode, persistent
 from .configs import Config, axes_of
 from .kernel import KernelCall
-from .kernel_builder import Builder, Mod, mods, softmax_values, tiles, unwritten, visits, walked
+from .kernel_builder import Builder, softmax_values, tiles, unwritten, visits, walked
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -27,11 +28,11 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     used = _used_outputs()
     read = {name: output if name in used else None for name, output in outputs.items()}
     few = decode.serves(problem)
-    (decode.lower if few else _lower)(problem, call, mods(problem, call), read)
+    (decode.lower if few else _lower)(problem, call, mods(programs(problem), call.inputs), read)
     return tuple(outputs.values())
 
 
-def _lower(problem: AttentionProblem, call: Any, mods: dict[str, Mod], outputs: dict[str, Any]) -> None:
+def _lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, Any]) -> None:
     builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
     batches, queries, _ = walked(problem)
     values = softmax_values(builder, call)

@@ -19,13 +19,14 @@ from torch.utils._sympy.functions import FloorDiv
 
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
-from flex_inductor.mod_ir.program import LaneProgram
 from flex_inductor.op.schedule import Visits
 from flex_inductor.op.tile_map import COLUMNS, TileMap
 
+from ..buffers import layout_of, realized
 from ..choice import choose, demanded, problem_class
-from ..mods import invariants, realized, with_reciprocals
+from ..lanes import Mods
 from ..problem import AttentionProblem
+from ..walks import Walk, walks
 from . import fallback_configs, timing
 from .configs import (
     LARGEST_TILE,
@@ -51,26 +52,6 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
-def programs(problem: AttentionProblem) -> dict[str, LaneProgram]:
-    """The call's mods, cut into what runs once and what runs for every score."""
-    named = problem.programs._asdict().items()
-    return {name: with_reciprocals(program) for name, program in named if program is not None}
-
-
-class Mod(NamedTuple):
-    program: LaneProgram
-    inputs: list[Any]  # captures, then invariants
-
-
-def mods(problem: AttentionProblem, call: Any) -> dict[str, Mod]:
-    found = {}
-    for name, program in programs(problem).items():
-        inputs = call.inputs
-        captures = [realized(t) for t in (inputs.mask_captures if name == "mask" else inputs.score_captures)]
-        found[name] = Mod(program, [*captures, *invariants(program, captures)])
-    return found
-
-
 class Tile(NamedTuple):
     """The columns of a map as kernels load them for the tile of `line_m` or `line_n`, in the map's order."""
 
@@ -87,6 +68,13 @@ class Tiles(NamedTuple):
     n: Tile
 
 
+# What templates call the tensors of a schedule.
+_LISTS = {
+    form: dict(zip(Visits._fields, (counts, blocks, f"full_{counts}", f"full_{blocks}"), strict=True))
+    for form, counts, blocks in (("lists", "counts", "indices"), ("runs", "offsets", "runs"))
+}
+
+
 def visits(call: Any, side: Callable[[Any], Visits]) -> Visits | None:
     """What one side of the call's schedule visits; None where that is everything."""
     return None if call.inputs.schedule is None else side(call.inputs.schedule)
@@ -101,16 +89,6 @@ class Inline(NamedTuple):
     whole: str | None = None  # of a mask: holds only if every lane of the tile is chosen
 
 
-class Walk(NamedTuple):
-    """One pass over blocks: those that the schedule names, in its form, or all without one."""
-
-    title: str
-    masked: bool
-    form: str | None = None
-    counts: Tensor | None = None  # or the offsets into runs
-    blocks: Tensor | None = None  # indices, or runs
-
-
 def _read_again(earlier: Sequence[Statement], later: Sequence[str]) -> int:
     """How many tiles that `earlier` statements compute are read by `later` ones."""
     whole = {s.text.partition(" = ")[0] for s in earlier if {"q_idx", "kv_idx"} <= s.axes}
@@ -123,7 +101,7 @@ class Builder:
     def __init__(
         self,
         problem: AttentionProblem,
-        mods: dict[str, Mod],
+        mods: Mods,
         outer: Sequence[str],
         tile_map: TileMap | None = None,
     ):
@@ -159,7 +137,7 @@ class Builder:
 
         `extend` may write more statements after the mod's.
         """
-        mod = self.mods.get(name)
+        mod = getattr(self.mods, name)
         if mod is None:
             return None
         code = self.mask_code if name == "mask" else self.score_code
@@ -233,20 +211,14 @@ class Builder:
             for n in names
         ]
 
-    def walks(self, fields: Visits | None, side: str) -> list[Walk]:
+    def walks(self, visits: Visits | None, side: str) -> list[Walk]:
         """Passes over what a schedule visits: partial blocks, and full ones if there are."""
-        masked, form = "mask" in self.mods, self.problem.schedule
-        if fields is None:
-            return [Walk(f"All {side}.", masked)]
-        title = f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}."
-        found = [Walk(title, masked, form, *self._visited("", fields[:2]))]
-        if fields[2] is not None:
-            found.append(Walk(f"Full blocks of {side}.", False, form, *self._visited("full_", fields[2:])))
-        return found
+        form = self.problem.schedule
 
-    def _visited(self, prefix: str, fields: Sequence[Any]) -> list[Tensor]:
-        names = ("counts", "indices") if self.problem.schedule == "lists" else ("offsets", "runs")
-        return [self.tensor(prefix + name, realized(t)) for name, t in zip(names, fields, strict=True)]
+        def argument(field: str, tensor: Any) -> Tensor:
+            return self.tensor(_LISTS[form][field], realized(tensor))
+
+        return walks(form, visits, side, self.mods.mask is not None, argument)
 
     def common(self) -> dict[str, Any]:
         """What every template is given."""
@@ -453,15 +425,6 @@ def unwritten(problem: AttentionProblem, fake: torch.Tensor, dtype: torch.dtype,
         return empty(size, stride, dtype, problem.device)
     full = lowerings[torch.ops.aten.full](size, value, dtype=dtype, device=problem.device)
     return ir.ExternKernel.require_exact_strides(full, stride)
-
-
-def layout_of(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """Size and stride of what the op's fake rule returned."""
-
-    def plain(size: Any) -> Any:
-        return size.node.expr if isinstance(size, torch.SymInt) else size
-
-    return [*map(plain, fake.shape)], [*map(plain, fake.stride())]
 
 
 @functools.cache

@@ -20,8 +20,7 @@ from torch._inductor import ir
 from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
 from torch._inductor.codegen.triton import TritonOverrides, texpr
 from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
-from torch._inductor.lowering import lowerings, to_dtype
-from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+from torch._inductor.lowering import lowerings
 from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.numbers import int_oo
@@ -29,17 +28,13 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor.mod_ir.program import LaneProgram
 
-from .. import mods
+from .. import lanes
+from ..lanes import LaneLowering, conversions, graph
 from .fast_functions import OF_MULTIPLES, OTHERS, Rough
 from .kernel import INT_MAX, Arguments, fits_int32
 from .whole_tiles import LANES, MAPPED_LANES, whole
 
 aten = torch.ops.aten
-
-
-def refusal(program: LaneProgram, field: str) -> str | None:
-    """Why the program cannot be inlined, or None if it can."""
-    return mods.refusal(program, field, _LOWERINGS)
 
 
 INT_MIN = -INT_MAX - 1
@@ -98,12 +93,10 @@ class LaneCode:
             if isinstance(value, ir.TensorBox):
                 kernel.arguments.capture(value)
         scored = [name for name, lane in zip(program.lanes, lanes, strict=True) if SCORED in lane.axes]
-        lowering = _Lowering(program.lane, kernel, _decisive(program.lane.graph, scored))  # type: ignore[union-attr]
+        lowering = _Lowering(program, kernel, _decisive(graph(program.lane), scored))
         values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
-        with V.graph.set_current_device(device), V.set_graph_handler(lowering), self._writing():
-            lowering.run(*values, *inputs)
-            results: Any = lowering.graph_outputs
-            outputs = [_computed(result) for result in results]
+        with V.graph.set_current_device(device), self._writing():
+            outputs = [_computed(result) for result in lowering.outputs(*values, *inputs)]
         self.statements()  # brings `axes` up to date
         return [Inlined(variable, kernel.axes[str(variable)]) for variable in outputs]
 
@@ -140,11 +133,11 @@ class LaneCode:
         return whole(condition.variable, self.kernel.made, uniform, lanes)
 
 
-class _Lowering(PointwiseSubgraphLowering):
+class _Lowering(LaneLowering):
     """Computes each node's value when it meets it, so that nothing is computed twice."""
 
-    def __init__(self, module: Any, kernel: _LaneKernel, decisive: set[fx.Node]):
-        super().__init__(module, V.graph, additional_lowerings=_LOWERINGS)
+    def __init__(self, program: LaneProgram, kernel: _LaneKernel, decisive: set[fx.Node]):
+        super().__init__(program, _LOWERINGS)
         self.kernel, self.decisive = kernel, decisive
 
     def run_node(self, node: fx.Node) -> Any:
@@ -199,13 +192,7 @@ def _value(variable: Any, dtype: torch.dtype, device: torch.device) -> ir.Tensor
     return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=lambda _: OpsValue(variable), ranges=[])
 
 
-def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
-    return value if dtype is None else to_dtype(value, dtype)
-
-
-def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
-    assert not size, "lanes hold 0-d tensors"
-    dtype = torch.tensor(value).dtype if dtype is None else dtype
+def _constant(value: Any, dtype: torch.dtype) -> ir.TensorBox:
     return _value(V.ops.constant(value, dtype), dtype, V.graph.get_current_device_or_throw())
 
 
@@ -236,17 +223,20 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> ir.TensorBox:
         return found
     whole = rounding_mode is not None and isinstance(y, int) and not x.get_dtype().is_floating_point
     if isinstance(y, int | float) and not whole:
-        y = _full([], float(y), dtype=x.get_dtype() if x.get_dtype().is_floating_point else torch.float32)
+        y = _constant(float(y), x.get_dtype() if x.get_dtype().is_floating_point else torch.float32)
     return lowerings[aten.div.Tensor_mode](x, y, rounding_mode=rounding_mode)
 
 
 _LOWERINGS: dict[Any, Callable[..., Any]] = {
+    **conversions(_constant),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode), _div),
     **dict.fromkeys((aten.remainder.Scalar, aten.remainder.Tensor), _remainder),
-    aten._to_copy.default: _to_copy,
-    aten.full.default: _full,
-    aten.scalar_tensor.default: lambda value, **options: _full([], value, **options),
 }
+
+
+def refusal(program: LaneProgram) -> str | None:
+    """Why the program cannot be inlined, or None if it can."""
+    return lanes.refusal(program, _LOWERINGS)
 
 
 class _LaneKernel(Kernel):

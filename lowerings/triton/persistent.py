@@ -12,13 +12,14 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.op.schedule import Visits
 
+from ..buffers import realized
 from ..choice import size_hint
-from ..mods import realized
 from ..problem import AttentionProblem
+from ..walks import Walk
 from .captured import zeros
 from .configs import Config, current_device, launched_with
 from .kernel import Before, empty
-from .kernel_builder import Builder, Walk
+from .kernel_builder import Builder
 
 EACH = 2  # programs for each multiprocessor; where one fills it the other finds nothing left
 

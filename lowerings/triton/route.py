@@ -76,8 +76,9 @@ def _refusal(problem: AttentionProblem) -> str | None:
         )
 
     from .. import choice
+    from ..lanes import first_refusal, programs
     from .configs import Config
-    from .kernel_builder import first_choice, programs, refused_config
+    from .kernel_builder import first_choice, refused_config
     from .lanes import refusal
     from .tables import TABLES
 
@@ -86,11 +87,7 @@ def _refusal(problem: AttentionProblem) -> str | None:
 
     if reason := choice.refusal(problem, {kind: first_choice(kind, problem) for kind in TABLES}, misfit):
         return reason
-    cut = programs(problem)
-    for name, program in cut.items():
-        if reason := refusal(program, "score_mod" if name == "joint" else f"{name}_mod"):
-            return reason
-    return None
+    return first_refusal(programs(problem), refusal)
 
 
 def _few_in_tiles(problem: AttentionProblem) -> bool:

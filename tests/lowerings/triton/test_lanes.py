@@ -8,7 +8,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flex_inductor.lowerings.mods import with_reciprocals
+from flex_inductor.lowerings.lanes import with_reciprocals
 from flex_inductor.lowerings.triton.kernel import Arguments
 from flex_inductor.lowerings.triton.lanes import SCORED, Lane, LaneCode
 from flex_inductor.mod_ir.split import split

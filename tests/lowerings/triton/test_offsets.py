@@ -3,7 +3,8 @@
 import pytest
 
 from flex_inductor.lowerings.triton.kernel import Tensor
-from flex_inductor.lowerings.triton.kernel_builder import Walk, source
+from flex_inductor.lowerings.triton.kernel_builder import source
+from flex_inductor.lowerings.walks import Walk
 
 tiles = source("tiles.jinja").module
 

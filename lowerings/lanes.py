@@ -1,0 +1,247 @@
+"""Lane programs and Inductor, as far as all kernels that inline them agree.
+
+Which programs can be inlined, what they read and add to, how Inductor walks a lane graph, and the parts that run
+outside of the kernel. How a value of a lane is written is for each family: cpu/lanes.py, triton/lanes.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.lowering import fallbacks, lowerings, to_dtype
+from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering, SubgraphLoweringException
+from torch._inductor.virtualized import V, ops
+
+from flex_inductor.mod_ir.program import LaneProgram
+from flex_inductor.mod_ir.split import Programs
+
+from .buffers import realized
+from .problem import AttentionProblem
+
+aten = torch.ops.aten
+
+# Pointwise at 0-d, though not tagged so.
+_ALSO_POINTWISE = {
+    aten.index.Tensor,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten._to_copy.default,
+    aten.where.ScalarOther,
+    aten.zeros_like.default,
+}
+
+
+def first_refusal(programs: Programs, refused: Callable[[LaneProgram], str | None]) -> str | None:
+    """Which mod a family cannot inline, and what it says of it in `refused`; None if it can inline them all."""
+    for name, program in zip(("score_mod", "mask_mod", "score_mod's gradient"), programs, strict=True):
+        if program is not None and (reason := refused(program)):
+            return f"{name} {reason}"
+    return None
+
+
+def refusal(program: LaneProgram, own_lowerings: Container[Any]) -> str | None:
+    """Why the program's lane graph cannot be inlined, or None if it can."""
+    prologue, lane, epilogue = (graph(part) for part in (program.prologue, program.lane, program.epilogue))
+    for node in (*prologue.nodes, *lane.nodes, *epilogue.nodes):
+        if node.op == "get_attr":
+            return "holds a constant tensor"
+    for node in lane.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function":
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return f"computes a tensor for each score ({node.target})"
+        pointwise = node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        known = node.target in lowerings or node.target in own_lowerings
+        if not pointwise or not known or node.target in fallbacks:
+            return f"uses {node.target}, which is not inlined"
+        if node.target not in own_lowerings and not _inlines(node, lane):
+            dtypes = ", ".join(str(n.meta["val"].dtype).removeprefix("torch.") for n in node.all_input_nodes)
+            return f"uses {node.target} of {dtypes}, which is not inlined"
+    return None
+
+
+def _inlines(node: fx.Node, lane: fx.Graph) -> bool:
+    """Whether Inductor's lowering of an op of numbers is pointwise for these dtypes too: a power of integers is not."""
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in inputs):
+        return True
+
+    def stand_in(source: fx.Node) -> Any:
+        value = source.meta["val"]
+        return ir.Pointwise.create(
+            device=value.device,
+            dtype=value.dtype,
+            inner_fn=lambda _: ops.constant(0, value.dtype),
+            ranges=[],
+        )
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), stand_in)
+    try:
+        with V.set_graph_handler(PointwiseSubgraphLowering(lane.owning_module, V.graph)):
+            lowerings[node.target](*args, **kwargs)
+    except SubgraphLoweringException:  # it wants a buffer
+        return False
+    return True
+
+
+def graph(part: Any) -> fx.Graph:
+    return part.graph
+
+
+def programs(problem: AttentionProblem) -> Programs:
+    """The call's mods as kernels inline them, without guards."""
+    return Programs(*(program and with_reciprocals(program) for program in problem.programs))
+
+
+def with_reciprocals(program: LaneProgram) -> LaneProgram:
+    """Scores and their gradients times a number's reciprocal where the mod divides by it: one more rounding.
+
+    What is made of indices alone is still divided: it may be meant to come out whole.
+    """
+    lane = copy.deepcopy(program.lane)
+    placeholders = graph(lane).find_nodes(op="placeholder")
+    scored = {
+        node
+        for name, node in zip(program.lanes, placeholders, strict=False)
+        if name in ("score", "grad_score")
+    }
+    for node in graph(lane).nodes:
+        if not scored & {*node.all_input_nodes}:
+            continue
+        scored.add(node)
+        if node.target not in (aten.div.Tensor, aten.div.Scalar) or node.kwargs:
+            continue
+        divided, by = node.args
+        kept = divided.meta.get("val", node.meta["val"]).dtype == torch.float32
+        if kept and isinstance(by, int | float) and by and math.isfinite(1 / by):
+            node.target, node.args = aten.mul.Tensor, (divided, 1 / by)
+    return program._replace(lane=lane)
+
+
+class Mod(NamedTuple):
+    """One mod of one call: its program, and what its lane graph reads besides the lane."""
+
+    program: LaneProgram
+    captures: list[Any]
+    invariants: list[Any]  # what the prologue computes: buffers of the surrounding graph, and sizes
+
+    @property
+    def inputs(self) -> list[Any]:
+        return [*self.captures, *self.invariants]
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """Of the lane graph, as its nodes."""
+        return graph(self.program.lane).find_nodes(op="output")[0].args[0]
+
+    @property
+    def leaf_sizes(self) -> list[list[Any]]:
+        return [
+            [
+                self.invariants[size] if known_late else sympy.Integer(size)
+                for size, known_late in zip(leaf.shape, leaf.shape_is_invariant, strict=True)
+            ]
+            for leaf in self.program.leaves
+        ]
+
+    @property
+    def own_indices(self) -> list[set[str]]:
+        """For each leaf, the coordinates of a lane that are indices of it as they are."""
+        return [
+            {index.name for index in indices if index.op == "placeholder"}
+            for _, _, indices in self.program.by_leaf(self.outputs)
+        ]
+
+    def gradients(self, sums: Sequence[Any]) -> list[Any]:
+        """The gradient of each capture from the sums of the leaves, in the surrounding graph."""
+        found = _Outside(self.program.epilogue).run(*sums, *self.inputs)
+        return [
+            None
+            if gradient is None
+            else lowerings[aten.expand](to_dtype(gradient, capture.get_dtype()), [*capture.get_size()])
+            for gradient, capture in zip(found, self.captures, strict=True)
+        ]
+
+
+class Mods(NamedTuple):
+    score: Mod | None = None
+    mask: Mod | None = None
+    joint: Mod | None = None
+
+
+def mods(programs: Programs, inputs: Any) -> Mods:
+    """The mods of a call that has these inputs; `programs` are those that its kernels inline."""
+    captures = (inputs.score_captures, inputs.mask_captures, inputs.score_captures)
+    return Mods(
+        *(program and _mod(program, given) for program, given in zip(programs, captures, strict=True))
+    )
+
+
+def _mod(program: LaneProgram, captures: Sequence[Any]) -> Mod:
+    captures = [*map(realized, captures)]
+    found = _Outside(program.prologue).run(*captures)
+    return Mod(
+        program,
+        captures,
+        [realized(value) if isinstance(value, ir.TensorBox) else value for value in found],
+    )
+
+
+def conversions(constant: Callable[[Any, torch.dtype], ir.TensorBox]) -> dict[Any, Callable[..., Any]]:
+    """Lowerings of what makes and converts numbers; `constant` is how a family has one in every lane.
+
+    Inductor's own would broadcast a 0-d value to a tile of unknown size with questions about that size.
+    """
+
+    def full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+        assert not size, "lanes hold 0-d tensors"
+        return constant(value, torch.tensor(value).dtype if dtype is None else dtype)
+
+    def to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
+        return value if dtype is None else to_dtype(value, dtype)
+
+    return {
+        aten._to_copy.default: to_copy,
+        aten.full.default: full,
+        aten.scalar_tensor.default: lambda value, **options: full([], value, **options),
+        aten.zeros_like.default: lambda value, **_: constant(0, value.get_dtype()),
+    }
+
+
+class LaneLowering(PointwiseSubgraphLowering):
+    """Walks a lane graph with Inductor's lowerings and, before them, a family's own."""
+
+    def __init__(self, program: LaneProgram, own_lowerings: Mapping[Any, Callable[..., Any]]):
+        super().__init__(program.lane, V.graph, additional_lowerings=own_lowerings)  # type: ignore[arg-type]
+
+    def outputs(self, *inputs: Any) -> list[Any]:
+        """The graph's outputs on lanes, guards, captures and invariants."""
+        with V.set_graph_handler(self):
+            self.run(*inputs)
+        results: Any = self.graph_outputs
+        return [*results]
+
+
+class _Outside(fx.Interpreter):
+    """Lowers a prologue or an epilogue, ordinary tensor code, into the surrounding graph."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.sym_size.int:
+            return args[0].get_size()[args[1]]
+        if target is aten._to_copy.default:  # Inductor decomposes it before it lowers a graph of its own
+            dtype = kwargs.get("dtype")
+            return args[0] if dtype is None else to_dtype(args[0], dtype)
+        if isinstance(target, torch._ops.OpOverload):
+            return V.graph.call_function(target, args, kwargs)
+        return target(*args, **kwargs)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return args[0]

@@ -1,0 +1,37 @@
+"""The blocks that a kernel goes through, as its template writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flex_inductor.op.schedule import Visits
+
+
+class Walk(NamedTuple):
+    """One pass over blocks: those that the schedule names, in its form, or all without one."""
+
+    title: str
+    masked: bool  # whether mask_mod decides in these blocks
+    form: str | None = None
+    counts: Any = None  # or the offsets into runs
+    blocks: Any = None  # indices, or runs
+
+
+def walks(
+    form: str | None, visits: Visits | None, side: str, masked: bool, argument: Callable[[str, Any], Any]
+) -> list[Walk]:
+    """Passes over what one side of a schedule visits: partial blocks, and full ones if there are.
+
+    `argument` makes an argument of the kernel of a tensor, given its name among the fields of Visits.
+    """
+    if visits is None:
+        return [Walk(f"All {side}.", masked)]
+    title = f"Blocks of {side} where mask_mod decides." if masked else f"Listed blocks of {side}."
+    fields = {name: argument(name, tensor) for name, tensor in visits._asdict().items() if tensor is not None}
+    found = [Walk(title, masked, form, fields["partial_counts"], fields["partial_blocks"])]
+    if visits.full_counts is not None:
+        found.append(
+            Walk(f"Full blocks of {side}.", False, form, fields["full_counts"], fields["full_blocks"])
+        )
+    return found

@@ -1,6 +1,6 @@
-"""Bounds of an operation's result from bounds of its operands, one rule for each operation.
+"""The rules of mod_ir/ranges.py for the values of a dtype on many rectangles at once, and rules for tensors alone.
 
-A rule returns None where it claims nothing.
+A rule returns None where it claims nothing: where a result could wrap around in its dtype, or be no number.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mod_ir import ranges
+from ..mod_ir.ranges import Order, Range
 from .intervals import (
     FLOAT_DTYPES,
     INT_DTYPES,
+    TENSORS,
     Interval,
     Number,
     Operand,
@@ -54,42 +57,33 @@ def _integer(rule: Callable[..., Interval | None]) -> Rule:
     return _arithmetic(wrapped)
 
 
-def _hull(candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return functools.reduce(torch.minimum, candidates), functools.reduce(torch.maximum, candidates)
+def _ruled(rule: Callable[..., Range], dtype: torch.dtype, *operands: Interval) -> Interval | None:
+    """A rule on the exact ends of whole tensors, which tell what could wrap, and then on those of rectangles."""
+    outer = rule(ranges.NUMBERS, *(x.outer for x in operands))
+    if dtype in INT_DTYPES and not fits(*outer, dtype):
+        return None
+    ends = rule(TENSORS, *(x.ends for x in operands))
+    return interval_of(ends, dtype, outer, any(x.nan for x in operands))
 
 
 def _corners(op: Callable, exact: Callable, dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
-    """For an operation monotone in each operand while the other stands still."""
-    bounds = [exact(x, y) for x in (a.least, a.most) for y in (b.least, b.most)]
-    if dtype in INT_DTYPES and not fits(min(bounds), max(bounds), dtype):
-        return None
-    ends = [op(x, y) for x in (a.lo, a.hi) for y in ((b.lo,) if b.lo is b.hi else (b.lo, b.hi))]
-    return interval_of(*_hull(ends), dtype, (min(bounds), max(bounds)), a.nan or b.nan)
+    """For an operation that rises or falls with each operand while the other stands still."""
+
+    def rule(order: Order, x: Range, y: Range) -> Range:
+        return ranges.corners(order, exact if order is ranges.NUMBERS else op, x, y)
+
+    return _ruled(rule, dtype, a, b)
 
 
 @_arithmetic
 def add(dtype: torch.dtype, a: Interval, b: Interval, alpha: Number = 1) -> Interval | None:
-    if alpha != 1:
-        return None
-    return _sum(dtype, a, b)
-
-
-def _sum(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
-    bounds = (a.least + b.least, a.most + b.most)
-    if dtype in INT_DTYPES and not fits(*bounds, dtype):
-        return None
-    return interval_of(a.lo + b.lo, a.hi + b.hi, dtype, bounds, a.nan or b.nan)
+    return _ruled(ranges.add, dtype, a, b) if alpha == 1 else None
 
 
 @_arithmetic
 def sub(dtype: torch.dtype, a: Interval, b: Interval, alpha: Number = 1) -> Interval | None:
     """Not a + (-b): -b alone may wrap where a - b does not."""
-    if alpha != 1:
-        return None
-    bounds = (a.least - b.most, a.most - b.least)
-    if dtype in INT_DTYPES and not fits(*bounds, dtype):
-        return None
-    return interval_of(a.lo - b.hi, a.hi - b.lo, dtype, bounds, a.nan or b.nan)
+    return _ruled(ranges.sub, dtype, a, b) if alpha == 1 else None
 
 
 def rsub(a: Operand, b: Operand, alpha: Number = 1) -> Interval | None:
@@ -99,15 +93,8 @@ def rsub(a: Operand, b: Operand, alpha: Number = 1) -> Interval | None:
 @_arithmetic
 def mul(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
     if a is b:
-        return _square(dtype, a)
-    return _corners(torch.mul, lambda x, y: x * y, dtype, a, b)
-
-
-def _square(dtype: torch.dtype, a: Interval) -> Interval | None:
-    m = _magnitude(dtype, a)
-    if m is None or (dtype in INT_DTYPES and not fits(0, m.most * m.most, dtype)):
-        return None
-    return interval_of(m.lo * m.lo, m.hi * m.hi, dtype, (m.least * m.least, m.most * m.most), a.nan)
+        return _ruled(ranges.square, dtype, a)
+    return _ruled(ranges.mul, dtype, a, b)
 
 
 def power(a: Operand, exponent: Operand) -> Interval | None:
@@ -119,19 +106,11 @@ def power(a: Operand, exponent: Operand) -> Interval | None:
 
 @_arithmetic
 def neg(dtype: torch.dtype, a: Interval) -> Interval | None:
-    if dtype in INT_DTYPES and not fits(-a.most, -a.least, dtype):
-        return None
-    return interval_of(-a.hi, -a.lo, dtype, (-a.most, -a.least), a.nan)
+    return _ruled(ranges.neg, dtype, a)
 
 
 def _magnitude(dtype: torch.dtype, a: Interval) -> Interval | None:
-    if a.least >= 0:
-        return a
-    least, most = (-a.most if a.most < 0 else 0), max(-a.least, a.most)
-    if dtype in INT_DTYPES and not fits(least, most, dtype):
-        return None
-    lo = torch.maximum(a.lo, -a.hi).clamp(min=0)
-    return interval_of(lo, torch.maximum(-a.lo, a.hi), dtype, (least, most), a.nan)
+    return a if a.least >= 0 else _ruled(ranges.absolute, dtype, a)
 
 
 absolute = _arithmetic(_magnitude)
@@ -155,6 +134,8 @@ def floor_divide(a: Operand, b: Operand) -> Interval | None:
 def _whole_divide(dtype: torch.dtype, a: Interval, b: Interval, rounding_mode: str) -> Interval | None:
     if b.least <= 0 <= b.most:
         return None
+    if rounding_mode == "floor" and b.lo is b.hi and b.least > 0:
+        return _ruled(lambda _, x, y: ranges.quotient(x, y.least), dtype, a, b)
     exact = int.__floordiv__ if rounding_mode == "floor" else _truncated
     op = functools.partial(torch.div, rounding_mode=rounding_mode)
     return _corners(op, exact, dtype, a, b)
@@ -184,8 +165,9 @@ def remainder(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
     same = _same_quotient(a, b, "floor")
     at_lo, at_hi = torch.remainder(a.lo, b.lo), torch.remainder(a.hi, b.lo)
     if b.least > 0:
-        most = b.most - 1
-        lo, hi = torch.where(same, at_lo, 0), torch.where(same, at_hi, b.hi - 1)
+        _, most = ranges.remainder(ranges.NUMBERS, a.outer, b.outer)
+        least, last = ranges.remainder(TENSORS, a.ends, b.ends)
+        lo, hi = torch.where(same, at_lo, least), torch.where(same, at_hi, last)
         if a.least >= 0:
             hi, most = torch.minimum(hi, a.hi), min(most, a.most)
         return integers(lo, hi, dtype, 0, most)
@@ -208,28 +190,29 @@ def fmod(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
 
 @_arithmetic
 def sign(dtype: torch.dtype, a: Interval) -> Interval | None:
-    return interval_of(a.lo.sign(), a.hi.sign(), dtype, (-1 if a.least < 0 else 0, 1), a.nan)
+    outer = Range(-1 if a.least < 0 else 0, 1)
+    return interval_of(Range(a.lo.sign(), a.hi.sign()), dtype, outer, a.nan)
 
 
-def _ordered(op: Callable, exact: Callable) -> Rule:
+def _ordered(rule: Callable[..., Range]) -> Rule:
     """min and max keep infinities and pass NaN on."""
 
-    def rule(*operands: Operand) -> Interval | None:
+    def ordered(*operands: Operand) -> Interval | None:
         dtype = promoted(*operands)
         made = as_dtype(dtype, *operands)
         if made is None or dtype not in INT_DTYPES + FLOAT_DTYPES:
             return None
         a, b = made
-        lo, hi, nan = op(a.lo, b.lo), op(a.hi, b.hi), a.nan or b.nan
+        ends = rule(TENSORS, a.ends, b.ends)
         if dtype in FLOAT_DTYPES:
-            return Interval.floating(lo, hi, nan)
-        return integers(lo, hi, dtype, exact(a.least, b.least), exact(a.most, b.most))
+            return Interval.floating(*ends, a.nan or b.nan)
+        return integers(*ends, dtype, *rule(ranges.NUMBERS, a.outer, b.outer))
 
-    return rule
+    return ordered
 
 
-minimum = _ordered(torch.minimum, min)
-maximum = _ordered(torch.maximum, max)
+minimum = _ordered(ranges.minimum)
+maximum = _ordered(ranges.maximum)
 
 
 def clamp(x: Operand, min: Operand | None = None, max: Operand | None = None) -> Interval | None:
@@ -277,73 +260,42 @@ def where(condition: Operand, a: Operand, b: Operand) -> Interval | None:
     return Interval(lo, hi, dtype, min(x.least, y.least), max(x.most, y.most), x.nan or y.nan)
 
 
-def _comparison(always: Callable, possible: Callable, with_nan: bool) -> Rule:
-    """`with_nan` is the answer for NaN: False for all comparisons but `!=`."""
+def _comparison(name: str) -> Rule:
+    """A comparison with NaN is false, but for `!=`."""
+    compared, of_nan = ranges.COMPARISONS[name], name == "ne"
 
     def rule(*operands: Operand) -> Interval | None:
         dtype = promoted(*operands)
         made = as_dtype(torch.int64 if dtype == torch.bool else dtype, *operands)
         if made is None:
             return None
-        a, b = made
-        surely, maybe = always(a, b), possible(a, b)
-        if a.nan or b.nan:
-            surely, maybe = (
-                (surely, torch.ones_like(maybe)) if with_nan else (torch.zeros_like(surely), maybe)
+        always, possible = compared(*(x.ends for x in made))
+        if any(x.nan for x in made):
+            always, possible = (
+                (always, torch.ones_like(possible)) if of_nan else (torch.zeros_like(always), possible)
             )
-        return Interval.boolean(surely, maybe)
+        return Interval.boolean(always, possible)
 
     return rule
 
 
-def _all_equal(a: Interval, b: Interval) -> Tensor:
-    return (a.lo == b.hi) & (a.hi == b.lo)
+def _connective(name: str) -> Rule:
+    connected = ranges.CONNECTIVES[name]
 
-
-def _overlap(a: Interval, b: Interval) -> Tensor:
-    return (a.lo <= b.hi) & (b.lo <= a.hi)
-
-
-equal = _comparison(_all_equal, _overlap, False)
-unequal = _comparison(lambda a, b: ~_overlap(a, b), lambda a, b: ~_all_equal(a, b), True)
-less = _comparison(lambda a, b: a.hi < b.lo, lambda a, b: a.lo < b.hi, False)
-less_equal = _comparison(lambda a, b: a.hi <= b.lo, lambda a, b: a.lo <= b.hi, False)
-greater = _comparison(lambda a, b: a.lo > b.hi, lambda a, b: a.hi > b.lo, False)
-greater_equal = _comparison(lambda a, b: a.lo >= b.hi, lambda a, b: a.hi >= b.lo, False)
-
-
-def _logical(op: Callable[[Interval, Interval], Interval]) -> Rule:
     def rule(*operands: Operand) -> Interval | None:
         made = as_dtype(torch.bool, *operands)
-        return None if made is None else op(*made)
+        return None if made is None else Interval.boolean(*connected(*(ranges.Truth(*x.ends) for x in made)))
 
     return rule
 
 
-def _and(a: Interval, b: Interval) -> Interval:
-    return Interval.boolean(a.lo & b.lo, a.hi & b.hi)
-
-
-def _or(a: Interval, b: Interval) -> Interval:
-    return Interval.boolean(a.lo | b.lo, a.hi | b.hi)
-
-
-def _xor(a: Interval, b: Interval) -> Interval:
-    known = (a.lo == a.hi) & (b.lo == b.hi)
-    differ = a.lo != b.lo
-    return Interval.boolean(known & differ, ~known | differ)
-
-
-def logical_not(a: Operand) -> Interval | None:
-    made = as_dtype(torch.bool, a)
-    return None if made is None else Interval.boolean(~made[0].hi, ~made[0].lo)
-
-
-def _bitwise(op: Callable, on_bools: Callable[[Interval, Interval], Interval], kind: str) -> Rule:
+def _bitwise(op: Callable, kind: str) -> Rule:
     """Exact where both operands are single values; else bounds from the bits that can be set."""
 
+    on_bools = _connective(kind)
+
     @_integer
-    def onintegers(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
+    def on_integers(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
         if a.least < 0 or b.least < 0:
             return None
         ones = (1 << max(int(a.most), int(b.most)).bit_length()) - 1
@@ -356,16 +308,15 @@ def _bitwise(op: Callable, on_bools: Callable[[Interval, Interval], Interval], k
 
     def rule(a: Operand, b: Operand) -> Interval | None:
         if promoted(a, b) == torch.bool:
-            made = as_dtype(torch.bool, a, b)
-            return None if made is None else on_bools(*made)
-        return onintegers(a, b)
+            return on_bools(a, b)
+        return on_integers(a, b)
 
     return rule
 
 
 def bitwise_not(a: Operand) -> Interval | None:
     if not isinstance(a, Interval) or a.dtype == torch.bool:
-        return logical_not(a)
+        return _connective("not")(a)
     if a.dtype == torch.uint8:
         return Interval(255 - a.hi, 255 - a.lo, a.dtype, 255 - a.most, 255 - a.least)
     return Interval(~a.hi, ~a.lo, a.dtype, -1 - a.most, -1 - a.least) if a.dtype in INT_DTYPES else None
@@ -417,19 +368,11 @@ RULES: dict[Any, Rule] = {
     aten.sqrt: square_root,
     aten.relu: relu,
     aten.where: where,
-    aten.eq: equal,
-    aten.ne: unequal,
-    aten.lt: less,
-    aten.le: less_equal,
-    aten.gt: greater,
-    aten.ge: greater_equal,
-    aten.logical_and: _logical(_and),
-    aten.logical_or: _logical(_or),
-    aten.logical_xor: _logical(_xor),
-    aten.logical_not: logical_not,
-    aten.bitwise_and: _bitwise(torch.bitwise_and, _and, "and"),
-    aten.bitwise_or: _bitwise(torch.bitwise_or, _or, "or"),
-    aten.bitwise_xor: _bitwise(torch.bitwise_xor, _xor, "xor"),
+    **{getattr(aten, name): _comparison(name) for name in ranges.COMPARISONS},
+    **{getattr(aten, f"logical_{name}"): _connective(name) for name in ranges.CONNECTIVES},
+    aten.bitwise_and: _bitwise(torch.bitwise_and, "and"),
+    aten.bitwise_or: _bitwise(torch.bitwise_or, "or"),
+    aten.bitwise_xor: _bitwise(torch.bitwise_xor, "xor"),
     aten.bitwise_not: bitwise_not,
     aten.bitwise_left_shift: _shift(torch.bitwise_left_shift, int.__lshift__),
     aten.bitwise_right_shift: _shift(torch.bitwise_right_shift, int.__rshift__),

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..mod_ir.ranges import Order, Range
+
 Number = int | float
 INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,6 +33,16 @@ class Interval:
     least: Number
     most: Number
     nan: bool = False
+
+    @property
+    def ends(self) -> Range:
+        """Of each rectangle."""
+        return Range(self.lo, self.hi)
+
+    @property
+    def outer(self) -> Range:
+        """Of the whole tensor."""
+        return Range(self.least, self.most)
 
     @staticmethod
     def unknown(dtype: torch.dtype, device: torch.device) -> Interval:
@@ -70,6 +82,12 @@ class Interval:
         return Interval(point, point, dtype, int(value), int(value))
 
 
+def _greater(a: Tensor, b: Tensor | Number) -> Tensor:
+    return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+
+
+TENSORS = Order(torch.minimum, _greater)
+
 Operand = Interval | int | float | bool
 
 
@@ -82,13 +100,11 @@ def integers(lo: Tensor, hi: Tensor, dtype: torch.dtype, least: Number, most: Nu
     return Interval(lo, hi, dtype, least, most) if fits(least, most, dtype) else None
 
 
-def interval_of(
-    lo: Tensor, hi: Tensor, dtype: torch.dtype, bounds: tuple[Number, Number], nan: bool
-) -> Interval | None:
-    """An interval of either kind; `bounds` are exact and used for integers only."""
+def interval_of(ends: Range, dtype: torch.dtype, outer: Range, nan: bool) -> Interval | None:
+    """An interval of either kind; `outer` is exact and used for integers only."""
     if dtype in INT_DTYPES:
-        return integers(lo, hi, dtype, *bounds)
-    made = Interval.floating(lo, hi, nan)
+        return integers(*ends, dtype, *outer)
+    made = Interval.floating(*ends, nan)
     return made if math.isfinite(made.least) and math.isfinite(made.most) else None
 
 

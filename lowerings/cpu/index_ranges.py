@@ -1,4 +1,7 @@
-"""Whether an index that a lane computes can leave the tensor it looks up."""
+"""Whether an index that a lane computes can leave the tensor it looks up: ranges whose ends are made of sizes.
+
+What is found holds modulo the size of the dtype: a sum that wraps around and back again is right in the end.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,29 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor.virtualized import V
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from flex_inductor.mod_ir.ranges import ARITHMETIC, Order, Range
 
 aten = torch.ops.aten
+
+_ORDER = Order(sympy.Min, sympy.Max)
+_INTEGERS = (torch.int32, torch.int64)
+_LONGEST = 2**31 - 1  # indices have 32 bits
+_RULES = {
+    aten._to_copy.default: "same",
+    aten.abs.default: "abs",
+    aten.add.Tensor: "add",
+    aten.clamp.default: "clamp",
+    aten.maximum.default: "maximum",
+    aten.minimum.default: "minimum",
+    aten.mul.Tensor: "mul",
+    aten.neg.default: "neg",
+    aten.remainder.Scalar: "remainder",
+    aten.sub.Tensor: "sub",
+}
+# To the others it matters whether an operand has wrapped around.
+_MODULAR = ("add", "mul", "neg", "sub")
 
 
 def in_range(index: Any, length: Any, sizes: dict[str, Any]) -> bool:
@@ -17,55 +41,50 @@ def in_range(index: Any, length: Any, sizes: dict[str, Any]) -> bool:
 
     `sizes` gives the number of batches, heads, queries and keys by the name of the lane.
     """
-    bounds = _bounds(index, sizes)
-    if bounds is None:
+    found = _range(index, sizes)
+    if found is None:
         return False
-    low, high = bounds
     known = V.graph.sizevars.statically_known_leq
-    return known(0, low) and known(high, length - 1)
+    within = known(0, found.least) and known(found.most, length - 1)
+    return within and (known(length - 1, _LONGEST) or _fits(found, torch.int32))
 
 
-def _bounds(value: Any, sizes: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The least and the greatest value, as expressions of sizes."""
+def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
     if isinstance(value, int):
-        return sympy.Integer(value), sympy.Integer(value)
+        return Range(sympy.Integer(value), sympy.Integer(value))
     if not isinstance(value, fx.Node):
         return None
     if value.op == "placeholder":
-        return (sympy.S.Zero, sizes[value.name] - 1) if value.name in sizes else None
-    if "val" not in value.meta or value.meta["val"].dtype not in (torch.int32, torch.int64):
+        return Range(sympy.S.Zero, sympy.sympify(sizes[value.name]) - 1) if value.name in sizes else None
+    if "val" not in value.meta or (dtype := value.meta["val"].dtype) not in _INTEGERS:
         return None
-    if value.target is aten._to_copy.default:
-        return _bounds(value.args[0], sizes)
-    rule = _RULES.get(value.target)
-    if rule is None or value.kwargs:
+    name = _RULES.get(value.target)
+    if name is None or (value.kwargs and name != "same"):
         return None
-    arguments = [_bounds(argument, sizes) for argument in value.args]
-    return None if None in arguments else rule(*arguments)
+    operands = []
+    for argument in value.args:
+        found = _range(argument, sizes)
+        if found is None:
+            return None
+        own = argument.meta["val"].dtype if isinstance(argument, fx.Node) else dtype
+        matters = name not in _MODULAR or own != dtype
+        operands.append(_anything(own) if matters and not _fits(found, own) else found)
+    if name == "same":
+        return operands[0]
+    if name == "remainder" and not operands[1].least.is_positive:
+        return None
+    return ARITHMETIC[name](_ORDER, *operands)
 
 
-def _multiply(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any] | None:
-    for (low, high), (factor, same) in ((left, right), (right, left)):
-        if factor == same and factor.is_Integer:
-            ends = (low * factor, high * factor)
-            return ends if factor >= 0 else (ends[1], ends[0])
-    return None
+def _fits(found: Range, dtype: torch.dtype) -> bool:
+    """Whether nothing can have wrapped around, with sizes as long as indices may be."""
+    info = torch.iinfo(dtype)
+    least, most = (
+        bound_sympy(end, {size: ValueRanges(0, _LONGEST) for size in end.free_symbols}) for end in found
+    )
+    return bool(least.lower >= info.min and most.upper <= info.max)
 
 
-def _remainder(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any] | None:
-    low, high = right
-    return (sympy.S.Zero, high - 1) if low == high and low.is_positive else None
-
-
-def _clamp(value: tuple[Any, Any], low: tuple[Any, Any], high: tuple[Any, Any]) -> tuple[Any, Any] | None:
-    return (low[0], high[1]) if low[1].is_Integer and high[0].is_Integer and low[1] <= high[0] else None
-
-
-_RULES: dict[Any, Any] = {
-    aten.add.Tensor: lambda x, y: (x[0] + y[0], x[1] + y[1]),
-    aten.sub.Tensor: lambda x, y: (x[0] - y[1], x[1] - y[0]),
-    aten.neg.default: lambda x: (-x[1], -x[0]),
-    aten.mul.Tensor: _multiply,
-    aten.remainder.Scalar: _remainder,
-    aten.clamp.default: _clamp,
-}
+def _anything(dtype: torch.dtype) -> Range:
+    info = torch.iinfo(dtype)
+    return Range(sympy.Integer(info.min), sympy.Integer(info.max))

@@ -7,40 +7,90 @@ arithmetic that cannot wrap around makes of them. Of anything else nothing is kn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._inductor.codegen.common import CSEVariable
 
+from flex_inductor.mod_ir.ranges import ARITHMETIC, COMPARISONS, CONNECTIVES, Order, Range, Truth, quotient
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Ends(NamedTuple):
-    """Scalar expressions for the least and the largest value in a tile."""
+@dataclass(frozen=True, eq=False)
+class Number:
+    """The text of a scalar expression."""
 
-    least: str
-    most: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: Any) -> Number:
+        return Number(f"({self} + {other})")
+
+    def __sub__(self, other: Any) -> Number:
+        return Number(f"({self} - {other})")
+
+    def __floordiv__(self, other: Any) -> Number:
+        return Number(f"({self} // {other})")
+
+    def __neg__(self) -> Number:
+        return Number(f"-({self})")
+
+    def __lt__(self, other: Any) -> Condition:
+        return Condition(f"({self} < {other})", f"({self} >= {other})")
+
+    def __le__(self, other: Any) -> Condition:
+        return Condition(f"({self} <= {other})", f"({self} > {other})")
+
+    def __ge__(self, other: Any) -> Condition:
+        return ~(self < other)
+
+    def __eq__(self, other: Any) -> Condition:  # type: ignore[override]
+        return Condition(f"({self} == {other})", f"({self} != {other})")
 
 
-LANES = {"q_idx": Ends("start_m", "last_m"), "kv_idx": Ends("start_n", "last_n")}
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """The texts of a scalar condition and of its opposite."""
+
+    text: str
+    opposite: str
+
+    def __invert__(self) -> Condition:
+        return Condition(self.opposite, self.text)
+
+    def __and__(self, other: Condition) -> Condition:
+        return Condition(f"({self.text} & {other.text})", f"({self.opposite} | {other.opposite})")
+
+    def __or__(self, other: Condition) -> Condition:
+        return ~(~self & ~other)
+
+
+_ORDER = Order(
+    lambda a, b: Number(f"tl.minimum({a}, {b})"),
+    lambda a, b: Number(f"tl.maximum({a}, {b})"),
+)
+
+
+def _lane(first: str, last: str) -> Range:
+    return Range(Number(first), Number(last))
+
+
+LANES = {"q_idx": _lane("start_m", "last_m"), "kv_idx": _lane("start_n", "last_n")}
 MAPPED_LANES = {
-    "q_idx": Ends("(start_m + shift_m)", "(last_m + shift_m)"),
-    "kv_idx": Ends("(start_n + shift_n)", "(last_n + shift_n)"),
+    "q_idx": _lane("(start_m + shift_m)", "(last_m + shift_m)"),
+    "kv_idx": _lane("(start_n + shift_n)", "(last_n + shift_n)"),
 }
-
-
-class Sure(NamedTuple):
-    """Scalar expressions that hold only if a condition does in every lane of a tile, or in none."""
-
-    always: str
-    never: str
 
 
 def whole(
     variable: CSEVariable,
     made: Mapping[str, Any],
     uniform: Callable[[str], bool],
-    lanes: Mapping[str, Ends] = LANES,
+    lanes: Mapping[str, Range] = LANES,
 ) -> str | None:
     """A scalar expression that holds only if `variable` does in every lane of the tile; None if there is none.
 
@@ -48,45 +98,50 @@ def whole(
     """
     if uniform(str(variable)):
         return None
-    sure = _Bounds(made, uniform, lanes).sure(variable)
-    return None if sure is None else sure.always
+    truth = _Bounds(made, uniform, lanes).truth(variable)
+    return None if truth is None else truth.always.text
 
 
 class _Bounds:
-    def __init__(self, made: Mapping[str, Any], uniform: Callable[[str], bool], lanes: Mapping[str, Ends]):
+    def __init__(self, made: Mapping[str, Any], uniform: Callable[[str], bool], lanes: Mapping[str, Range]):
         self.made, self.uniform, self.lanes = made, uniform, lanes
 
-    def sure(self, x: Any) -> Sure | None:
+    def truth(self, x: Any) -> Truth | None:
         if self.uniform(str(x)):
-            return Sure(f"({x})", f"(({x}) == 0)")
+            condition = Condition(f"({x})", f"(({x}) == 0)")
+            return Truth(condition, condition)
         operation, operands = self.made.get(str(x), ("", ()))
-        if operation in _COMPARISONS:
-            ends = [self.ends(operand) for operand in operands]
-            return None if None in ends else _COMPARISONS[operation](*ends)
-        if operation not in _CONNECTIVES:
+        if operation in COMPARISONS:
+            ranges = [self.range(operand) for operand in operands]
+            return None if None in ranges else COMPARISONS[operation](*ranges)
+        connective = operation.removeprefix("logical_").removeprefix("bitwise_").removesuffix("_")
+        if connective not in CONNECTIVES or connective == "xor":  # which would write its operands twice
             return None
-        sures = [self.sure(operand) for operand in operands]
-        return None if None in sures else _CONNECTIVES[operation](*sures)
+        truths = [self.truth(operand) for operand in operands]
+        return None if None in truths else CONNECTIVES[connective](*truths)
 
-    def ends(self, x: Any) -> Ends | None:
+    def range(self, x: Any) -> Range | None:
         if not isinstance(x, CSEVariable) or x.dtype not in INTEGERS:
             return None
         if str(x) in self.lanes:
             return self.lanes[str(x)]
         if self.uniform(str(x)):
-            return Ends(str(x), str(x))
+            return Range(Number(str(x)), Number(str(x)))
         operation, operands = self.made.get(str(x), ("", ()))
         if operation == "//":  # of what is not negative by a positive number
-            divided, by = self.ends(operands[0]), operands[1]
-            return divided and Ends(*(f"({end} // {by})" for end in divided))
+            divided, by = self.range(operands[0]), operands[1]
+            return divided and quotient(divided, by)
         if operation in ("alone", "to_dtype"):
             source = operands[0]
             wider = isinstance(source, CSEVariable) and source.dtype in INTEGERS[1:4]
-            return self.ends(source) if operation == "alone" or (wider and x.dtype == torch.int64) else None
-        if operation not in _ARITHMETIC or not _exact(x, operation, operands):
+            return self.range(source) if operation == "alone" or (wider and x.dtype == torch.int64) else None
+        if operation not in _WRITTEN or not _exact(x, operation, operands):
             return None
-        ends = [self.ends(operand) for operand in operands]
-        return None if None in ends else _ARITHMETIC[operation](*ends)
+        ranges = [self.range(operand) for operand in operands]
+        return None if None in ranges else ARITHMETIC[operation](_ORDER, *ranges)
+
+
+_WRITTEN = ("add", "sub", "minimum", "maximum", "abs")  # whose bounds take few instructions
 
 
 def _exact(x: CSEVariable, operation: str, operands: Any) -> bool:
@@ -95,51 +150,3 @@ def _exact(x: CSEVariable, operation: str, operands: Any) -> bool:
     if positive and operation in ("sub", "minimum", "maximum"):
         return True
     return x.bounds.lower >= -(2**31) and x.bounds.upper < 2**31
-
-
-def _ge(x: Ends, y: Ends) -> Sure:
-    return Sure(f"({x.least} >= {y.most})", f"({x.most} < {y.least})")
-
-
-def _eq(x: Ends, y: Ends) -> Sure:
-    apart = f"(({x.most} < {y.least}) | ({x.least} > {y.most}))"
-    return Sure(f"(({x.least} == {y.most}) & ({x.most} == {y.least}))", apart)
-
-
-def _not(x: Sure) -> Sure:
-    return Sure(x.never, x.always)
-
-
-def _and(x: Sure, y: Sure) -> Sure:
-    return Sure(f"({x.always} & {y.always})", f"({x.never} | {y.never})")
-
-
-def _or(x: Sure, y: Sure) -> Sure:
-    return _not(_and(_not(x), _not(y)))
-
-
-_COMPARISONS: dict[str, Callable[[Ends, Ends], Sure]] = {
-    "ge": _ge,
-    "lt": lambda x, y: _not(_ge(x, y)),
-    "le": lambda x, y: _ge(y, x),
-    "gt": lambda x, y: _not(_ge(y, x)),
-    "eq": _eq,
-    "ne": lambda x, y: _not(_eq(x, y)),
-}
-
-_CONNECTIVES: dict[str, Callable[..., Sure]] = {
-    **dict.fromkeys(("logical_not", "bitwise_not"), _not),
-    **dict.fromkeys(("logical_and", "bitwise_and", "and_"), _and),
-    **dict.fromkeys(("logical_or", "bitwise_or", "or_"), _or),
-}
-
-_ARITHMETIC: dict[str, Callable[..., Ends]] = {
-    "add": lambda x, y: Ends(f"({x.least} + {y.least})", f"({x.most} + {y.most})"),
-    "sub": lambda x, y: Ends(f"({x.least} - {y.most})", f"({x.most} - {y.least})"),
-    "minimum": lambda x, y: Ends(f"tl.minimum({x.least}, {y.least})", f"tl.minimum({x.most}, {y.most})"),
-    "maximum": lambda x, y: Ends(f"tl.maximum({x.least}, {y.least})", f"tl.maximum({x.most}, {y.most})"),
-    "abs": lambda x: Ends(
-        f"tl.maximum(tl.maximum({x.least}, -({x.most})), 0)",
-        f"tl.maximum(tl.abs({x.least}), tl.abs({x.most}))",
-    ),
-}

@@ -1,0 +1,151 @@
+"""Bounds of what an operation gives from bounds of its operands: one rule for each operation, whatever ends are.
+
+An end of a range is a number, a tensor with an end in each element, an expression of sizes, or the text of one in
+another language: anything with + - * and comparisons. How two ends are ordered is told by `Order`.
+
+Rules are about numbers without limits. Who applies them sees to it that nothing wraps around, or that it does no harm.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    least: Any
+    most: Any
+
+
+class Truth(NamedTuple):
+    """A condition on values of which only ranges are known."""
+
+    always: Any  # whether it holds whatever the values
+    possible: Any  # whether it may hold
+
+
+class Order(NamedTuple):
+    """The lesser and the greater of two ends."""
+
+    minimum: Callable[[Any, Any], Any]
+    maximum: Callable[[Any, Any], Any]
+
+
+NUMBERS = Order(min, max)
+
+
+def add(_: Order, x: Range, y: Range) -> Range:
+    return Range(x.least + y.least, x.most + y.most)
+
+
+def sub(_: Order, x: Range, y: Range) -> Range:
+    return Range(x.least - y.most, x.most - y.least)
+
+
+def neg(_: Order, x: Range) -> Range:
+    return Range(-x.most, -x.least)
+
+
+def mul(order: Order, x: Range, y: Range) -> Range:
+    return corners(order, lambda a, b: a * b, x, y)
+
+
+def square(order: Order, x: Range) -> Range:
+    size = absolute(order, x)
+    return Range(size.least * size.least, size.most * size.most)
+
+
+def absolute(order: Order, x: Range) -> Range:
+    least = order.maximum(order.maximum(x.least, -x.most), 0)
+    return Range(least, order.maximum(-x.least, x.most))
+
+
+def minimum(order: Order, x: Range, y: Range) -> Range:
+    return Range(*map(order.minimum, x, y))
+
+
+def maximum(order: Order, x: Range, y: Range) -> Range:
+    return Range(*map(order.maximum, x, y))
+
+
+def clamp(order: Order, x: Range, least: Range, most: Range) -> Range:
+    return minimum(order, maximum(order, x, least), most)
+
+
+def quotient(x: Range, by: Any) -> Range:
+    """Rounded down, by one positive number."""
+    return Range(x.least // by, x.most // by)
+
+
+def remainder(_: Order, x: Range, y: Range) -> Range:
+    """Of a division by what is positive, rounded down."""
+    return Range(0, y.most - 1)
+
+
+def corners(order: Order, operation: Callable[[Any, Any], Any], x: Range, y: Range) -> Range:
+    """Of an operation that rises or falls with each operand while the other stands still."""
+    found = [operation(a, b) for a in _distinct(x) for b in _distinct(y)]
+    return Range(functools.reduce(order.minimum, found), functools.reduce(order.maximum, found))
+
+
+def _distinct(x: Range) -> tuple[Any, ...]:
+    return (x.least,) if x.least is x.most else x
+
+
+def less(x: Range, y: Range) -> Truth:
+    return Truth(x.most < y.least, x.least < y.most)
+
+
+def greater_equal(x: Range, y: Range) -> Truth:
+    return Truth(x.least >= y.most, x.most >= y.least)
+
+
+def equal(x: Range, y: Range) -> Truth:
+    overlap = (x.most >= y.least) & (x.least <= y.most)
+    return Truth((x.least == y.most) & (x.most == y.least), overlap)
+
+
+def negation(x: Truth) -> Truth:
+    return Truth(~x.possible, ~x.always)
+
+
+def conjunction(x: Truth, y: Truth) -> Truth:
+    return Truth(x.always & y.always, x.possible & y.possible)
+
+
+def disjunction(x: Truth, y: Truth) -> Truth:
+    return Truth(x.always | y.always, x.possible | y.possible)
+
+
+def difference(x: Truth, y: Truth) -> Truth:
+    """Whether one holds and not the other."""
+    return disjunction(conjunction(x, negation(y)), conjunction(negation(x), y))
+
+
+# By the name that aten and Inductor have for an operation.
+ARITHMETIC: dict[str, Callable[..., Range]] = {
+    "add": add,
+    "sub": sub,
+    "neg": neg,
+    "mul": mul,
+    "abs": absolute,
+    "minimum": minimum,
+    "maximum": maximum,
+    "clamp": clamp,
+    "remainder": remainder,
+}
+COMPARISONS: dict[str, Callable[[Range, Range], Truth]] = {
+    "ge": greater_equal,
+    "le": lambda x, y: greater_equal(y, x),
+    "lt": less,
+    "gt": lambda x, y: less(y, x),
+    "eq": equal,
+    "ne": lambda x, y: negation(equal(x, y)),
+}
+CONNECTIVES: dict[str, Callable[..., Truth]] = {
+    "not": negation,
+    "and": conjunction,
+    "or": disjunction,
+    "xor": difference,
+}

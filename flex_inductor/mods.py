@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .masks.errors import MaskArgumentError
+from .errors import FlexValueError
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -51,7 +51,7 @@ def softcap(cap: float) -> ScoreMod:
     -cap --  - - - - -
     """
     if not cap > 0:
-        raise MaskArgumentError(f"softcap: cap: expected a positive number, got {cap!r}.")
+        raise FlexValueError(f"softcap: cap: expected a positive number, got {cap!r}.")
 
     def softcap(score, b, h, q_idx, kv_idx):
         return cap * torch.tanh(score / cap)
@@ -70,7 +70,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     """
     _table("relative_bias", "table", table, 2)
     if table.shape[1] % 2 == 0:
-        raise MaskArgumentError(
+        raise FlexValueError(
             f"relative_bias: table: expected an odd number of distances (2 * reach + 1), "
             f"got {table.shape[1]}."
         )
@@ -92,7 +92,7 @@ def relative_bias_2d(table: Tensor, width: int) -> ScoreMod:
     """
     _table("relative_bias_2d", "table", table, 3)
     if table.shape[2] != 2 * width - 1 or table.shape[1] % 2 == 0:
-        raise MaskArgumentError(
+        raise FlexValueError(
             "relative_bias_2d: table: expected shape [heads, 2 * height - 1, 2 * width - 1] with width "
             f"{width}, got {tuple(table.shape)}."
         )
@@ -116,7 +116,7 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
     one_way = table.shape[0] // (2 if bidirectional else 1)
     exact = one_way // 2
     if exact < 1 or max_distance <= exact:
-        raise MaskArgumentError(
+        raise FlexValueError(
             f"t5_bias: expected at least {4 if bidirectional else 2} buckets and max_distance above {exact}, "
             f"got {table.shape[0]} buckets and max_distance {max_distance}."
         )
@@ -175,12 +175,12 @@ def soft_distance(radius: int, slope: float) -> ScoreMod:
 def _table(function: str, name: str, table: Tensor, dims: int) -> None:
     if not isinstance(table, Tensor) or table.dim() != dims:
         came = f"shape {tuple(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
-        raise MaskArgumentError(f"{function}: {name}: expected a {dims}-d tensor, got {came}.")
+        raise FlexValueError(f"{function}: {name}: expected a {dims}-d tensor, got {came}.")
 
 
 def _at_least(function: str, least: int, **numbers: int) -> None:
     for name, number in numbers.items():
         if not isinstance(number, int) or number < least:
-            raise MaskArgumentError(
+            raise FlexValueError(
                 f"{function}: {name}: expected an integer of at least {least}, got {number!r}."
             )

@@ -1,7 +1,7 @@
 """`flex-inductor bench static`: what kernels ask of a GPU that is not there, ours next to torch's own.
 
 Both are rendered and compiled here, each with the config it would use untuned, and read back from the
-binary. An instruction counts once for each thread of the program that runs it: what a loop's body holds,
+binary. An instruction counts once for each thread of the instance that runs it: what a loop's body holds,
 times the threads, over the scores that one iteration visits, is its instructions per score.
 """
 

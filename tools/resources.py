@@ -22,7 +22,7 @@ TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
 @dataclass
 class Resources:
-    """Per thread, but for shared memory, which is per program. None where `reasons` says why."""
+    """Per thread, but for shared memory, which is per instance. None where `reasons` says why."""
 
     registers: int | None
     spill_bytes: int | None  # local memory: what did not fit into registers, and arrays on the stack
@@ -32,13 +32,13 @@ class Resources:
 
 
 class Multiprocessor(NamedTuple):
-    """What programs share that run on it at once."""
+    """What instances share that run on it at once."""
 
     registers: int
     threads: int
     shared_bytes: int
-    programs: int
-    reserved_bytes: int  # of shared memory, for each program
+    instances: int
+    reserved_bytes: int  # of shared memory, for each instance
 
 
 _MULTIPROCESSORS = {
@@ -47,13 +47,13 @@ _MULTIPROCESSORS = {
     "sm_90": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
     "sm_100": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
     "sm_120": Multiprocessor(65536, 1536, 100 << 10, 24, 1 << 10),
-    # Four units, each with 512 registers of 64 lanes and at most 8 waves.
+    # Four units, each with 512 registers for 64 threads each and at most 8 waves.
     "gfx942": Multiprocessor(4 * 512 * 64, 4 * 8 * 64, 64 << 10, 32, 0),
 }
 
 
 class Occupancy(NamedTuple):
-    programs: int  # that a multiprocessor runs at once
+    instances: int  # that a multiprocessor runs at once
     limit: str  # what keeps it from more
 
 
@@ -68,7 +68,7 @@ def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
         "registers": device.registers // (registers * threads),
         "shared memory": device.shared_bytes // (found.shared_bytes + device.reserved_bytes or 1),
         "threads": device.threads // threads,
-        "programs": device.programs,
+        "instances": device.instances,
     }
     limit = min(limits, key=lambda name: limits[name])
     return Occupancy(limits[limit], limit)

@@ -8,44 +8,22 @@ causal        window        and_masks     or_masks      not_mask(causal)
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from .errors import MaskArgumentError
+
+__all__ = ["MaskMod", "and_masks", "not_mask", "offset", "or_masks"]
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """True where all of them are."""
-    _check_callable("and_masks", mask_mods)
-
-    def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        values = [mask(b, h, q_idx, kv_idx) for mask in mask_mods]
-        return functools.reduce(operator.and_, values, b.new_ones((), dtype=torch.bool))
-
-    return and_mask
-
-
-def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """True where any of them is."""
-    _check_callable("or_masks", mask_mods)
-
-    def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        values = [mask(b, h, q_idx, kv_idx) for mask in mask_mods]
-        return functools.reduce(operator.or_, values, b.new_zeros((), dtype=torch.bool))
-
-    return or_mask
-
-
 def not_mask(mask_mod: MaskMod) -> MaskMod:
     """True where it is not."""
-    _check_callable("not_mask", (mask_mod,))
+    _check_callable("not_mask", mask_mod)
 
     def inverted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~mask_mod(b, h, q_idx, kv_idx)
@@ -61,7 +39,7 @@ def offset(
     A KV cache that already holds n tokens sees its next queries through `offset(mask, q=n)`. `q` and `kv`
     may also be tensors: 0-d, or with one entry for each batch.
     """
-    _check_callable("offset", (mask_mod,))
+    _check_callable("offset", mask_mod)
     for name, value in (("q", q), ("kv", kv)):
         if isinstance(value, Tensor) and (value.dim() > 1 or value.is_floating_point()):
             raise MaskArgumentError(
@@ -78,10 +56,9 @@ def offset(
     return shifted
 
 
-def _check_callable(name: str, mask_mods: tuple[Any, ...]) -> None:
-    for mask_mod in mask_mods:
-        if not callable(mask_mod):
-            raise MaskArgumentError(
-                f"{name}: expected functions of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__}. "
-                "To combine block masks use intersect or unite."
-            )
+def _check_callable(name: str, mask_mod: Any) -> None:
+    if not callable(mask_mod):
+        raise MaskArgumentError(
+            f"{name}: expected a function of (b, h, q_idx, kv_idx), got {type(mask_mod).__name__}. "
+            "To combine block masks use intersect or unite."
+        )

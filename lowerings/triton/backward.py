@@ -36,8 +36,8 @@ from .kernel_builder import (
 
 aten = torch.ops.aten
 
-# Below this many programs the query heads of one KV head get programs of their own.
-ENOUGH_PROGRAMS = 512
+# Below this many instances the query heads of one KV head get instances of their own.
+ENOUGH_INSTANCES = 512
 
 WIDEST_TOGETHER = 128  # head dim at which one kernel has registers for d(key) and d(value)
 
@@ -178,7 +178,7 @@ def _dkdv(
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
     joint, placed = _joint(builder, found, sums)
     configs = builder.configs(kind)
-    heads = _heads_in_a_program(problem, configs[0])
+    heads = _heads_in_an_instance(problem, configs[0])
     parts = int(problem.H) // heads
     summed = mapped or parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
     outputs, written = {}, {}
@@ -247,12 +247,12 @@ def _accumulated(placed: Sequence[captured.Placed]) -> list[str]:
     return [total.name for total in placed if total.how in ("atomics", "units")]
 
 
-def _heads_in_a_program(problem: AttentionProblem, config: Config) -> int:
-    """Of the query heads that share a KV head: all where that leaves programs enough, else one."""
+def _heads_in_an_instance(problem: AttentionProblem, config: Config) -> int:
+    """Of the query heads that share a KV head: all where that leaves instances enough, else one."""
     group = int(problem.H) // int(problem.K)
     batches, _, keys = walked(problem)
-    programs = tiles(keys, config.block_n) * problem.K * batches
-    few = V.graph.sizevars.optimization_hint(programs, fallback=0) < ENOUGH_PROGRAMS
+    instances = tiles(keys, config.block_n) * problem.K * batches
+    few = V.graph.sizevars.optimization_hint(instances, fallback=0) < ENOUGH_INSTANCES
     return 1 if few else group
 
 

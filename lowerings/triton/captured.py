@@ -1,13 +1,13 @@
 """Gradients of captured tensors: what lanes add into the leaves of the joint program, and what becomes of it.
 
     stores   where every lane has an element to itself
-    atomics  elsewhere: programs add fp32 in whatever order they come
+    atomics  elsewhere: instances add fp32 in whatever order they come
 
 Under torch.use_deterministic_algorithms no order matters:
 
     slots    where the index does not change along the keys, every row of queries has a slot for its sum and one
              for the sum's place, and index_put adds them up in order: a few times the memory of a logsumexp
-    units    elsewhere programs add integers, multiples of a unit that is too small to show in fp32 and too large
+    units    elsewhere instances add integers, multiples of a unit that is too small to show in fp32 and too large
              for any sum to overflow: a first pass adds up the magnitudes of all contributions. 8 bytes an element
 """
 

@@ -18,9 +18,9 @@ class Config(NamedTuple):
     warps: int
     stages: int
     descriptors: int = 0  # tiles that the loop walks are copied by tensor descriptors (TMA)
-    persistent: int = 0  # a fixed number of programs take tiles from a counter, those with most to do first
+    persistent: int = 0  # a fixed number of instances take tiles from a counter, those with most to do first
     specialized: int = 0  # some warps load while others compute
-    held: int = 0  # what the program holds is copied by a tensor descriptor too
+    held: int = 0  # what the instance holds is copied by a tensor descriptor too
 
     def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
         """Constants of a kernel that is written with a choice along these axes."""
@@ -55,7 +55,7 @@ class Device(NamedTuple):
     """What limits a kernel. `arch` is sm_80... or gfx942, or "interpreter"."""
 
     arch: str
-    shared_bytes: int  # that one program may have
+    shared_bytes: int  # that one instance may have
     warp: int = 32
     multiprocessors: int = 132
 
@@ -142,7 +142,7 @@ class Shape(NamedTuple):
 
 # family, or "exact" where Shape is -> largest head dim -> configs, best first
 Table = dict[str, dict[int, list[Config]]]
-# Shared bytes of a program and registers of all its threads, about.
+# Shared bytes of an instance and registers of all its threads, about.
 Cost = Callable[[Config, Shape, Device], tuple[int, int]]
 
 LAST = [Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]

@@ -1,4 +1,4 @@
-"""Few queries: heads that share a KV head share a tile, and where too few programs are left the keys are split
+"""Few queries: heads that share a KV head share a tile, and where too few instances are left the keys are split
 among more, and a second kernel puts the parts together."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .kernel_builder import (
 )
 from .packed_heads import few, packed, queries_of
 
-# Programs that a multiprocessor is kept busy with.
-PROGRAMS_EACH = 2
+# Instances that a multiprocessor is kept busy with.
+INSTANCES_EACH = 2
 # Keys from which on a second kernel is worth its launch.
 WORTH_SPLITTING = 256
 
@@ -52,16 +52,16 @@ def serves(problem: AttentionProblem) -> bool:
 
 
 def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
-    """How many parts fill the device, with so many heads in a program; none is smaller than a tile."""
+    """How many parts fill the device, with so many heads in an instance; none is smaller than a tile."""
     hint = V.graph.sizevars.optimization_hint
     batches, keys = _batches(problem), hint(walked(problem)[2], fallback=0)
     if problem.map_tiles is not None:
         keys //= max(hint(batches, fallback=1), 1)  # at a guess: what one tile of queries visits
     if keys < WORTH_SPLITTING:
         return 1
-    programs = hint(batches * (problem.H // heads), fallback=1)
-    # Rounded down: programs that are too many for a first wave would be a second, mostly idle.
-    wanted = current_device(problem.device).multiprocessors * PROGRAMS_EACH // max(programs, 1)
+    instances = hint(batches * (problem.H // heads), fallback=1)
+    # Rounded down: instances that are too many for a first wave would be a second, mostly idle.
+    wanted = current_device(problem.device).multiprocessors * INSTANCES_EACH // max(instances, 1)
     return max(1, min(wanted, int(tiles(keys, config.block_n)), 128))
 
 
@@ -104,7 +104,7 @@ def lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, A
 
 
 def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
-    """Where programs leave what they found."""
+    """Where instances leave what they found."""
     size = [count, _batches(problem), problem.H, queries_of(problem)]
     return {
         "part_acc": empty([*size, problem.V], None, torch.float32, problem.device),

@@ -53,7 +53,7 @@ def _lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, 
 
     def grid(config: Config) -> tuple[Any, ...]:
         if config.persistent:
-            return (persistent.programs(problem), 1, 1)
+            return (persistent.instances(problem), 1, 1)
         return launch.grid(tiles(queries, config.block_m), problem.H, batches)
 
     KernelCall(

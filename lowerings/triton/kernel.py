@@ -46,7 +46,7 @@ class Arguments:
         if written:
             self.written.append(name)
         size, stride = value.get_size(), value.get_stride()
-        # The last two dimensions are walked by one program: their offsets are computed for every lane.
+        # The last two dimensions are walked by one instance: their offsets are computed for every lane.
         inner = [(n - 1) * s for n, s in zip(size[-2:], stride[-2:], strict=True)]
         offsets = "tl.int32" if fits_int32(sum(inner, sympy.S.Zero)) else "tl.int64"
         return Tensor(name, [*map(self.size, size)], [*map(self.size, stride)], offsets)
@@ -84,12 +84,12 @@ def fits_int32(expression: Any) -> bool:
     return True
 
 
-LARGEST_GRID = 65535  # programs that CUDA numbers along the second and third axis of a launch, each
+LARGEST_GRID = 65535  # instances that CUDA numbers along the second and third axis of a launch, each
 
 
 class Launch(NamedTuple):
-    """Programs numbered along three axes, or along one where the second or third is too long for CUDA: what a
-    template writes for a program's place on each, and for the lengths of the first and the last."""
+    """Instances numbered along three axes, or along one where the second or third is too long for CUDA: what a
+    template writes for an instance's place on each, and for the lengths of the first and the last."""
 
     folded: bool
     first: str = "tl.program_id(0)"
@@ -103,7 +103,7 @@ class Launch(NamedTuple):
 
 
 def launch(firsts: str, second: Any, third: Any, size: Callable[[Any], str]) -> Launch:
-    """How programs are numbered; `firsts` is the length of the first axis as the template spells it."""
+    """How instances are numbered; `firsts` is the length of the first axis as the template spells it."""
     if _numbered(second) and _numbered(third):
         return Launch(False)
     place, seconds = "tl.program_id(0)", size(second)

@@ -129,7 +129,7 @@ class Builder:
         return self.arguments.tensor(name, value, written=written)
 
     def launch(self, firsts: str, second: Any, third: Any) -> Launch:
-        """How the kernel's programs are numbered."""
+        """How the kernel's instances are numbered."""
         return launch(firsts, second, third, self.size)
 
     def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
@@ -283,7 +283,7 @@ class Builder:
         return f"{size} % {unit} == 0"
 
     def scaling(self, scaled: bool, scale: float) -> dict[str, Any]:
-        """Scores are multiplied by the scale, or else what the program holds is, before its products: by a power of
+        """Scores are multiplied by the scale, or else what the instance holds is, before its products: by a power of
         two, which is exact but for what float16 cannot hold, and that is below 2**-25 for these."""
         exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
         # Found by compiling: elsewhere the compiler runs out of registers, or keeps both of two operands.

@@ -1,4 +1,4 @@
-"""Programs that stay and take tiles of queries from a counter: in which order, and how many heads at a time."""
+"""Instances that stay and take tiles of queries from a counter: in which order, and how many heads at a time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .configs import Config, current_device, launched_with
 from .kernel import Before, empty
 from .kernel_builder import Builder
 
-EACH = 2  # programs for each multiprocessor; where one fills it the other finds nothing left
+EACH = 2  # instances for each multiprocessor; where one fills it the other finds nothing left
 
 CACHED_BYTES = 16 << 20  # that keys and values may take of the second-level cache
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def programs(problem: AttentionProblem) -> int:
+def instances(problem: AttentionProblem) -> int:
     return EACH * current_device(problem.device).multiprocessors
 
 
@@ -37,7 +37,7 @@ def values(
 ) -> tuple[dict[str, Any], Before | None]:
     """What the template is given besides, and what is called before the kernel; `walks` are over `fields`.
 
-    The fastest of several configs is known at the call, and may have no persistent programs: rows are sorted there.
+    The fastest of several configs is known at the call, and may have no persistent instances: rows are sorted there.
     Code in C++ has no such call.
     """
     problem, form, order, before = builder.problem, builder.problem.schedule, None, None
@@ -76,7 +76,7 @@ def fill_if_used(
     order: torch.Tensor | None = None,
     *fields: torch.Tensor,
 ) -> None:
-    """Make ready for a kernel that has persistent programs, or is about to be timed with them."""
+    """Make ready for a kernel that has persistent instances, or is about to be timed with them."""
     if len(kernel.launchers) == 1 and not launched_with(kernel.launchers[0].config).persistent:
         return
     taken.zero_()

@@ -10,6 +10,7 @@ from mask_helpers import compare
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from flex_inductor import mods
+from flex_inductor.errors import FlexValueError
 from flex_inductor.masks import library
 from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.errors import MaskArgumentError
@@ -162,6 +163,16 @@ def test_block_mask_equals_torchs(name):
         (lambda: library.tree([0]), "expected node 0's parent to come before it"),
         (lambda: library.tree([]), "expected at least one node"),
         (lambda: library.ragged([3]), r"ragged: q_lengths: expected a \[batch\] tensor, got \[3\]"),
+    ],
+)
+def test_wrong_arguments_of_a_mask(call, message):
+    with pytest.raises(MaskArgumentError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
         (lambda: mods.softcap(0), "softcap: cap: expected a positive number, got 0"),
         (lambda: mods.alibi([1.0]), "alibi: slopes: expected a 1-d tensor, got list"),
         (lambda: mods.relative_bias(torch.zeros(2, 4)), "expected an odd number of distances"),
@@ -169,9 +180,10 @@ def test_block_mask_equals_torchs(name):
         (lambda: mods.t5_bias(torch.zeros(2, 4)), "expected at least 4 buckets"),
     ],
 )
-def test_wrong_arguments(call, message):
-    with pytest.raises(MaskArgumentError, match=message):
+def test_wrong_arguments_of_a_mod(call, message):
+    with pytest.raises(FlexValueError, match=message) as error:
         call()
+    assert not isinstance(error.value, MaskArgumentError)
 
 
 def scores(score_mod, heads: int, q_len: int, kv_len: int, score: float = 0.0) -> torch.Tensor:

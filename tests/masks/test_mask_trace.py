@@ -48,14 +48,14 @@ def test_documents_are_two_one_sided_tables_and_one_comparison():
         and_masks(causal, documents),
         """
         and_mask(b, h, q, kv):
-          %0 = ge.Tensor(q, kv)  # q, kv
-          %1 = captured int64[4096]  # nothing
-          %2 = index.Tensor(%1, [q])  # q
-          %3 = index.Tensor(%1, [kv])  # kv
-          %4 = eq.Tensor(%2, %3)  # q, kv
-          %5 = new_ones.default(b, [], dtype=torch.bool, pin_memory=False)  # nothing
-          %6 = bitwise_and.Tensor(%5, %0)  # q, kv
-          %7 = bitwise_and.Tensor(%6, %4)  # q, kv
+          %0 = new_ones.default(b, [], dtype=torch.bool, pin_memory=False)  # nothing
+          %1 = ge.Tensor(q, kv)  # q, kv
+          %2 = bitwise_and.Tensor(%0, %1)  # q, kv
+          %3 = captured int64[4096]  # nothing
+          %4 = index.Tensor(%3, [q])  # q
+          %5 = index.Tensor(%3, [kv])  # kv
+          %6 = eq.Tensor(%4, %5)  # q, kv
+          %7 = bitwise_and.Tensor(%2, %6)  # q, kv
           return %7
         """,
     )

@@ -172,21 +172,21 @@ class Pages(expecttest.TestCase):
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
    built by  ·
    uses      · registers, · bytes spilled, · bytes of shared memory
-   occupancy programs on a multiprocessor at once: ·
+   occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
 
 == flex_inductor_backward_dq_0: backward_dq of call 0
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
    built by  ·
    uses      · registers, · bytes spilled, · bytes of shared memory
-   occupancy programs on a multiprocessor at once: ·
+   occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
 
 == flex_inductor_backward_dkdv_1: backward_dkdv of call 0
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
    built by  ·
    uses      · registers, · bytes spilled, · bytes of shared memory
-   occupancy programs on a multiprocessor at once: ·
+   occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·""",
         )
 

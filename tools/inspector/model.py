@@ -48,7 +48,7 @@ class Kernel:
 
     @property
     def occupancy(self) -> Occupancy | None:
-        """How many programs a multiprocessor runs at once; None where that is not known."""
+        """How many instances a multiprocessor runs at once; None where that is not known."""
         return occupancy(self.resources, self.config.get("num_warps", 4), self.target)
 
 

@@ -157,8 +157,8 @@ def uses(kernel: Kernel, stable: bool = False) -> dict[str, str]:
         f"spilled, {shown(found.shared_bytes, 'shared_bytes')} bytes of shared memory"
     }
     if (occupancy := kernel.occupancy) is not None:
-        busy = "·" if stable else f"{occupancy.programs}, limited by {occupancy.limit}"
-        lines["occupancy"] = f"programs on a multiprocessor at once: {busy}"
+        busy = "·" if stable else f"{occupancy.instances}, limited by {occupancy.limit}"
+        lines["occupancy"] = f"instances on a multiprocessor at once: {busy}"
     return lines
 
 
@@ -188,7 +188,7 @@ def excerpt(kernel: Kernel) -> list[str]:
 
 
 def _statements(body: str) -> list[str]:
-    """One pass of the loop over a whole vector of lanes: shorter vectors at the end of a row get the same."""
+    """One pass of the loop over a whole vector: shorter vectors at the end of a row get the same."""
     whole = body.partition("if(C10_UNLIKELY")[0]
     for long, short in _SHORTER:
         whole = re.sub(long, short, whole)

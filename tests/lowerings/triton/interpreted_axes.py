@@ -1,4 +1,4 @@
-"""Tensor descriptors, persistent programs and specialized warps, in Triton's interpreter. See test_interpreted.py."""
+"""Tensor descriptors, persistent instances and specialized warps, in Triton's interpreter. See test_interpreted.py."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def test_rows_that_visit_most_come_first(form, orders):
 @pytest.mark.parametrize("winner", [0, 1], ids=["plain", "persistent"])
 def test_rows_are_sorted_only_for_a_config_that_asks(winner, form, orders, monkeypatch):
     """Of all that max-autotune leaves to be timed, the interpreter takes the first: here the first that is plain, or
-    has persistent programs."""
+    has persistent instances."""
     make = interpret._Interpreted.__init__
 
     def making(self, kernel):

@@ -55,7 +55,7 @@ def deterministic():
 
 @pytest.fixture
 def backwards(monkeypatch):
-    """Have the interpreter run a grid's programs in the opposite order, while it is set."""
+    """Have the interpreter run a grid's instances in the opposite order, while it is set."""
     builder = interpreter.interpreter_builder
     set_grid_idx, switch = builder.set_grid_idx, {"on": False}
 
@@ -73,7 +73,7 @@ def floats(captures):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_order_of_programs_does_not_matter(case, deterministic, backwards, kinds):
+def test_the_order_of_instances_does_not_matter(case, deterministic, backwards, kinds):
     mod, mask, passes = CASES[case]
     mask, inputs, captures = MASKS[mask](SIZES), SIZES.inputs(torch.float32), mod.captures(SIZES)
     attend = interpret.compiled(attention_of(mod.build))

@@ -26,7 +26,7 @@ CASES = {
 )
 def test_as_right_as_dense_attention(case, group, kinds, monkeypatch):
     """A program for each head, or one for a group of them."""
-    monkeypatch.setattr(backward, "ENOUGH_PROGRAMS", 1 if group else 1 << 30)
+    monkeypatch.setattr(backward, "ENOUGH_INSTANCES", 1 if group else 1 << 30)
     mod, mask, sizes = CASES[case]
     build, captures, mask = MODS[mod].build, MODS[mod].captures(sizes), MASKS[mask](sizes)
     attend = interpret.compiled(attention_of(build), options=OPTIONS)

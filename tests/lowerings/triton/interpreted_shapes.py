@@ -126,7 +126,7 @@ def test_lengths_that_change_compile_once():
 def test_groups_that_share_a_program(monkeypatch):
     from flex_inductor.lowerings.triton import backward
 
-    monkeypatch.setattr(backward, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(backward, "ENOUGH_INSTANCES", 1)
     judge_interpreted("plain", Sizes(batch=1), "causal")
 
 

@@ -1,4 +1,4 @@
-"""Tensor descriptors, persistent programs and specialized warps, in kernels compiled for GPUs that are not there."""
+"""Tensor descriptors, persistent instances and specialized warps, in kernels compiled for GPUs that are not there."""
 
 import types
 
@@ -63,14 +63,14 @@ def test_one_pass_adds_to_the_queries_gradient_by_tma():
     assert taken.spill_bytes == 0
 
 
-def test_persistent_programs_take_tiles_from_a_counter():
+def test_persistent_instances_take_tiles_from_a_counter():
     result, taken = compiled("forward", "sm_80", 64, persistent=1)
     assert operations(result) & {"ATOMG", "ATOM"}
     assert taken.spill_bytes == 0
 
 
 @pytest.mark.parametrize("left", ["none yet", "both", "plain", "persistent"])
-def test_rows_are_sorted_while_persistent_programs_may_run(left):
+def test_rows_are_sorted_while_persistent_instances_may_run(left):
     import triton
 
     loaded = [
@@ -88,7 +88,7 @@ def test_rows_are_sorted_while_persistent_programs_may_run(left):
     assert (taken.item(), order.flatten().tolist()) == ((0, [1, 2, 0]) if sorted_ else (7, [7, 7, 7]))
 
 
-def test_persistent_programs_with_descriptors():
+def test_persistent_instances_with_descriptors():
     result, taken = compiled("forward", "sm_90", descriptors=1, persistent=1)
     assert {"UTMALDG", "ATOMG"} <= operations(result)
     assert taken.spill_bytes == 0

@@ -6,7 +6,7 @@ import torch
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.tools.inspector import attention_kernels, kind
 
-FULL = 512  # batches: more programs than multiprocessors
+FULL = 512  # batches: more instances than multiprocessors
 
 
 def kernels(

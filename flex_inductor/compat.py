@@ -28,7 +28,7 @@ def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:
 
 
 def is_sliced(block_mask: Any) -> bool:
-    """Whether slicing has replaced the mask_mod by a function that raises."""
+    """Whether the mask was sliced: torch then replaces its mask_mod by a function that raises."""
     marker = getattr(torch_flex, "_sliced_mask_mod_error", None)
     return block_mask.mask_mod is None or (marker is not None and block_mask.mask_mod is marker)
 
@@ -36,7 +36,7 @@ def is_sliced(block_mask: Any) -> bool:
 def allows_tf32() -> bool:
     """Whether the user lets GPUs multiply float32 matrices in TF32.
 
-    This setting follows the older ones, but asking those raises once this one has been set.
+    Asks the newest of torch's settings: it follows the older ones, which raise when asked once it has been set.
     """
     return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
@@ -95,9 +95,9 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
 
 
 def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
-    """Every autograd.Function gets `change(args)` for what its `apply` is called with, by whatever name it is called.
+    """Have every autograd.Function's `apply` run on `change(args)` instead of `args`, under whatever name it is called.
 
-    Not Function.apply itself is replaced, which others may have bound to a name, but what it hands its arguments to.
+    Others may have bound Function.apply to a name, so it stays; what it passes its arguments to is replaced.
     """
     unwrap = functorch_utils.unwrap_dead_wrappers
 
@@ -115,7 +115,7 @@ def register_dynamo_variable(op: Any, variable_class: Any) -> None:
 
 
 def out_of_dynamo(tx: Any, error: Exception) -> Exception:
-    """What is raised while Dynamo traces so that the user meets `error`, with the lines that led to it for a note."""
+    """What to raise while Dynamo traces so that the user gets `error`, with a note of the lines that led to it."""
     if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(tx.format_frame_summary())
     return through_dynamo(error)
@@ -134,7 +134,7 @@ def breaks_are_errors(tx: Any) -> bool:
 
 
 def through_dynamo(error: Exception) -> Exception:
-    """What is raised below Dynamo so that the user meets `error` itself, without Dynamo's words and frames."""
+    """What to raise below Dynamo so that the user gets `error` itself, without Dynamo's words and frames."""
     from torch._dynamo.exc import ShortenTraceback
 
     class Through(ShortenTraceback):
@@ -152,12 +152,12 @@ def outside_graphs(function: Callable) -> Callable:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export makes a graph of what runs: it alone traces above autograd."""
+    """Whether torch.export is tracing what runs: no other tracer works above autograd."""
     return torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_untraced_number(error: Exception) -> bool:
-    """Whether a trace met a changing number that something else had made."""
+    """Whether a trace failed on a changing number that was made outside of it."""
     return "is not tracked with proxy" in str(error)
 
 

@@ -33,7 +33,7 @@ class FlexRuntimeError(FlexError, RuntimeError):
 
 
 def own_error_in(error: BaseException | None) -> FlexError | None:
-    """The error of ours among those that led to `error`."""
+    """The FlexError among the causes of `error`, or None."""
     while error is not None and not isinstance(error, FlexError):
         error = error.__cause__ or getattr(error, "inner_exception", None) or error.__context__
     return error
@@ -43,7 +43,7 @@ def _shape(tensor: Tensor) -> str:
     return f"[{', '.join(str(size) for size in tensor.shape)}]"
 
 
-# ---- query, key and value -------------------------------------------------------------------------
+# Query, key and value.
 
 
 def not_a_tensor(name: str, value: Any) -> FlexTypeError:
@@ -143,7 +143,7 @@ def bad_aux(value: Any) -> FlexTypeError:
     return FlexTypeError(f"return_aux must be an AuxRequest or None, but is a {type(value).__name__}.")
 
 
-# ---- score_mod and mask_mod -----------------------------------------------------------------------
+# Score_mod and mask_mod.
 
 _SIGNATURES = {
     "score_mod": "score_mod(score, b, h, q_idx, kv_idx)",
@@ -241,7 +241,7 @@ def cannot_be_called(name: str, lanes: Sequence[str], error: TypeError) -> FlexT
 
 
 def needs_a_value(name: str, line: Any) -> FlexTypeError:
-    """`line` is where, a places.Line, if that is known."""
+    """`line` is where, a source_lines.Line, if that is known."""
     where = f", at {line} ({line.text})" if line else ""
     return FlexTypeError(
         f"{name} needs the value of a tensor in Python{where}: for `if`, `and`, `not`, `int()`, `.item()` or the index "
@@ -301,7 +301,7 @@ def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
 
 
 def parameter_mutated(mod: str, line: Any) -> FlexRuntimeError:
-    """`line` is where, a places.Line, if that is known."""
+    """`line` is where, a source_lines.Line, if that is known."""
     where = f", at {line} ({line.text})" if line else ""
     return FlexRuntimeError(
         f"{mod} changes a captured tensor that requires grad in place{where}. It runs once for every score, in any "
@@ -317,7 +317,7 @@ def hook_in_mod(mod: str) -> FlexNotImplementedError:
 
 
 def assigns_outside(mod: str, line: Any) -> FlexRuntimeError:
-    """`line` is where, a places.Line, if that is known."""
+    """`line` is where, a source_lines.Line, if that is known."""
     where = f", at {line} ({line.text})" if line else ""
     return FlexRuntimeError(
         f"{mod} changes something outside of it{where}. It is traced once for all scores, so it may only read what it "
@@ -347,7 +347,7 @@ def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
     )
 
 
-# ---- Mods as text, in the ops of compiled and saved graphs -----------------------------------------
+# Mods as text, in the ops of compiled and saved graphs.
 
 
 def bad_mod_text(what: str) -> FlexValueError:
@@ -393,7 +393,7 @@ def number_in_mod() -> FlexNotImplementedError:
     )
 
 
-# ---- block_mask -----------------------------------------------------------------------------------
+# Block_mask.
 
 
 def _block_mask_type() -> type:
@@ -436,7 +436,7 @@ def sliced_block_mask() -> FlexRuntimeError:
     )
 
 
-# ---- Options --------------------------------------------------------------------------------------
+# Options.
 
 
 def unknown_option(where: str, name: Any, known: Iterable[str]) -> FlexValueError:
@@ -553,7 +553,7 @@ def too_many_layouts(limit: int) -> FlexRuntimeError:
     )
 
 
-# ---- Derivatives ----------------------------------------------------------------------------------
+# Derivatives.
 
 
 def second_derivative() -> FlexNotImplementedError:
@@ -571,7 +571,7 @@ def forward_mode_derivative() -> FlexNotImplementedError:
     )
 
 
-# ---- Tools ----------------------------------------------------------------------------------------
+# Tools.
 
 
 def no_attention_call(name: str) -> FlexValueError:

@@ -33,7 +33,7 @@ def _generating_folders() -> list[Path]:
 
 
 def instruction_set() -> str:
-    """What kernels for this CPU may use. The system is asked for permission to use AMX, as it must be."""
+    """The vector instructions that kernels may use here. AMX needs the system's permission, which this asks for."""
     vectors = torch.backends.cpu.get_cpu_capability()
     return f"{vectors}+AMX" if vectors == "AVX512" and torch.cpu._init_amx() else vectors
 

@@ -18,7 +18,10 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """2^(-8/n), 2^(-16/n), ... for n heads; between powers of two, the rest from twice as many."""
+    """2^(-8/n), 2^(-16/n), ... for n heads.
+
+    If n is no power of two: those of the next lower power, then every second one of twice as many heads.
+    """
     _at_least("alibi_slopes", 1, heads=heads)
     whole = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]

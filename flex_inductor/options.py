@@ -14,7 +14,7 @@ class BackendOptions(NamedTuple):
 
     route: str | None = None  # the one route to use, by name; refused calls raise
     configs: dict[str, dict[str, int]] | None = (
-        None  # sizes of kernels, by kernel and name; refused ones raise
+        None  # tile sizes and the like, by kernel and name; one that cannot be used raises
     )
     verify: bool = False  # check what each call computes, and its gradients, when it runs
 
@@ -55,7 +55,7 @@ def _are_configs(value: Any) -> bool:
 
 
 def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
-    """Refuse hints that nobody knows; whether one applies is for the route to say."""
+    """Refuse unknown hints. Whether a known one applies is for the route to say."""
     if kernel_options is None:
         return
     for name in kernel_options:

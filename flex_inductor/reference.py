@@ -1,6 +1,6 @@
 """Dense attention, as short as it can be: the specification that every kernel is tested against.
 
-It shares no code with what it is a judge of, and so imports nothing of it.
+It imports nothing of the project, so that it shares no mistake with what it judges.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def over_lanes(mod: Any, prefix: tuple) -> Any:
 
 
 class _IndexingByLanes(TorchFunctionMode):
-    """`tensor[q_idx]` would ask for the index as a Python number, which under vmap there is none of."""
+    """Lets a mod write `tensor[q_idx]` under vmap, where an index has no value in Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not Tensor.__getitem__ or not any(map(_is_number, _parts(args[1]))):

@@ -1,4 +1,4 @@
-"""`take_over()`: torch's flex_attention and create_block_mask are this project's for a while.
+"""`take_over()`: torch's flex_attention and create_block_mask run this project's code for a while.
 
 Inside a function compiled with backend="flex_inductor" torch's op is served without it (`torch_calls.py`). What torch's
 Python wrapper refuses before there is an op (on CPU: gradients and max_scores) needs `take_over()`.
@@ -59,16 +59,16 @@ _SWAPPED = ("__code__", "__defaults__", "__kwdefaults__")
 
 
 class take_over:
-    """Make torch's flex_attention and create_block_mask ours, until `undo()` or the `with` block ends.
+    """Have torch's flex_attention and create_block_mask run our code until `undo()` or the end of the `with` block.
 
     Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function objects
-    stay torch's and get our code, so modules that have imported them by name are served as well. They are
-    torch's again once all that took them over, in whatever threads and order, have let go.
+    stay torch's and get our code, so modules that have imported them by name are served as well. They have torch's
+    code again once every take_over has ended, in whatever threads and order.
     """
 
     _lock = threading.Lock()
     _holders: ClassVar[set[take_over]] = set()
-    _torchs: ClassVar[list[list[Any]]] = []  # the attributes of torch's functions while they are ours
+    _torchs: ClassVar[list[list[Any]]] = []  # torch's own code, while its functions have ours
 
     def __init__(self) -> None:
         with self._lock:
@@ -79,7 +79,7 @@ class take_over:
             self._holders.add(self)
 
     def undo(self) -> None:
-        """Let go. Once the last has, torch's functions have their own code back."""
+        """End this take_over. After the last one torch's functions have their own code back."""
         with self._lock:
             if self not in self._holders:
                 return

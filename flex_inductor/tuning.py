@@ -30,7 +30,7 @@ def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _visited(schedule: Any, values: Mapping[Any, Any]) -> tuple[float, float] | None:
-    """The shares of partial and of full blocks, coarsely: an octave has two steps."""
+    """The shares of partial and of full blocks, rounded to powers of the square root of two."""
     if schedule is None or schedule.form == "bounds":
         return None
     given: Any = type(schedule)(*(values.get(field, field) for field in schedule))

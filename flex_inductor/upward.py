@@ -1,4 +1,4 @@
-"""The one place from which this package reaches up to its lowerings and tools, late: they import it."""
+"""The one place from which this package calls its lowerings and tools, which import it: imported at the call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def route_names() -> list[str]:
 
 
 def compilation(nodes: list[Any]) -> Any:
-    """A context around the compilation of a graph with these calls: `flex-inductor inspect --last` reads of it."""
+    """Around the compilation of a graph with these calls: for the record that `inspect --last` reads."""
     return import_module(f"{_LOWERINGS}.record_file").compilation(nodes)
 
 
@@ -41,7 +41,7 @@ def imported_tuning() -> str:
 
 
 def public(name: str) -> Any:
-    """What `flex_inductor` has of its lowerings and tools."""
+    """The names that `flex_inductor` exports from its lowerings and tools."""
     return getattr(import_module(PUBLIC[name]), name)
 
 

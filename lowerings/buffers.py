@@ -9,7 +9,7 @@ from torch._inductor import ir
 
 
 def realized(value: Any) -> Any:
-    """`value` as something with an address and fixed strides."""
+    """`value` as a buffer, or a view of one, with fixed strides."""
     value = ir.ExternKernel.realize_input(value)
     ir.as_storage_and_layout(value, freeze=True)
     return ir.TensorBox(value)

@@ -1,4 +1,4 @@
-"""The folder where what is learnt here is kept for later processes, and how files in it are written."""
+"""The folder for what later processes should know, and how files in it are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file that takes the place of `path` once it is whole. Processes that do so at once leave one whole file."""
+    """A file that replaces `path` once it is complete. If several processes do so, one complete file is left."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("x") as file:

@@ -22,7 +22,7 @@ WORTH_CHANGING = 0.03  # timings that differ by less are the same
 
 
 def demanded(problem: AttentionProblem, kernel: str) -> dict[str, int] | None:
-    """What the backend's option `configs` says about a kernel, maybe nothing but its name; None if it is not named."""
+    """What the backend's option `configs` says about a kernel: {} if only its name, None if not even that."""
     configs = dict(problem.options.configs)
     return dict(configs[kernel]) if kernel in configs else None
 
@@ -32,7 +32,7 @@ def refusal(
     kernels: dict[str, Any],
     misfit: Callable[[str, Any], str | None],
 ) -> str | None:
-    """Why a route cannot make the kernels that `configs` describes, given the default config of each of its own."""
+    """Why a route, with its own `kernels` and their default configs, cannot make those that `configs` names."""
     for kernel, fields in problem.options.configs:
         if kernel not in kernels:
             return f"has no kernel {kernel!r} to configure, only {', '.join(kernels) or 'none'}"
@@ -57,7 +57,7 @@ def choose(
 ) -> list[Config]:
     """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
 
-    `time` gives seconds, and is asked where tuning; without it all of `fitting` are left for whoever can time them.
+    `time` gives seconds, and is called when tuning; without it all of `fitting` are returned, to be timed later.
     `estimate` says what a config takes.
     """
     left_out = tuple(_line(config, reason) for config, reason in rejected)
@@ -94,7 +94,7 @@ def _tuned(
             return [*fitting], f"first of {len(fitting)} that fit; all are timed at the first call", {}
         try:
             seconds = time(fitting)
-        except RuntimeError as error:  # a mod that no made-up input satisfies
+        except RuntimeError as error:  # the mod fails on made-up inputs
             return [fitting[0]], f"first that fits; not timed: {error}", {}
         known = _winner(key, device, fitting, seconds)
         winners.keep(known)

@@ -48,7 +48,7 @@ class ChunkedRoute:
 
 
 def op_arguments(problem: AttentionProblem, call: Any) -> tuple[tuple, str, list[Any]]:
-    """What the ops that take a call as text are given: query, key and value, the text, and its tensors."""
+    """Arguments of the ops that take a call as text: query, key and value, the text, and its tensors."""
     mods = problem.programs
     if problem.programs.mask is not None or problem.schedule is not None:
         mods = Programs(*(program and with_guards(program) for program in mods))

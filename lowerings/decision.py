@@ -20,7 +20,7 @@ class Choice(NamedTuple):
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """What a config does without (0) is not named."""
+    """A config in words. Fields that are 0, what it does without, are left out."""
     return " ".join(f"{name}={value}" for name, value in config.items() if value)
 
 

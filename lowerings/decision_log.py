@@ -68,6 +68,6 @@ def decisions(*, clear: bool = False) -> list[Decision]:
     """The record of every attention call compiled since the last `decisions(clear=True)`."""
     found = list(_recent)
     if clear:
-        for _ in found:  # what another thread adds meanwhile stays for the next call
+        for _ in found:  # what another thread adds meanwhile is for the next call
             _recent.popleft()
     return found

@@ -1,4 +1,4 @@
-"""Calls of ops that wait for values on the host: they serve everywhere but inside a CUDA graph."""
+"""Calls of ops that read values on the host, which a CUDA graph cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch._inductor.virtualized import V
 
 
 def call(op: Any, *args: Any) -> Any:
-    """`op(*args)` in Inductor's graph, which is not captured as a CUDA graph then."""
+    """`op(*args)` in Inductor's graph, which then is not captured as a CUDA graph."""
     from torch._inductor.lowering import fallback_handler
 
     # Inductor looks for the op's tag at the node of its graph, which here is attention's.

@@ -1,7 +1,7 @@
-"""Lane programs and Inductor, as far as all kernels that inline them agree.
+"""What the kernels of all families do alike with lane programs.
 
-Which programs can be inlined, what they read and add to, how Inductor walks a lane graph, and the parts that run
-outside of the kernel. How a value of a lane is written is for each family: cpu/lanes.py, triton/lanes.py.
+Which can be inlined, what they read, how Inductor's lowerings go through a lane graph, and the parts that run outside
+of the kernel. How a lane's values are written differs by family: cpu/lanes.py, triton/lanes.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .problem import AttentionProblem
 
 aten = torch.ops.aten
 
-# Pointwise at 0-d, though not tagged so.
+# Pointwise on 0-d tensors, though not tagged so.
 _ALSO_POINTWISE = {
     aten.index.Tensor,
     aten.full.default,
@@ -39,7 +39,7 @@ _ALSO_POINTWISE = {
 
 
 def first_refusal(programs: Programs, refused: Callable[[LaneProgram], str | None]) -> str | None:
-    """Which mod a family cannot inline, and what it says of it in `refused`; None if it can inline them all."""
+    """The first mod that a family cannot inline, with what `refused` says of it; None if it can inline all."""
     for name, program in zip(("score_mod", "mask_mod", "score_mod's gradient"), programs, strict=True):
         if program is not None and (reason := refused(program)):
             return f"{name} {reason}"
@@ -102,9 +102,9 @@ def programs(problem: AttentionProblem) -> Programs:
 
 
 def with_reciprocals(program: LaneProgram) -> LaneProgram:
-    """Scores and their gradients times a number's reciprocal where the mod divides by it: one more rounding.
+    """Where the mod divides a score or its gradient by a number, multiply by the reciprocal: one more rounding.
 
-    What is made of indices alone is still divided: it may be meant to come out whole.
+    What is computed from indices alone is still divided: the result may have to be whole.
     """
     lane = copy.deepcopy(program.lane)
     placeholders = graph(lane).find_nodes(op="placeholder")
@@ -139,7 +139,7 @@ class Mod(NamedTuple):
 
     @property
     def outputs(self) -> Sequence[Any]:
-        """Of the lane graph, as its nodes."""
+        """The nodes that the lane graph gives."""
         return graph(self.program.lane).find_nodes(op="output")[0].args[0]
 
     @property
@@ -154,7 +154,7 @@ class Mod(NamedTuple):
 
     @property
     def own_indices(self) -> list[set[str]]:
-        """For each leaf, the coordinates of a lane that are indices of it as they are."""
+        """For each leaf, which of b, h, q_idx and kv_idx are indices into it unchanged."""
         return [
             {index.name for index in indices if index.op == "placeholder"}
             for _, _, indices in self.program.by_leaf(self.outputs)
@@ -178,7 +178,7 @@ class Mods(NamedTuple):
 
 
 def mods(programs: Programs, inputs: Any) -> Mods:
-    """The mods of a call that has these inputs; `programs` are those that its kernels inline."""
+    """The mods of a call with these inputs; `programs` are those that its kernels inline."""
     captures = (inputs.score_captures, inputs.mask_captures, inputs.score_captures)
     return Mods(
         *(program and _mod(program, given) for program, given in zip(programs, captures, strict=True))
@@ -196,9 +196,9 @@ def _mod(program: LaneProgram, captures: Sequence[Any]) -> Mod:
 
 
 def conversions(constant: Callable[[Any, torch.dtype], ir.TensorBox]) -> dict[Any, Callable[..., Any]]:
-    """Lowerings of what makes and converts numbers; `constant` is how a family has one in every lane.
+    """Lowerings of ops that make and convert numbers; `constant` gives a number for every lane.
 
-    Inductor's own would broadcast a 0-d value to a tile of unknown size with questions about that size.
+    Inductor's own would compare the size of a tile, which is not known, with that of a 0-d value.
     """
 
     def full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
@@ -217,7 +217,7 @@ def conversions(constant: Callable[[Any, torch.dtype], ir.TensorBox]) -> dict[An
 
 
 class LaneLowering(PointwiseSubgraphLowering):
-    """Walks a lane graph with Inductor's lowerings and, before them, a family's own."""
+    """Runs a lane graph by Inductor's lowerings, and by a family's own where it has one."""
 
     def __init__(self, program: LaneProgram, own_lowerings: Mapping[Any, Callable[..., Any]]):
         super().__init__(program.lane, V.graph, additional_lowerings=own_lowerings)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class _Outside(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.sym_size.int:
             return args[0].get_size()[args[1]]
-        if target is aten._to_copy.default:  # Inductor decomposes it before it lowers a graph of its own
+        if target is aten._to_copy.default:  # Inductor has no lowering: it decomposes it earlier
             dtype = kwargs.get("dtype")
             return args[0] if dtype is None else to_dtype(args[0], dtype)
         if isinstance(target, torch._ops.OpOverload):

@@ -19,10 +19,10 @@ from .observing import observer
 from .problem import AttentionProblem
 from .verified import verified
 
-if TYPE_CHECKING:  # torch._inductor.graph imports the module whose import brings this one
+if TYPE_CHECKING:  # a circle at run time: its import leads to this module
     from torch._inductor.graph import GraphLowering
 
-# Inductor then treats all of an op's subgraphs alike, which is right for ours.
+# The warning is that Inductor treats all subgraphs of an op alike, which is right for ours.
 warnings.filterwarnings("ignore", message="Please add support for subgraph args to function flex_inductor")
 
 
@@ -40,7 +40,7 @@ def _backward(*args: Any) -> Any:
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
-    from .buffers import realized  # whose imports bring this module
+    from .buffers import realized  # it imports what imports this module
 
     given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""How a tool looks on while attention calls are lowered, and has their kernels made for a device that is not there."""
+"""How a tool watches the lowering of attention calls, and has kernels made for a device that is not there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .problem import AttentionProblem
 
 
 class Observer:
-    """Looks on and changes nothing. A tool overrides what it is for."""
+    """Does nothing. A tool overrides the methods and fields that it needs."""
 
     target: str | None = None  # the architecture that Triton kernels are made for, None for the machine's own
     records = True  # whether decisions are logged and written down
@@ -23,10 +23,10 @@ class Observer:
         """A direction of a call has become these operations of Inductor's graph."""
 
     def kernel_defined(self, operation: Any, name: str) -> None:
-        """The Triton kernel of a KernelCall has its name in the generated module, which has its source when loaded."""
+        """A KernelCall's Triton kernel has its name in the generated module, whose loading shows the source."""
 
     def kernel_rendered(self, operation: Any, kind: str, kernel: Any, source: str) -> None:
-        """The C++ kernel of an operation has its source, but a placeholder for its name."""
+        """An operation's C++ kernel has its source, with a placeholder for its name."""
 
 
 _NOBODY = Observer()
@@ -34,7 +34,7 @@ _current = ContextVar("flex_inductor_observer", default=_NOBODY)
 
 
 def observer() -> Observer:
-    """Who looks on in this thread."""
+    """The observer of this thread."""
     return _current.get()
 
 

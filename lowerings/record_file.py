@@ -28,9 +28,9 @@ MOST_COMPILATIONS = 32  # the newest are kept
 MOST_CALLS = 64  # of one compilation, from the first on
 MOST_LETTERS = 400  # of one text
 
-# One thread at a time comes here: torch compiles, and loads what is cached, under a lock of its own.
+# No lock: torch compiles, and loads what is cached, in one thread at a time.
 _compilations: dict[str, dict[str, Any]] = {}  # by what Dynamo calls them, the oldest first
-_depth = 0  # of `_written_at_the_end`
+_depth = 0  # of nested `_written_at_the_end`
 
 
 def path() -> Path:
@@ -105,14 +105,14 @@ def _guard(reason: str | None) -> str | None:
 
 
 def _short(text: str) -> str:
-    """Without folders, and not longer than a record should hold."""
+    """Without folders, and cut to MOST_LETTERS."""
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
 
 
 @contextlib.contextmanager
 def _written_at_the_end() -> Iterator[None]:
-    """Of several of these around each other the outermost writes."""
+    """Writes the file at the end; if nested, the outermost does."""
     global _depth
     _depth += 1
     try:

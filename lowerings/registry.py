@@ -1,4 +1,4 @@
-"""The routes, in the order they are asked, and the one that serves a call. Another family is another route here."""
+"""The routes, in the order they are asked, and the choice of the one that serves a call."""
 
 from __future__ import annotations
 

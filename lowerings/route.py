@@ -1,4 +1,4 @@
-"""What a family of kernels must say of itself to be asked."""
+"""What a family of kernels implements: a route."""
 
 from __future__ import annotations
 

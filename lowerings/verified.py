@@ -37,7 +37,7 @@ def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
 
 
 def _code(problem: AttentionProblem) -> str:
-    """What kernels inline of the mods."""
+    """The code of the mods that kernels inline."""
     texts = []
     for name, program in zip(("score_mod", "mask_mod", "joint"), problem.programs, strict=True):
         if program is not None:

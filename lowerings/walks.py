@@ -23,7 +23,7 @@ def walks(
 ) -> list[Walk]:
     """Passes over what one side of a schedule visits: partial blocks, and full ones if there are.
 
-    `argument` makes an argument of the kernel of a tensor, given its name among the fields of Visits.
+    `argument(field, tensor)` makes the tensor an argument of the kernel; `field` is its name in Visits.
     """
     if visits is None:
         return [Walk(f"All {side}.", masked)]

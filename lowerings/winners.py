@@ -1,4 +1,4 @@
-"""The configs that were fastest when timed, kept across processes: one small JSON file for each."""
+"""The configs that were fastest when timed, kept across processes in a small JSON file each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flex-inductor bench: what is measured, each kind in a module of its own."""
+"""flex-inductor bench: one module for each kind of measurement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`flex-inductor bench cpu`: our CPU kernels next to what else computes the same attention.
+"""`flex-inductor bench cpu`: our CPU kernels next to others that compute the same attention.
 
-All sides of a case take turns in one process, in the opposite order every second round, so that what else the
-machine does hits them alike. Shown is the median over the rounds, and what half of the rounds lie between. Before
+All sides of a case take turns in one process, in the opposite order every second round, so that other load hits
+them alike. Shown are the median over the rounds and the middle half of them. Before
 it is timed, each side is checked on one KV head against dense attention in fp64.
 """
 

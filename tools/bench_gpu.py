@@ -1,9 +1,9 @@
 """`flex-inductor bench gpu`: our kernels on this machine's card, next to torch's flex_attention and SDPA.
 
 Each side is checked against uncompiled attention in fp32 before it is timed. Sides take turns, in the opposite order
-every second round; shown is the median over the rounds, and what half of the rounds lie between. The cases come in
-order of importance, each in a process that may crash or hang without harm to the others, and those that do not fit the
-time given are named and left out. With --compare our own configs are timed against each other.
+every second round; shown are the median over the rounds and the middle half of them. The cases come in order of
+importance, each in a process of its own, so that one may crash or hang. Those for which no time is left are named.
+With --compare our own configs are timed against each other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each side has a process of its own: imports, then the first call (with a small mask, as a model's first step would
 pay it), then the case itself for its peak memory. Then the sides take turns, in the opposite order every second
-round; shown is the median over the rounds, and what half of the rounds lie between.
+round; shown are the median over the rounds and the middle half of them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Case = TypeVar("Case")
 def selected(
     cases: Sequence[Case], only: str | None, title: Callable[[Case], str] = attrgetter("title")
 ) -> list[Case]:
-    """Those whose title contains `only`. Where there is none, what there is is said on stderr."""
+    """Those whose title contains `only`. If there is none, stderr names all."""
     found = [case for case in cases if not only or only in title(case)]
     if not found:
         titles = "\n  ".join(map(title, cases))

@@ -1,10 +1,10 @@
-"""Everything a card is asked the first time, in order of importance, in nine minutes.
+"""What to measure and check on a new card, in order of importance, in nine minutes.
 
     speed     the most telling calls, ours next to torch's kernels and SDPA
     compare   configs and axes of our kernels against each other
     correct   calls and gradients against dense attention in fp64, those in fp32 last
 
-It needs torch, triton and Python's own library. What is found is in the folder of --out after each step.
+It needs torch and triton only. Results are written to the folder of --out after each step.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _run(arguments)
     except (FlexError, Refused, OSError) as error:
-        # Line breaks would hide which line is the message.
+        # One line, so that the message is easy to find.
         print(f"flex-inductor inspect: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
@@ -224,7 +224,7 @@ def _running(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inspecting(what: str) -> Iterator[None]:
-    """Torch's own complaints on the way are not ours to show, but for the one that ends it."""
+    """Hides what torch prints on the way; an error that ends the inspection is still shown."""
     with _running(what), contextlib.redirect_stderr(io.StringIO()):
         yield
 

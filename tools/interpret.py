@@ -63,7 +63,7 @@ def check_environment() -> None:
 
 
 class _Interpreted:
-    """In place of Inductor's autotuner: the first config, executed by the interpreter."""
+    """Replaces Inductor's autotuner: the interpreter runs the first config."""
 
     def __init__(self, kernel: Any):
         from torch._inductor.runtime.triton_heuristics import config_from_dict
@@ -100,7 +100,7 @@ def _load(name: str, source: str) -> _Interpreted:
 
 
 def prepare(namespace: dict[str, Any]) -> None:
-    """Let the interpreter run a module with kernels: what only a GPU's compiler has is replaced."""
+    """Replace what only a GPU's compiler has, so that the interpreter can run a module with kernels."""
     import triton
 
     check_environment()
@@ -122,7 +122,7 @@ def _reciprocal(x: Any) -> Any:
 
 @functools.cache
 def _let_numbers_be_indices() -> None:
-    """Triton 3.6's interpreter makes numbers of arrays with one element, which numpy 2.4 refuses."""
+    """Triton 3.6's interpreter turns arrays with one element into numbers, which numpy 2.4 refuses."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -138,7 +138,7 @@ def _let_numbers_be_indices() -> None:
 def _patch_the_language_once() -> None:
     """Triton's interpreter replaces its language by functions of numpy, again for each function that a kernel calls.
 
-    The first time in a launch is enough for all functions that see the same modules of the language.
+    Functions that share the language's modules need it only once in a launch.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -177,7 +177,7 @@ def _let_descriptors_add() -> None:
 
 
 class _Libdevice:
-    """The device's mathematical library, which the interpreter lacks, by torch's functions."""
+    """torch's functions in place of the device's mathematical library, which the interpreter lacks."""
 
     def __getattr__(self, name: str) -> Callable:
         import torch
@@ -238,7 +238,7 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         raise SystemExit(f"usage: {COMMAND}")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        # Triton decides when it is imported, and an import may already have happened here.
+        # Triton reads the setting when it is imported, which may have happened already.
         os.environ["TRITON_INTERPRET"] = "1"
         os.execv(sys.executable, [sys.executable, "-m", "flex_inductor.tools.interpret", *argv])
     sys.argv = list(argv)

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a device: registers, memory and instructions, read from the binary."""
+"""What a compiled kernel needs of a device: registers, memory and instructions, read from the binary."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
     if device is None or found.registers is None or found.shared_bytes is None:
         return None
     threads = warps * (64 if target.startswith("gfx") else 32)
-    registers = -(-max(found.registers, 1) // 8) * 8  # they are handed out by the eight
+    registers = -(-max(found.registers, 1) // 8) * 8  # they are allocated in eights
     limits = {
         "registers": device.registers // (registers * threads),
         "shared memory": device.shared_bytes // (found.shared_bytes + device.reserved_bytes or 1),
@@ -103,7 +103,7 @@ def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) ->
 
 
 def compile_untuned(kernel: GeneratedKernel, target: str) -> tuple[dict[str, int], Any, Resources]:
-    """The config that a card of this kind would settle on where nothing is timed, the kernel and what it takes."""
+    """Without timing: the config that a card of this kind would use, the kernel and what it needs."""
     best: tuple[dict[str, int], Any, Resources] | None = None
     for config in (kernel.configs[0], *kernel.better):
         compiled = compile_for(kernel, config, target)
@@ -120,7 +120,7 @@ _parsing = threading.Lock()
 
 
 def _alone(parse: Callable) -> Callable:
-    """In one thread at a time: CPython 3.11 counts the depth of syntax trees for all threads at once."""
+    """One thread at a time: CPython 3.11 counts the depth of syntax trees over all threads."""
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         with _parsing:
@@ -144,12 +144,12 @@ def resources(compiled: Any, target: str) -> Resources:
 
 
 def machine_code(compiled: Any) -> list[Instruction]:
-    """Of a kernel for NVIDIA."""
+    """The instructions of a kernel for NVIDIA."""
     return instructions(_of_binary(compiled, "nvdisasm", "-c"))
 
 
 def _of_binary(compiled: Any, tool: str, *options: str) -> str:
-    """What a tool of CUDA's, shipped with Triton, says of a kernel."""
+    """The output of one of CUDA's tools, which come with Triton, on a kernel."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool

@@ -1,4 +1,4 @@
-"""Timing the sides of a case in rounds, so that what else the machine does hits them alike."""
+"""Timing the sides of a case in rounds, so that other load hits them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """What half of the values lie between, and the one in the middle."""
+    """The middle half of some values: its ends, and the median."""
 
     median: float
     low: float

@@ -58,7 +58,7 @@ def main_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 def loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """For every start that a way goes back to: what can come between the start and the way back."""
+    """The loops: for each block that is jumped back to, all blocks between it and the jump."""
     blocks, after = _blocks(code)
     before: dict[int, set[int]] = {start: set() for start in blocks}
     for start, successors in after.items():
@@ -66,7 +66,7 @@ def loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
             before[successor].add(start)
     found = []
     for head in blocks:
-        # Code that lies behind is no way back if it can be reached without the head.
+        # A jump to earlier code is no loop if that code can be reached without its head.
         around = _reached(code[0].address, after, {head})
         ends = [start for start in before[head] if start >= head and start not in around]
         if ends:

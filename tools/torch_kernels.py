@@ -1,7 +1,7 @@
-"""Torch's own flex kernels, rendered for a CUDA device that is not there, by a torch that may lack CUDA.
+"""Torch's own flex kernels for a CUDA device that is not there; torch may be built without CUDA.
 
-The call is traced on CPU; each graph that AOTAutograd makes of it is then said to be on CUDA, and goes through
-plain Inductor as far as the text of its kernels.
+The call is traced on CPU. Then the graphs that AOTAutograd made of it are moved to CUDA on paper, and plain Inductor
+writes the text of their kernels.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _cuda(target: str, rendered: Callable[[str], Any]) -> Iterator[None]:
 
 
 def _permuted(hop: Any, out: Any, strides: Sequence[int]) -> Any:
-    """What torch's function of that name returns, without the copy, which fake CUDA tensors need CUDA for."""
+    """What torch's function of that name returns, without its copy, for which fake CUDA tensors would need CUDA."""
     from torch._inductor.ir import get_fill_order
 
     return out.new_empty_strided(out.shape, hop._construct_strides(out.shape, get_fill_order(strides)))

@@ -138,7 +138,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, trace: ModTrace, lane: tuple[int, int]):
         super().__init__()
         self.trace, self.lane = trace, lane
-        self.met: Counter[Any] = Counter()  # a place in a loop is met again
+        self.met: Counter[Any] = Counter()  # how often each place has run: in a loop, many times
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -157,7 +157,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame that called into torch; None where that is a debugger's or this file's."""
+    """The frame that called torch; None if that is a debugger's or this file's."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename == __file__:
@@ -179,7 +179,7 @@ def _expression(frame: FrameType) -> str:
 
 
 def _lanes_of(mod: Any) -> tuple[str, ...]:
-    """Those of a mask_mod if it can be called so, else those of a score_mod."""
+    """A mask_mod's arguments if `mod` can be called with them, else a score_mod's."""
     try:
         errors.check_arity("mask_mod", mod, MASK_LANES)
         return MASK_LANES

@@ -1,4 +1,4 @@
-"""Functions run in processes of their own: one that crashes or takes too long costs its own result alone."""
+"""Runs functions in processes of their own: one that crashes or takes too long loses only its own result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Failed(Exception):
 
 
 class Late(Failed):
-    """A call that was not begun, or not ended, before the deadline."""
+    """A call that had not begun or ended by the deadline."""
 
 
 class Deadline:
@@ -104,7 +104,7 @@ class _Worker:
             self.stop()
             raise Failed(f"its process ended with exit code {code}") from None
         if not done:
-            self.stop()  # an error on a card may leave the process unable to use it
+            self.stop()  # after an error on a card the process may be unable to use it
             raise Failed(answer)
         return answer
 

@@ -1,4 +1,4 @@
-"""Masks from masks. The results are ordinary mask_mods and are analysed like any other.
+"""Masks from masks. The results are ordinary mask_mods.
 
 causal        window        and_masks     or_masks      not_mask(causal)
 #. . . .      ## . . .      #. . . .      ## . . .      . # # # #

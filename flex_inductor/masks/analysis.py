@@ -1,4 +1,4 @@
-"""A mask_mod and the sizes it is for, as the runs of its tiles."""
+"""From a mask_mod and the call's sizes to the runs of tiles to visit."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _values_are_fake() -> bool:
 def _compact(
     mask_mod: Callable, extent: Extent, device: torch.device, separate_full_blocks: bool, unstated: str
 ) -> RunSchedule:
-    """Not for compiled graphs: how many runs there are depends on the values of captures."""
+    """A RunSchedule. Not in compiled graphs: the number of runs depends on the values of captures."""
     if _values_are_fake():
         raise MaskArgumentError(
             "compact: got True under FakeTensorMode, where the mask has no values, and how many runs there are "

@@ -37,7 +37,7 @@ class Rectangles:
 
 
 class MaskBounds:
-    """Runs a mask program on intervals: one-sided values from tables, joint ones by rule."""
+    """Runs a mask program on intervals. Values of one side come from tables, those of both sides by rules."""
 
     def __init__(self, program: MaskProgram, extent: Extent) -> None:
         self.program = program
@@ -61,7 +61,7 @@ class MaskBounds:
     def over(self, rectangles: Rectangles, look_up: bool = False) -> tuple[Tensor, Tensor]:
         """(true everywhere, true somewhere) as far as can be told, one pair for each rectangle.
 
-        With `look_up`, for single tiles, equal values are looked up where their ranges overlap.
+        With `look_up`, which is for single tiles, comparisons of equal values are decided by equal_values.py.
         """
         env: dict[int, Interval] = dict(enumerate(self._indices(rectangles)))
         for i, table in self.tables.items():

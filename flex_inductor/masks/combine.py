@@ -23,8 +23,8 @@ Blocks = TypeVar("Blocks", BlockMask, RunSchedule)
 def intersect(first: Blocks, second: BlockMask | RunSchedule) -> Blocks:
     """Visits what both visit; full where both are full. Of the type of `first`.
 
-    A tile that is partial in both stays listed even if their true points do not meet: the result's
-    mask_mod, the `and_masks` of the two, masks it out.
+    A tile that is partial in both stays listed even if no point is true in both: the result's mask_mod, the
+    `and_masks` of the two, masks it out.
     """
     return _combine("intersect", first, second, torch.minimum, and_masks)
 

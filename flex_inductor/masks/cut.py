@@ -1,4 +1,4 @@
-"""Some rows and columns of tiles, in any order: the runs of such a part, and the mask as the part sees it."""
+"""Some rows and columns of tiles, in any order: their runs, and their mask_mod."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which tiles hold an equal value.
 
-`ids[q] == ids[kv]` with ids in no order: the values of two tiles lie in overlapping ranges and yet need not
-meet. Where ranges decide little, the tiles of each value are looked up instead, which takes time by the
-number of tokens and of pairs of tiles that meet.
+With `ids[q] == ids[kv]` and ids in no order, the values of two tiles may have overlapping ranges and still none in
+common. Where ranges decide little, the tiles of each value are looked up instead. The time grows with the number of
+tokens and of pairs of tiles with a common value.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .trace import INDEX_NAMES, MaskProgram, Ref
 
 aten = torch.ops.aten
 
-MOST_PAIRS = 1 << 20  # more than that, and so many tiles meet that knowing which decides little
+MOST_PAIRS = 1 << 20  # with more, so many tiles have a common value that few are ruled out
 
 
 def meetings_of(program: MaskProgram, extent: Extent) -> dict[int, Tensor]:
-    """For each step `x[q] == y[kv]` on integers, the pairs of tiles that meet, q * columns + kv, in order."""
+    """For each step `x[q] == y[kv]` on integers, the pairs of tiles with a common value: q * columns + kv, in order."""
     found = {}
     for i in program.needed([program.output]):
         step = program.steps[i]

@@ -32,14 +32,14 @@ from .lists import lists_from_runs
 from .ordinary import ordinary_tensors
 from .tables import Extent
 
-# Lists whose length changes have room for so many tiles: torch takes a size that may be 1 for another case, for
-# which it compiles again and which it does not export.
+# Lists whose length changes have room for at least so many tiles: where a size may be 1, torch compiles a second
+# time, and refuses to export.
 LEAST_ROOM = 2
 TENSOR, INTEGER, FLOAT = "tif"  # what a capture is; a float comes as a tensor
 
 
 def _dispatch_of_a_new_thread() -> tuple[Any, Any]:
-    """The dispatch keys that are on and off where nothing has changed them, as this module's import may find them."""
+    """The dispatch keys that a fresh thread has on and off; where this is imported they may have been changed."""
     found: list[Any] = []
     keys = (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
     thread = threading.Thread(target=lambda: found.extend(read() for read in keys))
@@ -52,7 +52,7 @@ _PLAIN_DISPATCH = _dispatch_of_a_new_thread()
 
 
 class _BlockLists(HigherOrderOperator):
-    """Dynamo puts `block_lists` in its place; it runs as it is where the graph broke at the mask_mod."""
+    """Dynamo replaces it by `block_lists`. Where the graph broke at the mask_mod it runs as it is."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")
@@ -96,7 +96,7 @@ def _block_lists(
     They have `room` for that many rows and columns of tiles.
     """
     traced, kinds = _mask_from(mask_mod)
-    # Packaged code gives no list where it is empty.
+    # Packaged code gives None for an empty list.
     given, integers = iter(tensors or ()), iter(numbers or ())
     captures: list[Any] = [next(integers if kind == INTEGER else given) for kind in kinds]
     captures = [c.item() if kind == FLOAT else c for c, kind in zip(captures, kinds, strict=True)]
@@ -106,7 +106,7 @@ def _block_lists(
 
     bound.__name__ = "mask_mod"
     extent = _extent(sizes)
-    # The op may be called from below a dispatch mode, where vmap and tracing do not work.
+    # The op may run inside a dispatch mode, where vmap and tracing do not work.
     with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH):
         return _lists(bound, extent, room, like.device, separate_full_blocks, unstated)
 
@@ -153,7 +153,7 @@ def lists_in_trace(
     separate_full_blocks: bool,
     unstated: str,
 ) -> list[Tensor]:
-    """What `block_lists` gives, where something traces that is not Dynamo."""
+    """The result of `block_lists` under a tracer other than Dynamo."""
     mod, captures = lift(mask_mod, MASK_LANES, like)
     kinds = "".join(map(_kind_of, captures))
     tensors = [
@@ -247,7 +247,7 @@ def _register() -> None:
             call = (
                 like.as_proxy(),
                 _mask_text(module, like.as_proxy().node.meta["example_value"], examples, "".join(kinds)),
-                # The op cannot take a float that changes; as a tensor of its own precision it is the same.
+                # The op cannot take a float that changes, so it gets a float64 tensor, which holds the same number.
                 [
                     float_to_tensor(tx, like, c, torch.float64)
                     for c, kind in zip(captures, kinds, strict=True)

@@ -1,4 +1,4 @@
-"""The rules of mod_ir/ranges.py for the values of a dtype on many rectangles at once, and rules for tensors alone.
+"""The rules of mod_ir/ranges.py on tensors of many rectangles, with dtypes; and the rules that tensors alone need.
 
 A rule returns None where it claims nothing: where a result could wrap around in its dtype, or be no number.
 """
@@ -34,7 +34,7 @@ Rule = Callable[..., "Interval | None"]
 
 
 def _arithmetic(rule: Callable[..., Interval | None]) -> Rule:
-    """Promotes; refuses booleans and infinities, on which arithmetic makes NaNs."""
+    """Promotes the operands. Claims nothing for booleans, nor for infinities, from which arithmetic makes NaN."""
 
     @functools.wraps(rule)
     def wrapped(*operands: Operand, **kwargs: Any) -> Interval | None:
@@ -58,7 +58,7 @@ def _integer(rule: Callable[..., Interval | None]) -> Rule:
 
 
 def _ruled(rule: Callable[..., Range], dtype: torch.dtype, *operands: Interval) -> Interval | None:
-    """A rule on the exact ends of whole tensors, which tell what could wrap, and then on those of rectangles."""
+    """Applies a rule to the exact ends of whole tensors, which show whether anything could wrap, and to rectangles."""
     outer = rule(ranges.NUMBERS, *(x.outer for x in operands))
     if dtype in INT_DTYPES and not fits(*outer, dtype):
         return None
@@ -159,7 +159,7 @@ def _same_quotient(a: Interval, b: Interval, rounding_mode: str) -> Tensor:
 
 @_integer
 def remainder(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
-    """The sign of the divisor; increasing as long as the quotient stays the same."""
+    """It has the divisor's sign, and increases as long as the quotient stays the same."""
     if b.least <= 0 <= b.most or a.least == torch.iinfo(torch.int64).min:
         return None
     same = _same_quotient(a, b, "floor")
@@ -176,7 +176,7 @@ def remainder(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
 
 @_integer
 def fmod(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
-    """The sign of the dividend."""
+    """It has the dividend's sign."""
     if b.least <= 0 <= b.most or min(a.least, b.least) == torch.iinfo(torch.int64).min:
         return None
     same = _same_quotient(a, b, "trunc")
@@ -290,7 +290,7 @@ def _connective(name: str) -> Rule:
 
 
 def _bitwise(op: Callable, kind: str) -> Rule:
-    """Exact where both operands are single values; else bounds from the bits that can be set."""
+    """The result itself where both operands are single values; else bounds from the bits that can be set."""
 
     on_bools = _connective(kind)
 
@@ -323,7 +323,7 @@ def bitwise_not(a: Operand) -> Interval | None:
 
 
 def _shift(op: Callable, exact: Callable) -> Rule:
-    """A shift by the dtype's width or more, or by a negative amount, has a meaning of its own."""
+    """Claims nothing for shifts by the dtype's width or more, or by a negative number, which torch defines."""
 
     @_integer
     def rule(dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:

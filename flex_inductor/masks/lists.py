@@ -73,7 +73,7 @@ def block_mask_from_runs(
 
 
 def block_mask_of(lists: Sequence[Tensor | None], extent: Extent, mask_mod: Callable) -> BlockMask:
-    """A BlockMask of its eight lists, or of the four there are without full blocks."""
+    """The BlockMask of eight lists, or of four if there are no full blocks."""
     if len(lists) < len(LISTS):
         lists = [*lists[:2], None, None, *lists[2:], None, None]
     tensors: dict[str, Any] = dict(zip(LISTS, lists, strict=True))

@@ -15,11 +15,11 @@ R = TypeVar("R")
 
 
 def ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which makes no tensors of inference mode: a mask made for evaluation also serves training."""
+    """`function`, run outside of inference mode: a mask that is made for evaluation also serves training."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # A graph's tensors are what it is called for, and an export would keep the modes as nodes.
+        # In a trace the mode does not matter, and an export would keep leaving it as a node.
         if torch.compiler.is_dynamo_compiling() or compat.is_exporting():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():

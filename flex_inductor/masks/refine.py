@@ -20,7 +20,7 @@ FIRST_RECTANGLES = 1 << 13
 RECTANGLES_AT_ONCE = 1 << 17
 POINTS_AT_ONCE = 1 << 20
 WITNESSES = 64
-POINTS_PER_LOOKUP = 256  # looking up equal values takes some 256 evaluations of the mask for each token
+POINTS_PER_LOOKUP = 256  # looking up one token's value takes about as long as so many evaluations of the mask
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -162,7 +162,7 @@ class _Refinement:
     def _witness(
         self, tiles: Rectangles, seen: Tensor, which: Tensor, points: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Evaluates the points of each tile; returns the tiles that have not shown both values yet."""
+        """Evaluates the points of each tile; returns the tiles in which not both values have been seen."""
         function = torch.vmap(self.program.function(self.program.output))
         count = points[0].numel()
         if which.numel() == 0:

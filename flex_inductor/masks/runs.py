@@ -70,7 +70,7 @@ def counted(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def covering(runs: Runs) -> Runs:
-    """The same lines as ranges that leave nothing out: EMPTY ones fill the gaps."""
+    """The lines without gaps: where nothing is listed there are EMPTY ranges."""
     every = torch.arange(runs.lines, device=runs.line.device)
     gap_start = torch.where(runs.line == preceding(runs.line, -1), preceding(runs.stop, 0), 0)
     ends = torch.zeros(runs.lines, dtype=torch.int64, device=runs.line.device)
@@ -86,7 +86,7 @@ def covering(runs: Runs) -> Runs:
 
 
 def overlay(a: Runs, b: Runs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Both cut at the other's borders: (line, start, stop, kind in a, kind in b), nothing left out."""
+    """Ranges over which neither changes, covering every line: (line, start, stop, kind in a, kind in b)."""
     a, b = covering(a), covering(b)
     keys = [r.line * r.columns + r.start for r in (a, b)]
     cuts = torch.unique(torch.cat(keys))
@@ -121,7 +121,7 @@ def transposed(runs: Runs, grids: int) -> Runs:
     kind = new[changed][entry]
     order = torch.argsort((grid * runs.columns + column) * stretched + row)
     line, row, kind = (grid * runs.columns + column)[order], row[order], kind[order]
-    # The next change in the same column ends a run; an EMPTY one only ends.
+    # The next change in the same column ends a run. A change to EMPTY begins none.
     stop = following(row, 0)
     begins = kind != EMPTY
     return Runs(grids * runs.columns, rows, line[begins], row[begins], stop[begins], kind[begins])
@@ -149,7 +149,7 @@ def to_grid(runs: Runs) -> Tensor:
 def column_lists(runs: Runs, kind: int, entries_at_once: int = 1 << 20) -> tuple[Tensor, Tensor]:
     """torch's (num_blocks, indices): for each line the columns of `kind` in order, then all others.
 
-    The entries rise by one except where a range ends, so they are the running sum of ones and jumps.
+    Entries rise by one within a range and jump at its end: they are the running sum of ones and jumps.
     """
     pieces = covering(runs)
     wanted = pieces.kind == kind
@@ -159,7 +159,7 @@ def column_lists(runs: Runs, kind: int, entries_at_once: int = 1 << 20) -> tuple
     head = (pieces.line != preceding(pieces.line, -1)).nonzero().squeeze(-1)
 
     def before(amount: Tensor) -> Tensor:
-        """What earlier ranges of the same line add up to."""
+        """The sum over earlier ranges of the same line."""
         running = amount.cumsum(0) - amount
         return running - running[head][pieces.line]
 

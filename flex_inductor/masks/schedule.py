@@ -256,7 +256,7 @@ def extent_of(block_mask: BlockMask) -> Extent:
 
 
 def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
-    """The runs of a BlockMask's rows, and the (batch, heads) they are kept for; expanded ones count once."""
+    """The runs of a BlockMask's rows, and the (batch, heads) they are kept for: 1 for a dimension that is expanded."""
     rows, columns = extent_of(block_mask).tiles
     listed = [
         (block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL),

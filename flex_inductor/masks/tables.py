@@ -1,4 +1,4 @@
-"""Exact bounds of everything that depends on one side only.
+"""Exact bounds of everything that depends on q alone or on kv alone.
 
 A value that does not depend on both q and kv (`doc[q]`, `kv % 128 < 3`, a hash of q) is computed for
 every position, whatever operations it is made of, and reduced to its minimum and maximum over each tile.
@@ -79,7 +79,7 @@ def _grouped(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def build_tables(program: MaskProgram, steps: list[int], extent: Extent) -> dict[int, Table]:
-    """Tables of the `steps` of dtypes with an order; those of one side share one pass over the positions."""
+    """Tables of those `steps` whose dtype has an order. Steps of one side share one pass over the positions."""
     tables: dict[int, Table] = {}
     sides: dict[frozenset[str], list[int]] = {}
     for i in steps:

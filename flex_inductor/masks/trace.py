@@ -189,7 +189,7 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
 
 
 def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device: torch.device) -> MaskProgram:
-    """A function about which no more is known than what it reads, if it can be evaluated at all.
+    """The program of a function that cannot be traced: one step, of which only is known what it reads.
 
     `captured.max().item()` cannot be traced but can be evaluated; `if q_idx > kv_idx:` can do neither.
     """
@@ -219,7 +219,7 @@ def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device:
 
 
 def _varies_with(flat: Callable, name: str, device: torch.device) -> bool:
-    """Whether the value is computed from an index: vmap repeats with stride 0 what it does not depend on."""
+    """Whether the value depends on an index: along others vmap's result has stride 0."""
     lanes = [
         torch.zeros(2 if name == index else (), dtype=torch.int64, device=device) for index in INDEX_NAMES
     ]
@@ -264,7 +264,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch would import Dynamo, which takes a second, to keep it away. `in_graph` tells Dynamo once it is loaded.
+        # torch.compiler.disable would import Dynamo, which takes a second. `in_graph` tells Dynamo once it is loaded.
         return False
 
     def run(self, flat: Callable) -> Any:
@@ -297,7 +297,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _step_of(self, tensor: Tensor) -> int:
-        """The step that gave a tensor; what none has given is captured."""
+        """The step that made a tensor; a tensor that no step has made is a capture."""
         if id(tensor) not in self.values:
             _check_device(tensor, self.mask_mod, self.device)
             leaf = Step(tensor, (), {}, tensor.dtype, tuple(tensor.shape), frozenset())
@@ -342,7 +342,7 @@ class _NeedsValue(Exception):
 
 
 def _step(target: Any, args: Any, kwargs: Any, value: Tensor | None, steps: list[Step]) -> tuple[Step, Any]:
-    """A step, and what equals that of an equal step; None where that cannot be told."""
+    """A step, and a key that equal steps share; None if there is no such key."""
     dtype, shape = (None, (-1,)) if value is None else (value.dtype, tuple(value.shape))
     step = Step(target, tuple(args), dict(kwargs), dtype, shape, frozenset())
     if getattr(target, "overloadpacket", None) not in _VALUE_FREE:

@@ -1,4 +1,4 @@
-"""A place for traces of mods that nothing around them sees."""
+"""Traces a mod while hiding the trace from everything around it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .. import errors
 
 @contextlib.contextmanager
 def apart_from_surrounding_trace() -> Iterator[None]:
-    """Nothing around (a trace, functionalization, any mode, functorch, autocast) sees what happens inside."""
+    """Hides what happens inside from what is around: a trace, functionalization, modes, functorch, autocast."""
     with (
         suspend_functionalization(),
         _disable_current_modes(),
@@ -48,7 +48,7 @@ def _without_tracers_functions() -> Iterator[None]:
 
 
 def _plain_saved_tensors() -> Any:
-    """Replaces the hooks by which a checkpoint saves tensors; torch.func.grad leaves none to replace."""
+    """Autograd saves tensors itself, not by the hooks of a checkpoint. Under torch.func.grad there are none."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
     return saved_tensors_hooks(_packed, _unpacked)
@@ -59,7 +59,7 @@ def _packed(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
-    """What autograd does itself where there are no hooks: a value that has changed since gives a wrong gradient."""
+    """The saved value, or an error if it has been changed in place since, as autograd does without hooks."""
     tensor, version = packed
     if tensor._version != version:
         raise errors.value_overwritten()
@@ -67,9 +67,9 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def _plain_backward() -> Any:
-    """Keeps compiled autograd, where it is on, from compiling the derivative of a mod."""
+    """Keeps compiled autograd from compiling the derivative of a mod."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    # It is on or off for the whole process: where it is off, no other thread may see it touched.
+    # A setting of the whole process, which other threads would see change: it is left alone where it is off.
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
         return contextlib.nullcontext()
     return compiled_autograd._disable()

@@ -1,7 +1,7 @@
 """Finding what a Python mod captures, so that captured tensors become inputs of the op.
 
 Dynamo does this for compiled calls. Without it the mod is run once on fake 0-d tensors, and every
-tensor it uses that it did not make itself is a capture. So is a number that changes, while an export traces.
+tensor it uses that it did not make itself is a capture. While an export traces, so is a number that changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
 
 
 def _identity(value: Any) -> Any:
-    """What makes it the same capture: arithmetic gives the same changing number as another object each time."""
+    """A key for one capture. Arithmetic gives a new object each time for one and the same changing number."""
     return id(value) if isinstance(value, Tensor) else value.node.expr
 
 
@@ -72,7 +72,7 @@ class LiftedMod:
 
 
 class _Exchange(TorchFunctionMode):
-    """Torch functions called inside get `instead_of(tensor)` for every tensor they are called with."""
+    """Passes `instead_of(tensor)` for each tensor to the torch functions called inside."""
 
     def __init__(self, instead_of: Callable[[Any], Any]):
         super().__init__()
@@ -84,13 +84,13 @@ class _Exchange(TorchFunctionMode):
 
 
 def _returned(result: Any, given: Sequence[Any], args: Sequence[Any]) -> Any:
-    """What the mod keeps where a function returns what it was given, as `module.buffer += 1` does."""
+    """The mod's own tensor where a function returned the one passed instead, as `module.buffer += 1` does."""
     same = (arg for arg, instead in zip(args, given, strict=True) if instead is result)
     return next(same, result) if isinstance(result, Tensor) else result
 
 
 def _exchanged(args: tuple) -> tuple:
-    """What an autograd.Function gets in this thread: no torch function sees the tensors that its `apply` takes."""
+    """The same exchange for the arguments of autograd.Functions in this thread: no torch function mode sees these."""
     not_replayable()
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, _Exchange):
@@ -102,7 +102,7 @@ compat.change_function_arguments(_exchanged)
 
 
 class _Record(_Exchange):
-    """Collects the tensors that are computed with and that nothing inside has made."""
+    """Collects the tensors that the mod computes with and has not made."""
 
     def __init__(self, fake_mode: FakeTensorMode, query: Tensor, name: str):
         super().__init__(self.capture)
@@ -119,7 +119,7 @@ class _Record(_Exchange):
         return self.stand_in(value) if isinstance(value, Tensor) else value
 
     def made_inside(self, value: Any) -> bool:
-        """What functorch wraps around is known by where it came from, anything else by the fake mode it belongs to."""
+        """Whether the mod made it: it has this fake mode, or is noted as a result, as functorch's wrappers are."""
         return id(value) in self.results or getattr(value, "fake_mode", None) is self.fake_mode
 
     def stand_in(self, tensor: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class _Record(_Exchange):
         given = tree_map_only(Tensor, self.stand_in, args)
         result = _returned(func(*given, **tree_map_only(Tensor, self.stand_in, kwargs)), given, args)
         made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
-        # Whoever asks for a shape or a dtype computes with no tensor; `t[i] = x` gives None and does.
+        # Asking for a shape or a dtype is no computation. `t[i] = x` is one, though it returns None.
         if made or result is None:
             tree_map_only(_CAPTURED, self.capture, (args, kwargs))
         self.results.update((id(tensor), tensor) for tensor in made)
@@ -198,7 +198,7 @@ def names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
 
 
 def _names_of(name: str, value: Any) -> Iterator[tuple[int, str]]:
-    """The same for a variable: a tensor, a container of tensors, or an object that has some."""
+    """The same for one variable: a tensor, a container of tensors, or an object with tensors."""
     if isinstance(value, Tensor):
         yield id(value), name
     elif isinstance(value, (list, tuple)):

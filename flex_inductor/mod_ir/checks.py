@@ -57,7 +57,7 @@ def _checked_joint(
 
 
 def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:
-    """Refuse what must not happen anew for every score; `names` are those of the graph's arguments."""
+    """Refuse writes to captures, random numbers and the like; `names` are those of the graph's arguments."""
     if written := written_placeholder(graph):
         position, op = written
         raise errors.capture_mutated(field, names[position], op)
@@ -68,7 +68,7 @@ def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:
 
 
 def mark_checked(graph: fx.GraphModule) -> fx.GraphModule:
-    """Say that `graph` needs no second look from `lane_graph`."""
+    """Have `lane_graph` take `graph` as it is: it has been checked."""
     graph.meta[_CHECKED] = True
     return graph
 
@@ -95,7 +95,7 @@ def random_op(module: fx.GraphModule) -> str | None:
 
 
 def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
-    """The first number beyond the dtype that it meets: torch makes infinity, another integer or an error of it."""
+    """The first number that does not fit the dtype it meets: torch gives infinity, another integer or an error."""
     for node in module.graph.nodes:
         tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
         dtypes = [t.dtype for t in tensors if isinstance(t, Tensor)]

@@ -1,4 +1,4 @@
-"""Other ways to look a value up in a tensor, as the indexing that mods are made of.
+"""Rewrites other ways to look values up, such as index_select, as indexing.
 
 Only indexing is guarded: a lane that is not live may hold an index that is out of range.
 """
@@ -21,7 +21,7 @@ def as_indexing(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor |
 
 
 def _rows(input: Tensor, index: Tensor) -> Tensor:
-    """input[index]. A single index is used as the 0-d tensor that lanes hold, which differentiates best."""
+    """input[index]. A single index stays a 0-d tensor, which has the simplest gradient."""
     if index.numel() != 1:
         return aten.index.Tensor(input, [index])
     return aten.index.Tensor(input, [index.reshape(())]).reshape((*index.shape, *input.shape[1:]))

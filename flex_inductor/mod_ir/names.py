@@ -10,7 +10,7 @@ from torch import fx
 
 
 class WrappedMod:
-    """A mod changed by a rule, its captures already among the op's inputs."""
+    """A mod that one of the op's rules has wrapped; its captures are inputs of the op already."""
 
     def __init__(self, fn: Callable, names: Sequence[str]):
         self.fn, self.names = fn, tuple(names)

@@ -35,19 +35,19 @@ def normalize(graph: fx.Graph) -> None:
         elif node.target in _SLICES:
             _clamp_slice(node, _SLICES[node.target])
         elif node.target is aten.neg.default and _is_cast(cast := node.args[0]):
-            # Rounding and the sign may change places; a cast that comes last can be done once, to a sum.
+            # The negation of a cast becomes the cast of a negation: a cast that comes last can be applied to a sum.
             with graph.inserting_before(node):
                 negative = graph.call_function(aten.neg.default, cast.args)
             negative.meta = dict(cast.args[0].meta)
             node.target, node.args, node.kwargs = cast.target, (negative,), cast.kwargs
 
 
-# Of ops that take a slice, where its dimension stands among the arguments; start and end follow.
+# Ops that take a slice -> which argument is its dimension; start and end are the next two.
 _SLICES = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
 
 
 def _clamp_slice(node: fx.Node, at: int) -> None:
-    """`t[1:]` ends at the largest integer, with which torch's vmap cannot reckon."""
+    """Replace the end of `t[1:]`, the largest integer, by the length: torch's vmap overflows on it."""
     dim, start, end = (*node.args[at:], *(0, None, None)[len(node.args) - at :])[:3]
     size = node.args[0].meta["val"].shape[dim]
     if isinstance(size, int) and all(n is None or isinstance(n, int) for n in (start, end)):

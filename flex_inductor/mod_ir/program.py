@@ -23,9 +23,9 @@ AXES = ("b", "h", "q_idx", "kv_idx")
 
 
 class Leaf(NamedTuple):
-    """Lanes add their value at `indices` into zeros of `shape`; without indices, whole values add up.
+    """A tensor of `shape` to which each lane adds a value at its indices; without indices whole values add up.
 
-    The indices are of the first dimensions: the value is a number, or a row where there are more.
+    Indices are for the first dimensions. If there are more dimensions, the value is a row, else a number.
     """
 
     shape: tuple[int, ...]  # positions among the invariants where a size is only known at run time

@@ -1,9 +1,9 @@
-"""Bounds of what an operation gives from bounds of its operands: one rule for each operation, whatever ends are.
+"""Bounds of an operation's result from bounds of its operands: one rule for each operation.
 
-An end of a range is a number, a tensor with an end in each element, an expression of sizes, or the text of one in
-another language: anything with + - * and comparisons. How two ends are ordered is told by `Order`.
+A range has two ends. An end is a number, a tensor (one range in each element), an expression of sizes, or the text of
+an expression in another language: anything with + - * and comparisons. `Order` has the lesser and the greater of two.
 
-Rules are about numbers without limits. Who applies them sees to it that nothing wraps around, or that it does no harm.
+Rules hold for integers of any size. Whoever applies one checks that nothing wraps around, or that it does not matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FX graphs as text and back. The text is data: reading it imports nothing and runs no code of its making.
+"""FX graphs as text and back. The text is data: reading it imports nothing and runs no code from it.
 
     {"inputs": 5,
      "constants": [["torch.float32", [2], "cpu", "<bytes in base64>"]],
@@ -29,9 +29,9 @@ from torch._ops import OpOverload
 from .. import compat, errors
 
 FORMAT = 1
-DEPTH = 4  # how far lists go into each other in an argument
+DEPTH = 4  # how deeply lists may be nested in an argument
 
-# What arithmetic on sizes is made of.
+# Python's functions that may compute with sizes.
 _FUNCTIONS: dict[str, Callable] = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in (
@@ -72,7 +72,7 @@ def expect(condition: bool, what: str) -> None:
         raise errors.bad_mod_text(what)
 
 
-# ---- Writing --------------------------------------------------------------------------------------
+# Writing.
 
 
 def graph_data(module: fx.GraphModule) -> dict[str, Any]:
@@ -101,7 +101,7 @@ _keys: WeakKeyDictionary[fx.GraphModule, str] = WeakKeyDictionary()
 
 
 def graph_key(module: fx.GraphModule) -> str:
-    """The same for equal graphs; short, and found once for each."""
+    """A short key, the same for equal graphs; computed once for each graph."""
     if module not in _keys:
         _keys[module] = hashlib.sha256(dump(graph_data(module)).encode()).hexdigest()
     return _keys[module]
@@ -146,7 +146,7 @@ def _constant_data(constant: Any, name: str) -> list[Any]:
     return [str(constant.dtype), list(constant.shape), str(constant.device), text]
 
 
-# ---- Operators ------------------------------------------------------------------------------------
+# Operators.
 
 
 @functools.cache
@@ -168,12 +168,12 @@ def _operator(name: str) -> Callable:
 def _is_registered(name: str) -> bool:
     try:
         return _OPERATOR_NAME.fullmatch(name) is not None and torch._C._dispatch_has_kernel(name)
-    except RuntimeError:  # a word that no operator may have for a name
+    except RuntimeError:  # not a valid name of an operator
         return False
 
 
 def _why_refused(op: OpOverload) -> str | None:
-    """What its schema and tags say against an operator in a mod, or None."""
+    """Why a mod may not use the operator, by its schema and tags; None if it may."""
     takes = [_kind(argument) for argument in op._schema.arguments]
     gives = [_kind(result) for result in op._schema.returns]
     if torch.Tag.nondeterministic_seeded in op.tags:
@@ -193,7 +193,7 @@ def _kind(argument: Any) -> str:
     return re.sub(r"(Optional|List)\[|\]", "", str(argument.type))
 
 
-# ---- Reading --------------------------------------------------------------------------------------
+# Reading.
 
 
 class _Value(int):
@@ -238,7 +238,7 @@ def graph_function(data: Any) -> GraphFunction:
     expect(is_count(inputs), f"a graph has {inputs!r} inputs")
     expect(isinstance(constants, list) and isinstance(steps, list), "a graph's parts are not lists")
     held = [_constant(constant) for constant in constants]
-    own = [False] * (inputs + len(held))  # whether a value's memory was made by a step
+    own = [False] * (inputs + len(held))  # whether a step made the value's memory
     read = []
     for step in steps:
         expect(isinstance(step, list) and len(step) == 3, f"a step is {str(step)[:80]}")
@@ -324,7 +324,7 @@ def _constant(data: Any) -> Tensor:
 
 
 def _made_here(name: str, call: Callable, args: list[Any], kwargs: dict[str, Any], own: list[bool]) -> bool:
-    """Whether the memory of a step's result was made by the graph; writing into any other is refused."""
+    """Whether the graph made the memory of a step's result. Only such memory may be written to."""
     if not isinstance(call, OpOverload):
         operands = [*args, *kwargs.values()]
         expect(

@@ -1,6 +1,6 @@
 """Where in somebody's code a traced operation is written.
 
-A line names its file without folders, so that reports can be given to others.
+Files are named without their folders, so that a report shows nothing of the machine it was made on.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ _LINEAR_ARGUMENTS = {
     aten.select_scatter.default: (0, 1),
     aten.slice_scatter.default: (0, 1),
 }
-# Linear in one argument at a time: their product with another gradient would be quadratic.
+# Linear in each argument alone: if two depend on gradients the result is quadratic.
 _BILINEAR = {aten.mul.Tensor, aten.mm.default, aten.matmul.default}
 
 
@@ -111,9 +111,9 @@ def split(module: fx.GraphModule, lanes: Sequence[str]) -> LaneProgram:
 
 
 def with_guards(program: LaneProgram) -> LaneProgram:
-    """`program`, whose lanes take `live` flags: a lane that is not live reads index 0 of whatever it indexes.
+    """`program` with `live` flags as further arguments: a lane that is not live reads index 0 of what it indexes.
 
-    A masked-out lane may so hold an index that is out of range.
+    So a masked-out lane may have an index that is out of range.
     """
     module: Any = program.lane
     graph = fx.Graph()
@@ -145,7 +145,7 @@ def with_guards(program: LaneProgram) -> LaneProgram:
 
 
 def _axes_of(depends: frozenset[str]) -> tuple[str, ...]:
-    """Along which axes something varies; what a score decides varies along all."""
+    """Along which axes something varies; what depends on a score varies along all."""
     return tuple(axis for axis in AXES if axis in depends) if depends <= set(AXES) else AXES
 
 
@@ -208,7 +208,7 @@ class _Splitter:
                 leaves, accumulated = [node], set()
             self.leaf_nodes += [leaf for leaf in leaves if leaf not in self.leaf_nodes]
             self.accumulated |= accumulated
-        # A node that one gradient could not accumulate may be a leaf there and accumulated elsewhere.
+        # A node that is summed whole for one gradient may still be cut into leaves for another.
         self.accumulated -= set(self.leaf_nodes)
 
     def _accumulate(self, node: fx.Node, leaves: list[fx.Node], accumulated: set[fx.Node]) -> bool:
@@ -234,7 +234,7 @@ class _Splitter:
         return all(self._accumulate(node.args[i], leaves, accumulated) for i in on_lanes)
 
     def _scaled(self, node: fx.Node) -> fx.Node | None:
-        """What `node` multiplies by something that is the same for all lanes, or rounds: better done to the sum."""
+        """What `node` scales by the same factor in all lanes, or rounds: that is done once, to the sum."""
         if node.target is aten._to_copy.default and _narrows(node.args[0], node):
             source = node.args[0]
         elif node.target in (aten.mul.Tensor, aten.div.Tensor, aten.neg.default):
@@ -285,7 +285,7 @@ class _Splitter:
         """The values computed from captures alone that lanes, leaves or the epilogue use."""
         used: dict[fx.Node, None] = {}
         for node in self.graph.nodes:
-            if node in self.leaf_nodes:  # its zeros are never made: accumulators take their place
+            if node in self.leaf_nodes:  # an accumulator takes the place of its zeros
                 shape, indices, value = self._leaf_parts(node)
                 inputs = _nodes_in([*shape, *indices, value])
             elif self._is_lane(node) and node.op != "output":
@@ -297,7 +297,7 @@ class _Splitter:
         return [n for n in used if n.op != "placeholder" and not _is_literal(n)]
 
     def _copy(self, graph: fx.Graph, given: dict[fx.Node, fx.Node], wanted: Sequence[Any]) -> list[Any]:
-        """Copy into `graph` what `wanted` needs beyond what is `given`."""
+        """Copy `wanted` into `graph`, and what they need that is not `given`."""
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in given:
@@ -346,7 +346,7 @@ class _Splitter:
 def _tensors(
     lane: fx.GraphModule, lanes: Sequence[str], guards: Sequence[tuple[str, ...]]
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """The largest tensor that lanes hold of those that vary along the same axes, for each such set of axes."""
+    """For each set of axes, the size of the largest tensor in a lane that varies along them."""
     given = [*((name,) if name in AXES else AXES for name in lanes), *guards]
     placeholders = lane.graph.find_nodes(op="placeholder")
     varies = {node: frozenset(axes) for node, axes in zip(placeholders, given, strict=False)}
@@ -380,7 +380,7 @@ def _nodes_in(argument: Any) -> list[fx.Node]:
 
 
 def _sums_lanes_alone(node: fx.Node, on_lanes: Sequence[int]) -> bool:
-    """Whether `node` adds nothing to what depends on lanes: an invariant summand would count once for each lane."""
+    """Whether all that `node` adds up depends on lanes: any other summand would be counted once for each lane."""
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return len(on_lanes) == 2
     if node.target in (aten.select_scatter.default, aten.slice_scatter.default):

@@ -96,7 +96,7 @@ def _trace(
 
 @contextlib.contextmanager
 def numbers_known() -> Iterator[None]:
-    """Around a trace of a mod: refuses arithmetic inside it on numbers of a surrounding trace."""
+    """Around a trace of a mod: an error where the mod computes with a changing number of a surrounding trace."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """From a function of tensors to its FX graph of aten ops, in any thread.
 
 torch's make_fx gives the same graph, but while it runs it patches nn.Module and tells all threads that a
-trace is going on. Two at once leave both in a wrong state for good, and no thread may then call compiled
-code. What is used here belongs to the thread that traces.
+trace is going on. Two traces at once would leave both changed for good, and meanwhile no thread may call compiled
+code. What is used here concerns only the thread that traces.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Tracer(PythonKeyTracer):
         return node
 
     def keeping_lines(self, mod: Callable) -> Callable:
-        """`mod`, so that what is traced of a graph knows the line of the user's code that each node comes from."""
+        """`mod`; if it is a graph, a trace of it keeps the line of the user's code that each node comes from."""
         return _KeepingLines(mod, self).run if isinstance(mod, fx.GraphModule) else mod
 
     def at_line(self, line: str | None) -> None:
-        """What is traced from now on comes from there."""
+        """Set the line for what is traced from now on."""
         self._line = line
 
     def place_backward(self, value: Any) -> None:
-        """The derivatives of `value`, as far as they are new, come from the present line."""
+        """Set the present line for the derivatives of `value` that have none yet."""
         line = self._line
         nodes = [tensor.grad_fn for tensor in tree_iter(value) if isinstance(tensor, Tensor)]
         while nodes:
@@ -80,7 +80,7 @@ def _without_nan_checks() -> Any:
 
 
 class _NoneIsTrue(TorchDispatchMode):
-    """Answers the one question that autograd asks of a gradient's NaNs."""
+    """Answers autograd's question whether a gradient has a NaN: no."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._is_any_true.default:

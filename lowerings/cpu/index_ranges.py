@@ -1,6 +1,6 @@
 """Whether an index that a lane computes can leave the tensor it looks up: ranges whose ends are made of sizes.
 
-What is found holds modulo the size of the dtype: a sum that wraps around and back again is right in the end.
+Ranges are those of exact integers. Where sums or products wrap around, a result that fits its dtype is right again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RULES = {
     aten.remainder.Scalar: "remainder",
     aten.sub.Tensor: "sub",
 }
-# To the others it matters whether an operand has wrapped around.
+# All others need operands that have not wrapped around.
 _MODULAR = ("add", "mul", "neg", "sub")
 
 

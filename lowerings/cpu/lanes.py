@@ -1,7 +1,7 @@
 """Mods as the bodies of loops over a tile: Inductor lowers the lane graph and vectorises it.
 
-The tile's coordinates are symbols of the kernel. Lane indices are expressions in them rather than
-loaded arrays, so a captured tensor indexed by `kv_idx` is read with vector loads.
+The tile's coordinates are symbols of the kernel. Indices are expressions in them, not
+arrays, so a captured tensor indexed by `kv_idx` is read with vector loads.
 
 Buffers that the C++ around a body holds, rows TILE_LD apart where they have lanes:
   raw            scores before score_mod
@@ -102,7 +102,7 @@ class Lanes:
         )
 
     def in_range(self, index: Any, size: Any) -> bool:
-        """Whether an index, a node of the lane graph, stays below `size` whatever the lane."""
+        """Whether an index, a node of the lane graph, lies within `size` in every lane."""
         return in_range(index, size, self.sizes)
 
     def _drop_needless_guards(self) -> None:
@@ -181,7 +181,7 @@ def gradient_stores(joint: Lanes, mask: Lanes | None) -> list[Store]:
 
 
 class Scatter(NamedTuple):
-    """How a leaf's lanes reach it: summed along the tile's rows or columns first where its index allows."""
+    """How lanes add to a leaf. What has the same index along rows or columns of the tile is summed there first."""
 
     over_rows: bool  # one sum for each column
     over_columns: bool  # one sum for each row

@@ -75,7 +75,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
 
 
 def kinds(problem: AttentionProblem) -> dict[str, list[str]]:
-    """The kernels in which keys stay, and whose gradients each finds; a config by its name asks for a kernel."""
+    """The kernels that hold a tile of keys, each with the inputs whose gradients it gives; `configs` may name one."""
     asked = {kernel for kernel, _ in problem.options.configs}
     wanted: list[str] = [name for name in ("key", "value") if name in problem.outputs]
     if ONE_PASS in asked and {"query", "key"} <= set(problem.outputs):
@@ -96,8 +96,8 @@ def _grad_out(problem: AttentionProblem, call: Any) -> Any:
 
 
 def _exponent(call: Any) -> Any:
-    """[B, H, whole tiles]: the logsumexp in base two, which every tile subtracts; rows without live lanes and those
-    beyond the last have inf, so that their weights are 0."""
+    """[B, H, whole tiles]: the logsumexp in base two, which is subtracted from scores; inf for rows without live
+    lanes and beyond the last, so that their weights are 0."""
     nothing = lowerings[aten.eq](call.lse, float("-inf"))
     finite = lowerings[aten.where](nothing, float("inf"), call.lse)
     return _in_whole_tiles(lowerings[aten.mul](finite, LOG2_E), float("inf"))
@@ -110,7 +110,7 @@ def _in_whole_tiles(rows: Any, beyond: float) -> Any:
 
 
 def _delta(call: Any) -> Any:
-    """[B, H, whole tiles]: what the softmax's own gradient subtracts in every row."""
+    """[B, H, whole tiles]: what the gradient of the softmax subtracts in each row."""
     parts = []
     if call.grad_out is not None:
         products = lowerings[aten.mul](
@@ -170,7 +170,7 @@ def _dkdv(
     wanted: Sequence[str],
     sums: Sequence[captured.Sum],
 ) -> dict[str, Any]:
-    if "key" not in wanted:  # values have the same gradient whatever made the score
+    if "key" not in wanted:  # the values' gradient needs none of the score's
         found = found._replace(joint=None)
     builder = Builder(problem, found, ("b", "h", "kv_idx"), call.inputs.tile_map)
     batches, _, keys = walked(problem)
@@ -248,7 +248,7 @@ def _accumulated(placed: Sequence[captured.Placed]) -> list[str]:
 
 
 def _heads_in_an_instance(problem: AttentionProblem, config: Config) -> int:
-    """Of the query heads that share a KV head: all where that leaves instances enough, else one."""
+    """How many of the query heads that share a KV head: all if there are instances enough even so, else one."""
     group = int(problem.H) // int(problem.K)
     batches, _, keys = walked(problem)
     instances = tiles(keys, config.block_n) * problem.K * batches

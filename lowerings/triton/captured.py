@@ -1,14 +1,14 @@
-"""Gradients of captured tensors: what lanes add into the leaves of the joint program, and what becomes of it.
+"""Gradients of captured tensors: how lanes add to the leaves of the joint program.
 
     stores   where every lane has an element to itself
-    atomics  elsewhere: instances add fp32 in whatever order they come
+    atomics  elsewhere: instances add fp32, in no fixed order
 
-Under torch.use_deterministic_algorithms no order matters:
+Under torch.use_deterministic_algorithms results do not depend on the order:
 
-    slots    where the index does not change along the keys, every row of queries has a slot for its sum and one
-             for the sum's place, and index_put adds them up in order: a few times the memory of a logsumexp
-    units    elsewhere instances add integers, multiples of a unit that is too small to show in fp32 and too large
-             for any sum to overflow: a first pass adds up the magnitudes of all contributions. 8 bytes an element
+    slots    where the index does not change along the keys: each row of queries has a slot for its sum and one for
+             the sum's place, and index_put adds them up in order. A few times the memory of a logsumexp
+    units    elsewhere: instances add integers, multiples of a unit so small that fp32 shows no difference and so
+             large that no sum overflows. A first pass finds it: it adds up all magnitudes. 8 bytes an element
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .kernel_builder import Builder, Inline
 
 aten = torch.ops.aten
 
-# A sum of magnitudes is at most this many units: int64 holds twice as much, should rounding have made it too small.
+# The sum of all magnitudes is this many units. int64 holds twice as many, as the sum may have been rounded down.
 _UNITS_LOG2 = 61
 
 
 class Sum(NamedTuple):
     """What lanes add into one leaf.
 
-    `where`: by "lane"; by "column" of a tile, what the kernel walks; or at the kernel's end, by "row" or "once".
+    `where` it is added: by each "lane", by each "column" of a tile, or at the kernel's end by each "row" or "once".
     """
 
     how: str  # "stores", "atomics", "slots", "units", or "magnitude" where only that is wanted
@@ -56,14 +56,14 @@ class Placed(NamedTuple):
     where: str
     value: str  # of each lane, as a tile
     offset: str
-    inside: str  # the comparisons that hold where the leaf has an element, or None
-    pointed: str  # `inside`, and that the lanes that were summed are inside of their tensors, or None
+    inside: str  # the condition that the leaf has such an element, or None
+    pointed: str  # `inside`, and that the lane lies in its tensors, or None
 
 
 def sums(joint: Mod, problem: AttentionProblem, rows: str = "q_idx") -> list[Sum]:
     """An accumulator for every leaf, for a kernel whose tiles have queries or keys for `rows`.
 
-    Those that count in units need `with_units` still.
+    `with_units` completes those that count in units.
     """
     found = []
     leaves = zip(joint.program.leaves, joint.leaf_sizes, _alone(joint, problem), strict=True)
@@ -89,7 +89,7 @@ def _where(leaf: Leaf, rows: str) -> str:
 
 
 def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
-    """For each leaf, whether no two lanes meet: every axis with more than one lane is an index as it is."""
+    """For each leaf, whether each lane has its own element: every axis longer than 1 is an index unchanged."""
     if problem.map_tiles is not None:  # mods may see the same indices in several tiles
         return [False] * len(joint.program.leaves)
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
@@ -109,7 +109,7 @@ def _slots(dtype: torch.dtype, problem: AttentionProblem) -> Any:
 
 
 def magnitudes(found: Sequence[Sum], problem: AttentionProblem) -> list[Sum]:
-    """Every sum with slots for the magnitudes of what rows of queries contribute, if it counts in units."""
+    """For a first pass: the sums that count in units, with slots for the magnitudes of each row's contributions."""
     return [
         total._replace(how="magnitude", buffer=_slots(torch.float32, problem))
         if total.how == "units"
@@ -126,7 +126,7 @@ def with_units(found: Sequence[Sum], measured: Sequence[Sum]) -> list[Sum]:
 
 
 def _per_unit(magnitudes: Any) -> Any:
-    """A power of two, within fp32's range; not a number where a contribution is not finite."""
+    """A power of two, within fp32's range; NaN if a contribution is not finite."""
     total = lowerings[aten.sum](magnitudes)
     log2 = lowerings[aten.sub](float(_UNITS_LOG2), lowerings[aten.ceil](lowerings[aten.log2](total)))
     per_unit = lowerings[aten.exp2](lowerings[aten.maximum](lowerings[aten.minimum](log2, 126.0), -66.0))

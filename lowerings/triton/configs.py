@@ -28,11 +28,11 @@ class Config(NamedTuple):
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, **chosen}
 
     def launch(self, axes: Sequence[str] = ()) -> dict[str, int]:
-        """In the form Inductor's autotuner takes."""
+        """As Inductor's autotuner takes it."""
         return {**self.constants(axes), "num_warps": self.warps, "num_stages": self.stages}
 
 
-STACK_BYTES = 16  # of local memory for each thread that go unnoticed, outside of loops
+STACK_BYTES = 16  # of local memory a thread, outside of loops: too few to matter
 
 LARGEST_TILE = 256  # of either length
 
@@ -40,12 +40,12 @@ AXES = ("descriptors", "persistent", "specialized", "held")
 
 
 def axes_of(configs: Sequence[Config]) -> list[str]:
-    """The axes along which a kernel with these configs is not plain."""
+    """The axes that any of these configs uses."""
     return [axis for axis in AXES if any(getattr(config, axis) for config in configs)]
 
 
 def launched_with(config: Any) -> Config:
-    """What a config of Triton's was made of."""
+    """The Config that a config of Triton's was made from."""
     sizes = config.kwargs
     chosen = {axis: sizes[axis.upper()] for axis in AXES if axis.upper() in sizes}
     return Config(sizes["BLOCK_M"], sizes["BLOCK_N"], config.num_warps, config.num_stages, **chosen)
@@ -61,7 +61,7 @@ class Device(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What timings hold for."""
+        """What timings are valid for."""
         return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
 
     @property
@@ -140,7 +140,7 @@ class Shape(NamedTuple):
         return max(self.D, self.V)
 
 
-# family, or "exact" where Shape is -> largest head dim -> configs, best first
+# family, or "exact" if Shape.exact -> largest head dim -> configs, best first
 Table = dict[str, dict[int, list[Config]]]
 # Shared bytes of an instance and registers of all its threads, about.
 Cost = Callable[[Config, Shape, Device], tuple[int, int]]
@@ -217,12 +217,12 @@ def _ahead(config: Config, device: Device) -> int:
 
 def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     shared, registers = forward_cost(config, shape, device)
-    # Of tiles this small the queries are in registers there too.
+    # With tiles this small the queries are in registers on these cards too.
     held = config.block_m * shape.D * shape.bytes // 4 if device.family == "blackwell" else 0
     return shared, registers + held
 
 
-# How many of a kernel's products have as many multiplications for a score as D, and as V.
+# How many of a kernel's products take D multiplications for a score, and how many V.
 PRODUCTS: dict[Cost, tuple[int, int]] = {
     forward_cost: (1, 1),
     decode_cost: (1, 1),
@@ -233,7 +233,7 @@ PRODUCTS: dict[Cost, tuple[int, int]] = {
     one_pass_cost: (3, 2),
 }
 
-# What the first config that fits is timed with besides, where the card can do it.
+# When tuning, the first config that fits is also timed with these axes, where the card has them.
 VARIANTS: dict[str, Sequence[Sequence[str]]] = {
     "forward": (
         ("descriptors",),
@@ -259,8 +259,8 @@ def variants(kind: str, config: Config, cost: Cost, device: Device, shape: Shape
 def candidates(
     table: Table, cost: Cost, device: Device, shape: Shape
 ) -> tuple[list[Config], list[tuple[Config, str]]]:
-    """The configs that fit, best first, and why the others do not. Where none does, the smallest tile that
-    divides the schedule's blocks is taken all the same."""
+    """The configs that fit, best first, and why the others do not. If none does, the smallest tile that
+    divides the schedule's blocks."""
     classes = table["exact" if shape.exact else device.family]
     last = _LAST_EXACT if shape.exact else LAST
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
@@ -328,7 +328,7 @@ def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[in
     threads = config.warps * device.warp
     if not shape.exact:
         return shared, registers // threads
-    # Found by compiling: products are code without loops, and the longer it is the more values the compiler keeps.
+    # Found by compiling: products are unrolled, and the longer the code the more values the compiler keeps.
     keys, values = PRODUCTS[cost]
     lanes = config.block_m * config.block_n // threads
     multiplied = lanes * (keys * shape.D + values * shape.V)

@@ -1,5 +1,5 @@
-"""Few queries: heads that share a KV head share a tile, and where too few instances are left the keys are split
-among more, and a second kernel puts the parts together."""
+"""Few queries: heads that share a KV head share a tile. Where that makes too few instances, each takes a part of the
+keys, and a second kernel combines the parts."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
     hint = V.graph.sizevars.optimization_hint
     batches, keys = _batches(problem), hint(walked(problem)[2], fallback=0)
     if problem.map_tiles is not None:
-        keys //= max(hint(batches, fallback=1), 1)  # at a guess: what one tile of queries visits
+        keys //= max(hint(batches, fallback=1), 1)  # a guess of what one tile of queries visits
     if keys < WORTH_SPLITTING:
         return 1
     instances = hint(batches * (problem.H // heads), fallback=1)
-    # Rounded down: instances that are too many for a first wave would be a second, mostly idle.
+    # Rounded down: a few more instances than run at once would take a second round, mostly idle.
     wanted = current_device(problem.device).multiprocessors * INSTANCES_EACH // max(instances, 1)
     return max(1, min(wanted, int(tiles(keys, config.block_n)), 128))
 

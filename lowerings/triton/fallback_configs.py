@@ -1,8 +1,8 @@
-"""Where a config cannot be compiled, or a card has not the shared memory or registers for it: the next that fits
-by estimate.
+"""What replaces a config that cannot be compiled, or for which the card lacks shared memory or registers: the next one
+that should fit.
 
-Registers are the compiler's business: a config that it cannot do without local memory is left too, for one of the next
-two if that needs less.
+How many registers a config takes is only known once it is compiled. If it needs local memory, the next two are
+compiled as well, and the one that needs least is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def or_next(kind: str, spare: Sequence[dict[str, int]], asked_for: bool) -> Call
 
 
 class CompilerGaveUp(PTXASError):
-    """In a pass of Triton's. Inductor leaves a config for errors of the assembler, not for this."""
+    """A pass of Triton's failed. After errors of the assembler Inductor tries the next config, after this not."""
 
     def __str__(self) -> str:
         return self.args[0]
@@ -58,8 +58,8 @@ class WithSpare(CachingAutotuner):
     tried: list[tuple[str, str]]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        # Descriptors take memory from Triton's allocator, which is a setting of each thread. Inductor sets it at a
-        # kernel's first call alone.
+        # Descriptors take memory from Triton's allocator, which each thread has to set. Inductor sets it only at a
+        # kernel's first call.
         if "DESCRIPTORS" in self.inductor_meta["declared_constexpr_names"]:
             triton.set_allocator(self._scratch)
         return super().run(*args, **kwargs)
@@ -119,7 +119,7 @@ class WithSpare(CachingAutotuner):
                 self._precompile_worker()
 
     def _next(self, trying: Sequence[Any], error: RuntimeError) -> None:
-        """Leave the configs that failed for the next one."""
+        """Go on to the next config."""
         if not str(error).startswith("No valid triton configs"):
             raise error
         reason = str(error).removeprefix("No valid triton configs. ").partition("\n")[0]
@@ -130,7 +130,7 @@ class WithSpare(CachingAutotuner):
         log.warning("%s: %s: %s; next: %s", self.kind, *self.tried[-1], _text(self.configs[0]))
 
     def _load_source(self) -> None:
-        """A kernel that another process compiled has left its function there."""
+        """A kernel that another process compiled comes without its function: load it."""
         if self.fn.fn is None:
             self.fn = self._reload_kernel().fn
 

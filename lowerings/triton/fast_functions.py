@@ -11,10 +11,10 @@ import math
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
-# Below it in magnitude a few terms of a series are closer than what the hardware gives, less or plus 1.
+# Nearer to 0 a few terms of a series are more exact than the hardware's function minus 1, or of 1 plus the argument.
 _NEAR = 2.0**-6
 
-OF_MULTIPLES = ("exp", "exp2", "sigmoid", "tanh")  # a factor of the argument costs nothing
+OF_MULTIPLES = ("exp", "exp2", "sigmoid", "tanh")  # a factor in the argument costs no instruction
 OTHERS = ("expm1", "log", "log10", "log1p", "log2", "sqrt")
 
 
@@ -59,5 +59,5 @@ class Rough:
         return f"1.0 - 2.0 * {self._reciprocal}{self.exp(x, 2 * factor)} + 1.0)"
 
     def power(self, x: str, exponent: float) -> str:
-        """For an exponent that is not whole: of a negative number it is NaN, of -inf too."""
+        """For an exponent that is not whole, so that negative numbers and -inf give NaN."""
         return f"tl.exp2({self.log2(x)} * {exponent!r})"

@@ -52,7 +52,7 @@ class Arguments:
         return Tensor(name, [*map(self.size, size)], [*map(self.size, stride)], offsets)
 
     def capture(self, value: Any) -> None:
-        """A tensor that lanes read: Inductor's own index expressions say where, from the buffer's start."""
+        """Pass a tensor that lanes read, from its buffer's start: Inductor's index expressions count from there."""
         buffer = V.graph.get_buffer(value.get_name())
         if buffer.get_name() not in self.captures:
             name = f"captured_{len(self.captures)}"
@@ -118,7 +118,7 @@ def launch(firsts: str, second: Any, third: Any, size: Callable[[Any], str]) -> 
 
 
 def _numbered(length: Any) -> bool:
-    """Whether the second or third axis of a launch has room for so many, whatever sizes this compilation serves."""
+    """Whether the second or third axis of a launch may be so long, for every size that this compilation serves."""
     length = sympy.sympify(length)
     if V.graph.sizevars.optimization_hint(length, fallback=LARGEST_GRID + 1) > LARGEST_GRID:
         return False
@@ -134,7 +134,7 @@ def empty(size: Sequence[Any], stride: Sequence[Any] | None, dtype: torch.dtype,
 
 
 class Before(NamedTuple):
-    """What generated code calls before a launch: a function of the kernel, a constant and arguments of the kernel."""
+    """A function that generated code calls before a launch, with the kernel, a constant and some of its arguments."""
 
     function: Callable[..., None]
     constant: str | None

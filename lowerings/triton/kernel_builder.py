@@ -53,7 +53,7 @@ LN_2 = 0.6931471805599453
 
 
 class Tile(NamedTuple):
-    """The columns of a map as kernels load them for the tile of `line_m` or `line_n`, in the map's order."""
+    """What kernels load of the map's line `line_m` or `line_n`: its columns, in order."""
 
     batch: str
     row: str
@@ -90,7 +90,7 @@ class Inline(NamedTuple):
 
 
 def _read_again(earlier: Sequence[Statement], later: Sequence[str]) -> int:
-    """How many tiles that `earlier` statements compute are read by `later` ones."""
+    """How many values, each of a whole tile, `later` statements read of `earlier` ones."""
     whole = {s.text.partition(" = ")[0] for s in earlier if {"q_idx", "kv_idx"} <= s.axes}
     return len(whole.intersection(word for line in later for word in re.findall(r"\w+", line)))
 
@@ -117,7 +117,7 @@ class Builder:
         )
         self.hoisted: list[str] = []
         self.kind = ""
-        self.spare: list[Config] = []  # where there are not the resources for what is chosen
+        self.spare: list[Config] = []  # tried if the card has not the resources for what is chosen
         self.asked_for = False  # whether hints chose
         self.tile_loads = 0  # captured values that every lane loads
         self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
@@ -133,7 +133,7 @@ class Builder:
         return launch(firsts, second, third, self.size)
 
     def inline(self, name: str, extend: Callable[[Inline], None] | None = None) -> Inline | None:
-        """The mod `name` at this point of the kernel; "joint" follows "score" and may use its values.
+        """Write the mod `name` here. "joint" comes after "score" and may use its values.
 
         `extend` may write more statements after the mod's.
         """
@@ -163,7 +163,7 @@ class Builder:
         return [s.text for s in inside]
 
     def shape(self, kind: str) -> Shape:
-        """What a kernel's configs are chosen by, as far as mods are inlined."""
+        """What a kernel's configs are chosen by, given the mods inlined so far."""
         return shape_of(self.problem, kind, self.tile_loads, self.tile_values)
 
     def configs(self, kind: str) -> list[Config]:
@@ -244,7 +244,7 @@ class Builder:
             "tile_shape": self.tile,
             "tile_map": None,
         }
-        if self.tile_map is not None:  # a length is where the tile in turn ends
+        if self.tile_map is not None:  # lengths become the ends of the tile at hand
             tiles = Tiles(self._tiles("m", self.tile_map.queries), self._tiles("n", self.tile_map.keys))
             values |= {"tile_map": tiles, "M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
         return values
@@ -264,8 +264,8 @@ class Builder:
         return one_block(self.problem, block, length)
 
     def _many_tiles(self) -> str:
-        """Whether a block has as many tiles as mask_mod needs to choose some of them whole, at a guess: a constant
-        expression of the kernel."""
+        """Whether blocks have so many tiles that mask_mod probably chooses some whole: a constant expression of the
+        kernel."""
         p = self.problem
         if p.blocks is None:
             return "True"
@@ -283,10 +283,10 @@ class Builder:
         return f"{size} % {unit} == 0"
 
     def scaling(self, scaled: bool, scale: float) -> dict[str, Any]:
-        """Scores are multiplied by the scale, or else what the instance holds is, before its products: by a power of
-        two, which is exact but for what float16 cannot hold, and that is below 2**-25 for these."""
+        """Where the scale is applied: to scores, or to what the instance holds before its products. The latter only
+        for a power of two from 1/16 to 1, which is exact but for float16 below 2**-25."""
         exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
-        # Found by compiling: elsewhere the compiler runs out of registers, or keeps both of two operands.
+        # Found by compiling: in other kernels it runs out of registers, or keeps the unscaled operand as well.
         if current_device(self.problem.device).shared_operands:
             cheap = padded(self.problem.D) <= 64 and self.kind != "backward_onepass"
         else:
@@ -327,7 +327,7 @@ def softmax_values(builder: Builder, call: Any) -> dict[str, Any]:
     """What the templates that use softmax.jinja are given."""
     scale = float(call.scale)
     score_mod, mask_mod = builder.inline("score"), builder.inline("mask")
-    # Else the factor is part of the exponent; a negative one would turn the row's maximum into its minimum.
+    # Otherwise the scale is part of the exponent, which a negative one would turn around.
     scaled = score_mod is not None or scale <= 0
     return {
         **builder.common(),
@@ -368,7 +368,7 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
     q_block, kv_block = problem.blocks or (None, None)
 
     def divides(block: int | None, length: Any) -> int | None:
-        # One block that holds everything divides into tiles of any size.
+        # One block that holds everything can be cut into tiles of any size.
         return None if block is not None and one_block(problem, block, length) else block
 
     shape = Shape(
@@ -394,7 +394,7 @@ def one_block(problem: AttentionProblem, block: int, length: Any) -> bool:
 
 
 def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:
-    """How many batches of how many queries and keys kernels go through: with a map there is one, of whole blocks."""
+    """The batches, queries and keys that kernels go through. With a map that is one batch of whole blocks."""
     if problem.map_tiles is None:
         return problem.B, problem.M, problem.N
     return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))

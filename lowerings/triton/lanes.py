@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 INT_MIN = -INT_MAX - 1
 
-SCORED = "score"  # among the axes of what a score or its gradient decides
+SCORED = "score"  # an axis of all that depends on a score or its gradient
 
 
 ALONG_A_TILE = frozenset(("q_idx", "kv_idx"))
@@ -77,8 +77,8 @@ class Inlined(NamedTuple):
 class LaneCode:
     """The statements of lane graphs that may share values.
 
-    `prefix` keeps their names apart from others. With `approximate`, functions may be as rough as 16-bit
-    inputs hide. With `nvidia`, comparisons are written for that compiler.
+    `prefix` begins their names. With `approximate`, functions need only be as exact as 16-bit inputs show. With
+    `nvidia`, comparisons are written for that compiler.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LaneCode:
         return self.kernel.statements()
 
     def whole(self, condition: Inlined, mapped: bool = False) -> str | None:
-        """See whole_tiles.py; where heads and batches are scalars."""
+        """See whole_tiles.py. Heads and batches must be scalars."""
         axes = self.kernel.axes
 
         def uniform(name: str) -> bool:
@@ -161,9 +161,10 @@ _ROUNDING = {
 
 
 def _decisive(graph: fx.Graph, scored: Sequence[str]) -> set[fx.Node]:
-    """The numbers that an index or a comparison is made of, with no score in them.
+    """The floats that an index or a comparison depends on, and that depend on no score.
 
-    A bucket's edge is where eager torch has it. Beside a score, rounding has moved the edge already.
+    They are computed exactly, so that a bucket begins where it does in eager torch. Where scores decide, rounding
+    moves such borders anyway.
     """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -197,7 +198,7 @@ def _constant(value: Any, dtype: torch.dtype) -> ir.TensorBox:
 
 
 def _of_index(operator: str, x: ir.TensorBox, y: Any) -> ir.TensorBox | None:
-    """The quotient or remainder of what is not negative, by a number that is positive: no cases to tell apart."""
+    """The quotient or remainder of what is not negative by a positive number, with no case for other signs."""
     dtype = x.get_dtype()
     variable = _computed(x) if dtype in (torch.int32, torch.int64) else None
     if not isinstance(variable, CSEVariable) or not isinstance(y, int) or not 0 < y < INT_MAX:
@@ -217,7 +218,7 @@ def _remainder(x: Any, y: Any) -> ir.TensorBox:
 
 
 def _div(x: Any, y: Any, rounding_mode: str | None = None) -> ir.TensorBox:
-    """Inductor's, without the reciprocals that it takes of numbers on GPUs: the quotient may be an index."""
+    """Inductor's, but without multiplying by a reciprocal: the quotient may be an index."""
     found = None if rounding_mode is None else _of_index("//", x, y)
     if found is not None:
         return found
@@ -249,8 +250,11 @@ class _LaneKernel(Kernel):
         self.cse: CSE = CSE(name_prefix=prefix)
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
-        self.mantissas = False  # whether indices are needed as floats made of their bits
-        self.rough, self.functions = approximate, Rough(nvidia)  # whether what is written now may be, and how
+        self.mantissas = False  # whether `as_mantissa` is used
+        self.rough, self.functions = (
+            approximate,
+            Rough(nvidia),
+        )  # whether what is written now may be rough, and how
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
@@ -351,13 +355,13 @@ class _LaneOps(CSEProxy):
             var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
         if known is not None:
             kernel.checks[str(var)] = known
-        kernel.axes.setdefault(str(var), frozenset())  # names in an index are lanes if they are known there
+        kernel.axes.setdefault(str(var), frozenset())  # `text` takes names for lanes if they have axes
         return sympy.Symbol(str(var), integer=True)
 
     def load(self, name: str, index: sympy.Expr) -> CSEVariable:
         kernel = self.kernel
         dtype = V.graph.get_dtype(name)
-        if should_unwrap_unspec_arg(name):  # a 0-d CPU tensor: the wrapper passes its value
+        if should_unwrap_unspec_arg(name):  # a 0-d CPU tensor: its value is passed
             return kernel.new(f"{kernel.arguments.captures[name]} + 0", dtype)
         variables = sorted(s.name for s in index.free_symbols if s.name in kernel.axes)
         checks = [kernel.checks[v] for v in variables if v in kernel.checks]
@@ -381,7 +385,7 @@ class _LaneOps(CSEProxy):
         if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
             return x
         bits = other is not None and self.kernel.mantissas and _in_a_mantissa(x) and _in_a_mantissa(other)
-        # Both as the score has them already, in the order that they had.
+        # The score has both as mantissas already, and these compare as the indices do.
         if bits and str(other) not in self.kernel.constants:
             found = self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
         else:
@@ -390,7 +394,7 @@ class _LaneOps(CSEProxy):
         return found
 
     def narrowed(self, x: CSEVariable, y: CSEVariable) -> tuple[CSEVariable, CSEVariable]:
-        """Operands of a comparison: 32 bits are enough beside an index, or the distance of two."""
+        """Operands of a comparison in 32 bits, if one of them is an index or the distance of two."""
         if not x.dtype == y.dtype == torch.int64:
             return x, y
         self.kernel.statements()
@@ -403,7 +407,7 @@ class _LaneOps(CSEProxy):
         return x, y
 
     def _is_distance(self, x: Any) -> bool:
-        """Of indices: above INT_MIN and below INT_MAX, which stand for all numbers that do not fit."""
+        """Whether `x` is an index or a difference of two, so that INT_MIN and INT_MAX can stand for numbers beyond."""
         operation, operands = self.kernel.made.get(str(x), ("", ()))
         if operation == "sub":
             return all(str(operand) in self.kernel.below for operand in operands)
@@ -433,7 +437,7 @@ class _LaneOps(CSEProxy):
         return found
 
     def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
-        """Of a sum of integers that fp32 holds exactly: the sum of the converted, most of them outside the loop."""
+        """A sum of integers that fp32 holds exactly is converted summand by summand, most of them outside the loop."""
         name, *parts = self.kernel.sums.get(str(x), ("",))
         if dtype == torch.float32 and name == "sub" and all(map(_in_a_mantissa, parts)):
             return self._default("sub", tuple(map(self._as_mantissa, parts)), {})
@@ -452,7 +456,7 @@ class _LaneOps(CSEProxy):
         return variable
 
     def truediv(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        """Rounded as eagerly where no score is divided: the quotient may be an index."""
+        """Rounded as in eager torch, unless a score is divided: the quotient may be an index."""
         self.kernel.statements()
         scored = SCORED in self.kernel.axes[str(x)] | self.kernel.axes[str(y)]
         if scored or not x.dtype == y.dtype == torch.float32:

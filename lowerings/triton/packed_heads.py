@@ -18,7 +18,7 @@ class Packed(NamedTuple):
 
 
 def packed(problem: AttentionProblem, shape: Shape, device: Device) -> Packed:
-    """As many heads of a group as there is a config for, if they visit the same keys."""
+    """The most heads of a group for which there is a config, if they visit the same keys."""
     queries = queries_of(problem) if few(problem) else 1
     group = int(problem.H) // int(problem.K) if problem.heads_alike else 1
     for heads in range(group, 1, -1):
@@ -35,7 +35,7 @@ def few(problem: AttentionProblem) -> bool:
 
 
 def queries_of(problem: AttentionProblem) -> int:
-    """All that a head has, or those of a map's tile."""
+    """The queries of a head, or of a map's tile."""
     return int(problem.M) if problem.map_tiles is None else problem.blocks[0]
 
 

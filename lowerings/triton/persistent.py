@@ -1,4 +1,4 @@
-"""Instances that stay and take tiles of queries from a counter: in which order, and how many heads at a time."""
+"""Persistent instances, which take tiles of queries from a counter: in which order, and how many heads at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .configs import Config, current_device, launched_with
 from .kernel import Before, empty
 from .kernel_builder import Builder
 
-EACH = 2  # instances for each multiprocessor; where one fills it the other finds nothing left
+EACH = 2  # instances for each multiprocessor; if only one fits, the other starts when nothing is left
 
 CACHED_BYTES = 16 << 20  # that keys and values may take of the second-level cache
 
@@ -37,8 +37,8 @@ def values(
 ) -> tuple[dict[str, Any], Before | None]:
     """What the template is given besides, and what is called before the kernel; `walks` are over `fields`.
 
-    The fastest of several configs is known at the call, and may have no persistent instances: rows are sorted there.
-    Code in C++ has no such call.
+    Of several configs the fastest is only known at the call, and may have no persistent instances: there `Before` sorts
+    the rows. C++ wrappers cannot make that call, so rows are sorted in the graph.
     """
     problem, form, order, before = builder.problem, builder.problem.schedule, None, None
     if len(configs) == 1 or V.graph.cpp_wrapper:
@@ -76,7 +76,7 @@ def fill_if_used(
     order: torch.Tensor | None = None,
     *fields: torch.Tensor,
 ) -> None:
-    """Make ready for a kernel that has persistent instances, or is about to be timed with them."""
+    """Set the counter and the order, if the kernel has persistent instances or is about to be timed with them."""
     if len(kernel.launchers) == 1 and not launched_with(kernel.launchers[0].config).persistent:
         return
     taken.zero_()

@@ -91,7 +91,7 @@ def _refusal(problem: AttentionProblem) -> str | None:
 
 
 def _few_in_tiles(problem: AttentionProblem) -> bool:
-    """Whether a map's tiles hold so few queries that an instance takes one whole, of any size."""
+    """Whether a map's tiles hold so few queries that each is one tile of the kernel, whatever its size."""
     from . import decode
 
     if problem.map_tiles is None or problem.direction != "forward" or problem.blocks[1] % 16:

@@ -130,7 +130,7 @@ DKDV: Table = {
 }
 DKDV["blackwell"] = DKDV["hopper"]
 
-# Apart, for wide heads.
+# d(key) and d(value) in a kernel each, for wide heads.
 DK: Table = {
     **DKDV,
     "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
@@ -147,7 +147,7 @@ DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16,
 DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}
 DV["blackwell"] = DV["hopper"]
 
-# A tile of queries needs a gradient too: smaller tiles where keys' gradients alone leave no registers.
+# The gradient of a tile of queries takes registers as well, so tiles are smaller.
 ONE_PASS: Table = {
     **DKDV,
     "ampere": {**DKDV["ampere"], 128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)]},
@@ -160,7 +160,7 @@ ONE_PASS: Table = {
 }
 ONE_PASS["blackwell"] = ONE_PASS["hopper"]
 
-# A tile holds all queries of a call: block_m is set by their number, more warps are for more of them.
+# A tile holds all queries of a call: their number sets block_m. More queries take more warps.
 DECODE: Table = {
     "exact": {
         64: [Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 64, 8, 2), Config(16, 32, 8, 2)],

@@ -12,7 +12,7 @@ from .configs import launched_with
 
 
 class _Keep(NamedTuple):
-    """Called by the autotuner with the winner. It travels between processes with the kernel."""
+    """Called by the autotuner with the winner. It is pickled with the kernel."""
 
     problem: str
     device: str

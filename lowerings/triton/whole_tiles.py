@@ -1,7 +1,7 @@
-"""Whether mask_mod chooses every lane of a tile, by the bounds of what it compares: one comparison for all.
+"""Whether mask_mod chooses every lane of a tile: one comparison of bounds in place of one for each lane.
 
-Bounds are kept where they are certain: of indices, of what is the same for the whole tile, and of what integer
-arithmetic that cannot wrap around makes of them. Of anything else nothing is known.
+The ends of a tile's ranges are written as scalar expressions. Ranges are known of indices, of what is the same in the
+whole tile, and of integer arithmetic on these that cannot wrap around.
 """
 
 from __future__ import annotations

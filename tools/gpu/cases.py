@@ -46,7 +46,7 @@ class Case:
 
     @property
     def pairs(self) -> float:
-        """(query, key) pairs that the mask leaves to a head."""
+        """How many (query, key) pairs of a head the mask leaves."""
         n = self.length
         if self.decoding:
             return n
@@ -61,7 +61,7 @@ class Case:
         return self.batch or batch, 1 if self.decoding else self.length
 
     def work(self, which: str) -> float:
-        """Operations in units that give TFLOP/s over milliseconds; for decode bytes read, for GB/s."""
+        """Operations, so that dividing by milliseconds gives TFLOP/s; for decode bytes read, for GB/s."""
         batch, _ = self.sizes()
         if self.decoding:
             return 2 * batch * self.kv_heads * self.length * self.head_dim * 2 / 1e6
@@ -110,7 +110,7 @@ CASES = (
 
 
 class Side(NamedTuple):
-    """Somebody's kernels; ours may be told their configs, as `options={"configs": ...}` takes them."""
+    """One implementation; `configs` is for ours, as `options={"configs": ...}` takes it."""
 
     who: str = OURS
     configs: dict[str, dict[str, int]] | None = None

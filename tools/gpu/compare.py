@@ -42,7 +42,7 @@ def plain_configs(kernel: str, case: Case, device: str) -> Iterator[Side]:
     ):  # cases are in 16 bits
         width = next((w for w in sorted(classes) if case.head_dim <= w), max(classes))
         tiles |= dict.fromkeys((c.block_m, c.block_n, c.warps) for c in classes[width])
-    if device == "cpu":  # where all are equally slow
+    if device == "cpu":  # the interpreter is equally slow with all
         yield Side(configs={kernel: {"block_m": 16, "block_n": 32}})
         return
     for m, n, warps in tiles:
@@ -60,7 +60,7 @@ def axes_on(kernel: str, sides: Sequence[Side]) -> Iterator[Side]:
 
 
 def rows(bench: Bench, case: Case, kernel: str, sides: Sequence[Side]) -> list[tuple[Side, Result]]:
-    """The sides that could be timed, the fastest first; all are said."""
+    """The sides that could be timed, the fastest first. A line is printed for each."""
     which = PASS_OF[kernel]
     by_name = {side.name: side for side in sides}
     results = [r for r in bench.results(case, list(by_name.values())) if r.which == which]

@@ -29,7 +29,7 @@ TUNED = "max-autotune-no-cudagraphs"
 
 @dataclass(frozen=True)
 class Setting:
-    """How cases are run. On "cpu" Triton's interpreter runs our kernels: nothing of that is fast."""
+    """How cases are run. On "cpu" Triton's interpreter runs our kernels, slowly."""
 
     device: str = "cuda"
     rounds: int = 6
@@ -94,7 +94,7 @@ def milliseconds(call: Callable[[], Any], setting: Setting) -> float:
 
 
 def compiled(fn: Callable, setting: Setting, configs: dict[str, Any] | None = None) -> Callable:
-    """`fn` through the backend, which needs no install for it."""
+    """`fn` compiled by the backend, whether or not the package is installed."""
     from flex_inductor.backend import flex_inductor
 
     fn = _apart(fn)
@@ -108,8 +108,7 @@ def compiled(fn: Callable, setting: Setting, configs: dict[str, Any] | None = No
 
 
 def _apart(fn: Callable) -> Callable:
-    """`fn` with bytecode of its own: of a function that is compiled more than eight times, Dynamo runs the rest
-    uncompiled."""
+    """A copy of `fn` with its own bytecode: after eight compilations of one function Dynamo stops compiling it."""
 
     def attend(*args: Any) -> Any:
         return fn(*args)
@@ -211,7 +210,7 @@ def measure(case: Case, sides: Sequence[Side], setting: Setting, limits: Limits)
 
 
 def _keeping_buffers() -> Any:
-    """A backward that is timed alone runs again and again on what its forward left."""
+    """A backward that is timed alone runs many times on what one forward saved."""
     import torch._functorch.config as functorch_config
 
     return functorch_config.patch(donated_buffer=False)

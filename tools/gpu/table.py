@@ -1,4 +1,4 @@
-"""Cases run by workers, most telling first; what is found is written as it comes: nothing that follows can lose it."""
+"""Runs cases in workers, most telling first, and writes each result at once, so that a later failure loses none."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Launch(NamedTuple):
 
 
 def parts_of(schedule: Sequence[Any]) -> dict[str, int]:
-    """By name of Inductor's buffer the place in a call's schedule."""
+    """From names of Inductor's buffers to their places in the call's schedule."""
     names = [value.maybe_get_name() if hasattr(value, "maybe_get_name") else None for value in schedule]
     return {name: place for place, name in enumerate(names) if name is not None}
 

@@ -27,7 +27,7 @@ def _pairs(before: list[Any], after: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _named(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Kernels by kind and place among those of their kind: names may change with the graph around them."""
+    """Kernels by kind and number within the kind: their names may change with the graph around them."""
     found: dict[str, dict[str, Any]] = {}
     for kernel in report["kernels"]:
         same = sum(key.startswith(f"{kernel['kind']} ") for key in found)

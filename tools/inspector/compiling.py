@@ -1,6 +1,6 @@
 """One compilation of a function, watched: its attention calls, what was decided on each, and the kernels.
 
-Nothing runs and nothing is cached, and what others see of Dynamo and Inductor is afterwards what it was.
+Nothing runs, nothing is cached, and the state of Dynamo and Inductor is restored.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def watch(
     backward: bool,
     options: dict[str, Any] | None = None,
 ) -> Watched:
-    """Compile `fn(*args, **kwargs)` for `target`, up to where a compiler would be asked to build kernels."""
+    """Compile `fn(*args, **kwargs)` for `target`, but build no kernels."""
     watched = Watched()
     with _traced_afresh(), noted() as notes:
         watching = _Watching(watched, notes, target)
@@ -123,9 +123,9 @@ def _compile_only(
     def call(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
-    # Dynamo keeps what it compiled with a function's code: this copy's goes when the function does.
+    # Dynamo keeps compiled code with a function's code: with this copy it is freed.
     fresh = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
-    # And what sizes the last call had: lengths that this one has would be dynamic for being others.
+    # It also remembers the last call's sizes, and would make those that differ dynamic.
     static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
     with contextlib.suppress(_Compiled), static:
         torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
@@ -229,7 +229,7 @@ def _as_on_the_target(problem: Any, decision: Any) -> Any:
 
 @contextlib.contextmanager
 def _traced_afresh() -> Iterator[None]:
-    """What others see of Dynamo and Inductor is afterwards what it was."""
+    """Restore the counters of Dynamo and Inductor afterwards."""
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
 

@@ -1,4 +1,4 @@
-"""What a call takes at least: its matrix products and its memory traffic against what a device can do."""
+"""The least time a call can take: its matrix products and memory traffic, by a device's peaks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Cost(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """How much of the measured time no kernel could save."""
+        """The least possible time as a share of the measured one."""
         return None if self.seconds is None or not self.measured else self.seconds / self.measured
 
 
@@ -159,7 +159,7 @@ def this_cpu() -> Device:
 
 
 def _measured() -> dict[str, Any]:
-    """Where products of 16-bit numbers are slower than of fp32, kernels convert: fp32's peak is theirs."""
+    """Where products of 16-bit numbers are slower than of fp32, kernels convert to fp32, so its peak counts."""
     flops: dict[str, float] = {}
     single = torch.randn(_SIZE, _SIZE)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -28,7 +28,7 @@ def mod_line(node: fx.Node) -> Line | None:
 
 
 def mod_lines(module: fx.GraphModule) -> tuple[str, list[Line]]:
-    """A mod's name and the lines that it consists of, as far as operations tell; torch's own only if all are."""
+    """A mod's name and the lines of its operations. Lines in torch are left out unless there are no others."""
     name, found = "", {}
     for node in module.graph.nodes:
         if node.op in ("call_function", "call_method"):
@@ -43,7 +43,7 @@ def mod_lines(module: fx.GraphModule) -> tuple[str, list[Line]]:
 class Notes:
     """Comments that say which line of a mod a line of a kernel is.
 
-    While kernels are made a comment is a number, so that nothing takes its words for names of the kernel.
+    Until a kernel is complete each comment is a number: words might be taken for names of the kernel.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The printed report. With `stable` what another compiler, version or machine changes is shown as a dot."""
+"""The printed report. With `stable`, a dot stands for what depends on compiler, version or machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 110
 def page(
     report: Report, *, stable: bool = False, sources: bool = True, kernels: Sequence[Kernel] | None = None
 ) -> str:
-    """The report as text: these kernels or all, with what is particular in their sources if `sources`."""
+    """The report as text, of these kernels or all; if `sources`, with the call's own part of each source."""
     lines = [*_head(report, stable)]
     for call in report.calls:
         lines += ["", *_call(report, call, stable)]
@@ -172,7 +172,7 @@ def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
 
 
 def excerpt(kernel: Kernel) -> list[str]:
-    """What is particular to the call: the kernel's function, or what its mods became in a longer one."""
+    """The part of a source that is the call's own: the kernel's function, or of a long one what its mods became."""
     lines = kernel.source.splitlines()
     if kernel.target != "cpu":
         start = next(i for i, line in enumerate(lines) if line.startswith(f"def {kernel.name}("))
@@ -188,7 +188,7 @@ def excerpt(kernel: Kernel) -> list[str]:
 
 
 def _statements(body: str) -> list[str]:
-    """One pass of the loop over a whole vector: shorter vectors at the end of a row get the same."""
+    """One pass of the loop over whole vectors; the shorter one at the end of a row is the same."""
     whole = body.partition("if(C10_UNLIKELY")[0]
     for long, short in _SHORTER:
         whole = re.sub(long, short, whole)

@@ -1,4 +1,4 @@
-"""The report as one web page: no other file, no network, light and dark, from a phone's width up."""
+"""The report as one HTML file: no network, light and dark, from a phone's width up."""
 
 from __future__ import annotations
 

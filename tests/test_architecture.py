@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "errors": (),
     "compat": (),
     "reference": (),
+    "mods": ("errors",),
     "mod_ir": ("errors", "compat"),
     "op": ("mod_ir", "errors", "compat", "options", "upward"),
     "masks": ("op", "mod_ir", "errors", "compat"),
@@ -125,6 +126,14 @@ def test_nothing_below_imports_what_is_above(layer, above):
     members = {module for module in OURS if (part(module) == layer if layer else part(module) not in above)}
     assert len(members) > 20
     assert {(m, other) for m in members for other in OURS[m] if part(other) in above} == set()
+
+
+@pytest.mark.parametrize("family, other", [("cpu", "triton"), ("triton", "cpu")])
+def test_families_of_kernels_do_not_know_each_other(family, other):
+    """What they share is in the modules beside them, such as lowerings/lanes.py."""
+    members = {module for module in OURS if module.startswith(f"flex_inductor.lowerings.{family}")}
+    assert len(members) > 5
+    assert not [m for m in members for name in OURS[m] if name.startswith(f"flex_inductor.lowerings.{other}")]
 
 
 @pytest.mark.parametrize("name", MAY_IMPORT)

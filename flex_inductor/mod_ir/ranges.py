@@ -69,8 +69,9 @@ def maximum(order: Order, x: Range, y: Range) -> Range:
     return Range(*map(order.maximum, x, y))
 
 
-def clamp(order: Order, x: Range, least: Range, most: Range) -> Range:
-    return minimum(order, maximum(order, x, least), most)
+def clamp(order: Order, x: Range, least: Range | None = None, most: Range | None = None) -> Range:
+    x = x if least is None else maximum(order, x, least)
+    return x if most is None else minimum(order, x, most)
 
 
 def quotient(x: Range, by: Any) -> Range:

@@ -61,14 +61,17 @@ def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
     name = _RULES.get(value.target)
     if name is None or (value.kwargs and name != "same"):
         return None
-    operands = []
+    operands: list[Range | None] = []
     for argument in value.args:
+        if argument is None:  # a limit of clamp
+            operands.append(None)
+            continue
         found = _range(argument, sizes)
         if found is None:
             return None
         own = argument.meta["val"].dtype if isinstance(argument, fx.Node) else dtype
         matters = name not in _MODULAR or own != dtype
-        operands.append(_anything(own) if matters and not _fits(found, own) else found)
+        operands.append(_wrapped_or_not(found, own) if matters and not _fits(found, own) else found)
     if name == "same":
         return operands[0]
     if name == "remainder" and not operands[1].least.is_positive:
@@ -85,6 +88,7 @@ def _fits(found: Range, dtype: torch.dtype) -> bool:
     return bool(least.lower >= info.min and most.upper <= info.max)
 
 
-def _anything(dtype: torch.dtype) -> Range:
+def _wrapped_or_not(found: Range, dtype: torch.dtype) -> Range:
+    """Inductor's index expressions do not wrap around; its loops do."""
     info = torch.iinfo(dtype)
-    return Range(sympy.Integer(info.min), sympy.Integer(info.max))
+    return Range(sympy.Min(info.min, found.least), sympy.Max(info.max, found.most))

@@ -32,6 +32,8 @@ def stays_below(length, index, sizes=SIZES):
         (7, lambda q, k: (k * 100_000_000) % 7),  # whatever wrapped around
         (9, lambda q, k: torch.clamp(q - k, -3, 5) + 3),
         (9, lambda q, k: torch.clamp(k * 100_000_000, 0, 8)),
+        (100, lambda q, k: (q - k).clamp(min=0)),
+        (6, lambda q, k: q.clamp(max=5)),
         (100, lambda q, k: torch.maximum(q, k)),
         (70, lambda q, k: torch.minimum(q, k)),
     ],
@@ -47,6 +49,10 @@ def test_to_the_last_entry(length, index):
         (1000, lambda q, k: q - k),  # may be negative
         (2**40, lambda q, k: q * 100_000_000),  # int32 is full at 22
         (1000, lambda q, k: torch.minimum(k * 100_000_000, torch.full_like(k, 5)).abs()),
+        (
+            1000,
+            lambda q, k: (k * 100_000_000).clamp(min=2_147_483_000) - 2_147_483_000,
+        ),  # more if it does not wrap
         (2**40, lambda q, k: (k * 100_000_000).long()),
         (2**40, lambda q, k: (k * 100_000_000) + k.long()),
         (100, lambda q, k: q % (k + 1)),

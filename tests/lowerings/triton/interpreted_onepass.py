@@ -25,7 +25,7 @@ CASES = {
     [*((case, i % 2 == 0) for i, case in enumerate(CASES)), ("plain", False), ("row and column", True)],
 )
 def test_as_right_as_dense_attention(case, group, kinds, monkeypatch):
-    """A program for each head, or one for a group of them."""
+    """An instance for each head, or one for a group of them."""
     monkeypatch.setattr(backward, "ENOUGH_INSTANCES", 1 if group else 1 << 30)
     mod, mask, sizes = CASES[case]
     build, captures, mask = MODS[mod].build, MODS[mod].captures(sizes), MASKS[mask](sizes)

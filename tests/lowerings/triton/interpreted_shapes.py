@@ -123,7 +123,7 @@ def test_lengths_that_change_compile_once():
     assert compiled[0] == ["triton", "triton"] and compiled[-1] == []
 
 
-def test_groups_that_share_a_program(monkeypatch):
+def test_groups_that_share_an_instance(monkeypatch):
     from flex_inductor.lowerings.triton import backward
 
     monkeypatch.setattr(backward, "ENOUGH_INSTANCES", 1)

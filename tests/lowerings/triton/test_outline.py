@@ -186,7 +186,7 @@ store_tile(out, acc)""",
         )
 
     def test_packed_heads(self):
-        """A group of 4 in a tile, all keys in one part: what a program finds is the output."""
+        """A group of 4 in a tile, all keys in one part: what an instance finds is the output."""
         slopes = torch.rand(8)
         q = torch.randn(64, 8, 16, 64, dtype=torch.bfloat16)
         k = torch.randn(64, 2, 128, 64, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from .vmap import fold_backward, fold_forward
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd and functorch. `tensors` are those of the call's inputs."""
+    """The two ops as one autograd.Function. `tensors` are those of the call's inputs."""
 
     @staticmethod
     def forward(query, key, value, call, joint, *tensors):

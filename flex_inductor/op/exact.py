@@ -33,8 +33,8 @@ from .chunked import run_lanes
 from .schedule import Schedule
 
 LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
-OPERATIONS = 8  # roundings of a mod, of exp and of what surrounds them
-# Errors of products, in standard deviations and more: rounding is off by 0.6 of its bound at the most.
+OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
+# Errors of products: so many standard deviations. One rounding has a standard deviation of at most 0.6 of its bound.
 SPREAD = 6
 NEIGHBOURS = 16  # keys: how well a mod computes in fp32 is judged by the worst of these lanes
 TINY = 2.0**-120  # a weight below may be 0
@@ -45,7 +45,7 @@ class Bounded(NamedTuple):
     error: Tensor  # how far from `value` a right result may be
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
-        """With what rounding to `dtype` adds."""
+        """The same after rounding to `dtype`."""
         finfo = torch.finfo(dtype)
         return self._replace(error=self.error + 0.6 * finfo.eps * _size(self.value) + finfo.tiny * finfo.eps)
 
@@ -165,7 +165,7 @@ class Exact:
         self.group = query.size(1) // max(key.size(1), 1)
         self.sizes = dict(zip(AXES, (*query.shape[:3], key.size(2)), strict=True))
 
-    # ---- Tiles
+    # Tiles.
 
     def tiles(self, region: Region) -> Iterator[_Tile]:
         if 0 in self.sizes.values():
@@ -211,7 +211,7 @@ class Exact:
             visited = torch.ones((), dtype=torch.bool, device=self.query.device)
         return visited.expand(shape)
 
-    # ---- Scores
+    # Scores.
 
     def scores(self, tile: _Tile) -> _Scores:
         query, key = self.rows(self.query, tile) * self.scale, self.of_keys(self.key, tile)
@@ -250,7 +250,7 @@ class Exact:
         return weight, off.where(scores.live, 0.0) + TINY
 
     def _sums(self, count: int) -> float:
-        """What adding up `count` terms may lose, relative to the sum of their magnitudes."""
+        """The error of adding up `count` terms, relative to the sum of their magnitudes."""
         return (OPERATIONS + math.sqrt(count) / 2) * self.units.scores
 
     def _products(self, squares: Tensor, terms: Tensor, moved: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class Exact:
             self.units.weights * SPREAD * squares.sqrt() + worst, 1.2 * self.units.weights * terms
         )
 
-    # ---- Forward
+    # Forward.
 
     def forward(self, region: Region) -> dict[str, Bounded]:
         """out, lse and max_scores, meaningful in the region's rows."""
@@ -305,7 +305,7 @@ class Exact:
             results["max_scores"].error[at] = torch.maximum(*ends)
         return results
 
-    # ---- Backward
+    # Backward.
 
     def backward(
         self,
@@ -481,7 +481,7 @@ class Leaves:
             total.index_add_(0, at, part.expand(*live.shape, *row).flatten(0, 3))
 
     def forget(self, incomplete: Sequence[Tensor | None]) -> None:
-        """Makes NaN of the elements of each leaf that other lanes add to as well, and so of what follows from them."""
+        """Sets to NaN the elements of each leaf to which other lanes add as well, and so all that depends on them."""
         for parts, flags in zip(self.sums, incomplete, strict=True):
             for part in parts or ():
                 rows = (..., *(None,) * (part.dim() - flags.dim()))

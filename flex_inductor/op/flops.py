@@ -1,4 +1,4 @@
-"""What FlopCounterMode counts: the matrix products, two forward and five backward, over visited blocks."""
+"""FLOPs for FlopCounterMode: the matrix products, two forward and five backward, over visited blocks."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Such a number reaches the op as a 0-d tensor, so that it does not compile again. What a mod makes of numbers
 and captured tensors alone is computed before the op, where they are numbers still: sizes and slices need that.
-So is a tensor that it writes out, which kernels could not hold.
+So is a tensor that the mod writes out as a list, which kernels cannot hold.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def changing_numbers(tx: Any) -> Iterator[None]:
     """Lets numbers change wherever the mod that Dynamo traces inside finds them.
 
-    Dynamo makes constants of a module's, a global's and a default argument's integers and of a module's tuples;
-    here they are only until one has changed. It reads a float as `.item()` of a tensor in the graph that it is
-    making, the mod's; here in the whole function's, so that others can use it. It traces one thread at a time.
+    Dynamo makes constants of integers in modules, globals and default arguments, and of a module's tuples. Inside they
+    are constants only until one has changed. Dynamo reads a float as `.item()` of a tensor, in the mod's graph; inside
+    that is done in the whole function's graph, so that others can use it. Dynamo traces in one thread at a time.
     """
     builders = VariableBuilder._type_dispatch()
     wrap_symfloat = VariableBuilder.wrap_symfloat
@@ -145,7 +145,7 @@ class _Outside:
         return self.outer[node]
 
     def _fix_numbers(self, node: fx.Node) -> None:
-        """The numbers that `node` takes become constants if it cannot take tensors in their place."""
+        """Make constants of the numbers among `node`'s arguments if it cannot take tensors for them."""
         numbers = [source for source in node.all_input_nodes if _has_numbers(source)]
         if not numbers or self._takes_tensors(node):
             return

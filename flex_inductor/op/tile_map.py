@@ -1,8 +1,8 @@
 """Where the tiles of a call lie in its tensors, and which indices mods see there.
 
 A plain call has no map: tile t of a batch begins at row t * block, and mods see batch and row. Packed sequences,
-pages, shards of a longer sequence and permuted ones are calls whose map says otherwise. The kernels differ in nothing
-else, and mods see (sequence, head, position, position) whatever lies underneath.
+pages, shards of a longer sequence and permuted ones are calls whose map says otherwise. Nothing else about the kernels
+differs, and mods see (sequence, head, position, position) in every case.
 """
 
 from __future__ import annotations

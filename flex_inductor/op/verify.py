@@ -1,8 +1,8 @@
-"""Compiled attention checked as it runs: what a kernel gave against float64, and an error where it differs.
+"""Checks compiled attention as it runs: compares a kernel's results with float64, and raises where they differ.
 
-Calls of up to WHOLE_LANES scores are checked whole. Of larger ones some rows of queries are, for the gradients of key
-and value some columns of keys, and of a captured tensor's gradient the elements that some batches, heads, rows or
-columns alone add to.
+Calls of up to WHOLE_LANES scores are checked whole. Of larger ones: some rows of queries; for the gradients of key and
+value some columns of keys; and of a captured tensor's gradient those elements to which only a few batches, heads, rows
+or columns add.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # of each kind of tile in larger calls
 TILE = 128  # what a message calls a tile
 
-_places = random.Random(0)  # of its own: what is verified draws the same numbers as without
+_places = random.Random(0)  # its own generator: verifying must not change the numbers that others draw
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _CALL = "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call, str code"
@@ -255,7 +255,7 @@ def _compare(call: _Call, name: str, got: Tensor, gold: Bounded, rows: Sequence[
 
 
 def _compare_captured(call: _Call, captured: dict[int, Tensor], leaves: Leaves) -> set[int]:
-    """Which of the captured gradients have been compared; not a number, in a large call, is not known."""
+    """Which of the captured gradients have been compared. In a large call NaN stands for a value that is not known."""
     eps = torch.finfo(leaves.dtype).eps
     golds = leaves.gradients(call.call.inputs.score_captures, sum(call.sizes[2:]), eps)
     compared = set()
@@ -275,7 +275,7 @@ def _compare_tile(call: _Call, name: str, got: Tensor, gold: Bounded, where: tup
     gold = gold.rounded(got.dtype)
     part, want, allowed = got[where].double(), gold.value[where], gold.error[where]
     off = (part - want).abs()
-    # What does not fit the dtype is infinite, and bounds that are not numbers say nothing.
+    # What does not fit the dtype becomes infinite; bounds that are NaN allow anything.
     right = torch.where(want.isfinite(), off <= allowed, ~part.isfinite())
     right |= (part == want.to(got.dtype).double()) | (want.isfinite() & allowed.isnan())
     if not right.all():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
@@ -36,8 +37,9 @@ def varlen_attention(
 
     Args:
         query: [T, H, D], the tokens of all sequences.
-        key: [S, H, D]; fewer heads, dividing H, with `enable_gqa`.
-        value: [S, H, V].
+        key: [S, H, D]; fewer heads, dividing H, with `enable_gqa`. For sequences in a cache [rows, length, H, D], in
+            pages [pages, page_size, H, D], both without a gradient.
+        value: the same with V in the place of D.
         sequences: where each sequence begins.
         score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, with positions within the sequence, the last query
             at the last key.
@@ -46,19 +48,25 @@ def varlen_attention(
 
     Returns [T, H, V], in rows that belong to no sequence 0; the logsumexp is [H, T].
     """
-    tensors = {"query": query, "key": key, "value": value}
     try:
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and tensor.dim() != 3:
-                raise errors.wrong_rank(name, tensor)
-        query, key, value = (_as_batch(tensor) for tensor in (query, key, value))
-        check_tensors(query, key, value, enable_gqa)
+        if not isinstance(sequences, Sequences):
+            raise errors.not_sequences(sequences)
+        in_cache = sequences.cu_k is None
+        as_op = _as_rows if in_cache else _as_batch
+        _check_ranks(query, {"key": key, "value": value}, sequences)
+        query, key, value = _as_batch(query), as_op(key), as_op(value)
+        first_key, first_value = (t[:1] if isinstance(t, Tensor) else t for t in (key, value))
+        check_tensors(query, first_key, first_value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
-        _check_sequences(query, key, sequences, block_mask)
+        _check_sequences(query, key, value, sequences, block_mask)
     except call_errors.FlexError as error:
         refused(error)
     mark_sizes(query, key, value)
     mask = sequences.mask() if block_mask is None else block_mask
+    tile_map = mask.tile_map
+    if in_cache:  # a row or a page that is not there is never read
+        batch, rest = tile_map.keys[:, :1].clamp(0, key.size(0) - 1), tile_map.keys[:, 1:]
+        tile_map = tile_map._replace(keys=torch.cat([batch, rest], 1))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = attention(
@@ -68,7 +76,7 @@ def varlen_attention(
         score_mod,
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=mask.schedule, tile_map=mask.tile_map),
+        Inputs(schedule=mask.schedule, tile_map=tile_map),
         call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
     )
     out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)
@@ -82,24 +90,49 @@ def _as_batch(packed: Any) -> Any:
     return packed.transpose(0, 1).unsqueeze(0) if isinstance(packed, Tensor) else packed
 
 
-def _check_sequences(query: Tensor, key: Tensor, sequences: Any, block_mask: Any) -> None:
-    if not isinstance(sequences, Sequences):
-        raise errors.not_sequences(sequences)
+def _as_rows(cache: Any) -> Any:
+    """[B, S, H, D] as the op has it."""
+    return cache.transpose(1, 2) if isinstance(cache, Tensor) else cache
+
+
+def _check_ranks(query: Any, keys: dict[str, Any], sequences: Sequences) -> None:
+    if isinstance(query, Tensor) and query.dim() != 3:
+        raise errors.wrong_rank("query", query)
+    for name, tensor in keys.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if sequences.cu_k is not None and tensor.dim() != 3:
+            raise errors.wrong_rank(name, tensor)
+        if sequences.cu_k is None and (tensor.dim() != 4 or tensor.size(0) == 0):
+            raise errors.not_a_cache(name, tensor, sequences.pages is not None)
+
+
+def _check_sequences(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, block_mask: Any
+) -> None:
     if block_mask is not None and not isinstance(block_mask, SequenceMask):
         raise errors.not_a_sequence_mask(block_mask)
-    if (
-        block_mask is not None
-        and block_mask.sequences is not sequences
-        and not _same(block_mask.sequences, sequences)
-    ):
+    if block_mask is not None and not _same(block_mask.sequences, sequences):
         raise errors.mask_of_others()
     for name, tensor, total in (("query", query, sequences.total_q), ("key", key, sequences.total_k)):
         if tensor.size(2) < total:
             raise errors.too_few_tokens(name, tensor.size(2), total)
     if sequences.device != query.device:
         raise errors.other_device("query", query.device, sequences.device)
+    if sequences.cu_k is not None:
+        return
+    if key.size(0) != value.size(0):
+        raise call_errors.key_value_differ(key, value)
+    for name, tensor in (("key", key), ("value", value)):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise errors.cache_needs_grad(name)
+    length = key.size(2)
+    if sequences.page_size is not None and length != sequences.page_size:
+        raise errors.other_page_size("key", length, sequences.page_size)
+    if sequences.page_size is None and length < sequences.max_k:
+        raise errors.cache_too_short("key", length, sequences.max_k)
 
 
 def _same(one: Sequences, other: Sequences) -> bool:
     """Whether they have the same tensors: a pytree makes other objects of them."""
-    return one.cu_q is other.cu_q and one.cu_k is other.cu_k
+    return all(getattr(one, name) is getattr(other, name) for name in ("cu_q", "cu_k", "used_k", "pages"))

@@ -48,10 +48,12 @@ def other_count(name: str, count: int, expected: int) -> SequencesError:
     )
 
 
-def used_beyond_room(name: str, sequence: int, used: int, room: int) -> SequencesError:
+def used_beyond_room(name: str, sequence: int, used: int, room: int | None) -> SequencesError:
+    if room is None:
+        return SequencesError(f"{name}: sequence {sequence} uses {used} tokens; expected 0 or more.")
     return SequencesError(
         f"{name}: sequence {sequence} uses {used} tokens of a room of {room}; expected 0 to {room}. "
-        "Shorten it, or give it more room in the offsets."
+        "Shorten it, or give it more room."
     )
 
 
@@ -110,6 +112,79 @@ def mask_in_graph() -> SequencesError:
     return SequencesError(
         "mask_mod: sequences.mask was called inside a compiled graph; expected outside, where mask_mod can be traced. "
         "Make the mask once a step, before the model runs, and pass it in."
+    )
+
+
+def block_beyond_page(block: int, page: int | None) -> SequencesError:
+    return SequencesError(
+        f"block_size: {block} keys are in more than one page of {page}; expected a divisor of the page size. "
+        "Leave it out to have one that fits."
+    )
+
+
+def without_room(name: str) -> SequencesError:
+    return SequencesError(
+        f"{name}: is for keys in a cache or in pages; expected used_k with it and no cu_k. "
+        "used_k says how many tokens of each sequence there are."
+    )
+
+
+def pages_with(name: str) -> SequencesError:
+    return SequencesError(
+        f"{name}: expected none with pages; where sequences lie is in the table. Leave it out."
+    )
+
+
+def pages_without_size() -> SequencesError:
+    return SequencesError(
+        "page_size: expected a positive integer with pages, as pages have that many tokens, and none without."
+    )
+
+
+def bad_pages(value: Any, count: int) -> FlexTypeError:
+    return FlexTypeError(
+        f"pages: expected an int32 tensor [sequences, pages of each] for {count} sequences, got {_described(value)}."
+    )
+
+
+def negative_page(sequence: int, place: int) -> SequencesError:
+    return SequencesError(
+        f"pages: sequence {sequence} uses page {place} of its table, which is negative; expected a page of the pool."
+    )
+
+
+def left_pad_beyond(sequence: int, pad: int, used: int) -> SequencesError:
+    return SequencesError(
+        f"left_pad_k: sequence {sequence} has {pad} tokens of padding and used_k is {used}; expected 0 to {used}."
+    )
+
+
+def negative_row(sequence: int) -> SequencesError:
+    return SequencesError(f"cache_rows: of sequence {sequence} is negative; expected a row of the cache.")
+
+
+def not_a_cache(name: str, tensor: Tensor, paged: bool) -> SequencesError:
+    shape = "[pages, page_size, heads, head_dim]" if paged else "[rows, length, heads, head_dim]"
+    return SequencesError(
+        f"{name}: expected {shape} for these sequences, got shape {list(tensor.shape)}. Packed keys need cu_k."
+    )
+
+
+def cache_too_short(name: str, length: int, needed: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: its rows have {length} tokens, and max_k is {needed}; expected at least as many."
+    )
+
+
+def other_page_size(name: str, found: int, expected: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: its pages have {found} tokens, and page_size is {expected}; expected the same."
+    )
+
+
+def cache_needs_grad(name: str) -> SequencesError:
+    return SequencesError(
+        f"{name}: requires grad and lies in a cache, which has no gradient. Detach it, or pass packed keys with cu_k."
     )
 
 

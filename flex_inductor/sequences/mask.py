@@ -19,7 +19,7 @@ from ..op.schedule import BlockRuns
 from ..op.tile_map import TileMap
 from . import errors
 from .closed_form import Window, window_of
-from .tiles import Tiles, tiles_of
+from .places import Places, Tiles, block_within
 
 BLOCK = 128
 FEW = 16  # queries, of which decoding kernels take all at once
@@ -42,13 +42,12 @@ def sequence_mask(
 ) -> SequenceMask:
     if mask_mod is not None and torch.compiler.is_dynamo_compiling():
         refused(errors.mask_in_graph())
-    blocks = _block_size(block_size, sequences.max_q)
-    offsets = (sequences.cu_q, sequences.cu_k)
-    lengths = (sequences.lengths_q, sequences.lengths_k)
-    totals = (sequences.total_q, sequences.total_k)
-    queries, keys = map(tiles_of, offsets, lengths, totals, blocks)
-    shift = lengths[1].long() - lengths[0].long()  # from a query's place in its sequence to its position
-    tile_map = TileMap(queries.lines(queries.of(shift)), keys.lines(0))
+    places = (sequences.queries, sequences.keys)
+    blocks = _block_size(block_size, sequences.max_q, places[1])
+    queries, keys = (side.tiles(block) for side, block in zip(places, blocks, strict=True))
+    lengths = (places[0].lengths, places[1].lengths)
+    shift = lengths[1] - lengths[0]  # from a query's place in its sequence to its position
+    tile_map = TileMap(queries.lines(places[0], queries.of(shift)), keys.lines(places[1], 0))
     window: Window | None = Window()
     if mask_mod is not None:
         program = trace_mask(mask_mod, sequences.device)
@@ -59,16 +58,18 @@ def sequence_mask(
         schedule = _in_window(queries, keys, lengths, shift, window)
     else:
         assert mask_mod is not None
-        schedule = _by_analysis(queries, keys, sequences, shift, mask_mod, heads or 1)
+        schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1)
     return SequenceMask(schedule, tile_map, sequences, mask_mod)
 
 
-def _block_size(given: Any, max_q: int) -> tuple[int, int]:
+def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
     if given is None:  # one of three, so that there are few kernels
-        return (1 if max_q <= 1 else FEW if max_q <= FEW else BLOCK), BLOCK
+        return (1 if max_q <= 1 else FEW if max_q <= FEW else BLOCK), block_within(keys, BLOCK)
     pair = given if isinstance(given, tuple) else (given, given)
     if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
         raise errors.bad_block_size(given)
+    if block_within(keys, pair[1]) != pair[1]:
+        raise errors.block_beyond_page(pair[1], keys.largest_block())
     return pair
 
 
@@ -82,7 +83,7 @@ def _in_window(
         (queries, keys, lengths[1], shift, window),
         (keys, queries, lengths[0], -shift, turned),
     ):
-        sides += _runs(mine, others, length.long(), moved, seen)
+        sides += _runs(mine, others, length, moved, seen)
     return BlockRuns(queries.block, keys.block, *sides)
 
 
@@ -131,10 +132,15 @@ def _listed(ranges: list[tuple[Tensor, Tensor]], first: Tensor) -> tuple[Tensor,
 
 
 def _by_analysis(
-    queries: Tiles, keys: Tiles, sequences: Any, shift: Tensor, mask_mod: MaskMod, heads: int
+    queries: Tiles,
+    keys: Tiles,
+    sequences: Any,
+    lengths: tuple[Tensor, Tensor],
+    mask_mod: MaskMod,
+    heads: int,
 ) -> BlockRuns:
     """Any mask: as the grid of each sequence, whose tiles are then put where they lie."""
-    lengths = (sequences.lengths_q, sequences.lengths_k)
+    shift = lengths[1] - lengths[0]
 
     def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q < lengths[0][b]) & (kv < lengths[1][b]) & mask_mod(b, h, q + shift[b], kv)

@@ -13,24 +13,29 @@ from torch.utils import _pytree as pytree
 from . import errors
 from .mask import SequenceMask, sequence_mask
 from .padding import check_padding_mask
+from .places import Cached, Packed, Paged, Places
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequence n has the queries cu_q[n] to cu_q[n + 1] and the keys cu_k[n] to cu_k[n + 1] of the packed tokens.
+    """Sequence n has the queries cu_q[n] to cu_q[n + 1] of the packed tokens. Its keys are packed too, or in a cache.
 
     Positions are local, and the last query stands at the last key: with 2 queries and 10 keys, the queries are at 8
     and 9. So `q_idx >= kv_idx` is causal for prefill, for a chunk of a prompt and for a step of decoding.
 
-    Values are checked here, once. Later ones may be copied into the tensors, as in a CUDA graph; nobody reads them on
-    the host then, and they must keep within what is said below of `total_q`.
+    Values are checked here, once. Others may be copied into the tensors later, as for a CUDA graph, and nobody reads
+    them on the host then: `max_q`, `max_k` and the ends of the offsets are the most there may be.
 
     Args:
         cu_q: int32 [sequences + 1], from 0, never falling.
-        cu_k: the same of keys; cu_q by default.
+        cu_k: the same of packed keys; cu_q by default, unless `used_k` is given alone: then keys are in a cache.
         used_q: int32 [sequences], how many of a sequence's queries there are; all by default.
-        used_k: the same of its keys. `used_k` of 0 gives rows of zeros.
-        max_q: at least the most queries that a sequence ever has; that of cu_q by default.
+        used_k: the same of its keys.
+        left_pad_k: int32 [sequences], with how many tokens of padding a row of the cache begins; `used_k` counts them.
+        cache_rows: int32 [sequences], the row of the cache; n for sequence n by default.
+        pages: int32 [sequences, most pages], the pages of each in a pool of pages of `page_size` tokens.
+        page_size: how many tokens a page has.
+        max_q: at least the most queries that a sequence ever has; that of now by default.
         max_k: the same of keys.
     """
 
@@ -38,25 +43,100 @@ class Sequences:
     cu_k: Tensor | None = None
     used_q: Tensor | None = field(default=None, kw_only=True)
     used_k: Tensor | None = field(default=None, kw_only=True)
-    max_q: int | None = field(default=None, kw_only=True)
-    max_k: int | None = field(default=None, kw_only=True)
+    left_pad_k: Tensor | None = field(default=None, kw_only=True)
+    cache_rows: Tensor | None = field(default=None, kw_only=True)
+    pages: Tensor | None = field(default=None, kw_only=True)
+    page_size: int | None = field(default=None, kw_only=True)
+    max_q: Any = field(default=None, kw_only=True)
+    max_k: Any = field(default=None, kw_only=True)
     total_q: int = field(init=False)  # the most tokens that cu_q may ever end at
-    total_k: int = field(init=False)
+    total_k: int = field(init=False)  # 0 for keys in a cache
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # what a frozen dataclass leaves for this purpose
-        if self.cu_k is None:
-            set_field(self, "cu_k", self.cu_q)
-        for side in ("q", "k"):
-            starts = _offsets(f"cu_{side}", getattr(self, f"cu_{side}"), self.cu_q)
-            used = getattr(self, f"used_{side}")
-            lengths = starts.diff() if used is None else _used(f"used_{side}", used, starts, self.cu_q)
-            longest = int(lengths.max()) if lengths.numel() else 0
-            given = getattr(self, f"max_{side}")
-            if given is not None and given < longest:
-                raise errors.max_below(f"max_{side}", given, longest)
-            set_field(self, f"max_{side}", longest if given is None else given)
-            set_field(self, f"total_{side}", int(starts[-1]))
+        starts = _offsets("cu_q", self.cu_q, self.cu_q)
+        self._set(
+            "q", starts.diff() if self.used_q is None else self._used("q", starts.diff()), int(starts[-1])
+        )
+        if self.used_k is None or self.cu_k is not None:
+            for name in ("left_pad_k", "cache_rows", "pages", "page_size"):
+                if getattr(self, name) is not None:
+                    raise errors.without_room(name)
+            if self.cu_k is None:
+                object.__setattr__(self, "cu_k", self.cu_q)
+            starts = _offsets("cu_k", self.cu_k, self.cu_q)
+            self._set(
+                "k", starts.diff() if self.used_k is None else self._used("k", starts.diff()), int(starts[-1])
+            )
+        else:
+            self._set("k", self._in_cache(), 0)
+
+    def _set(self, side: str, lengths: Tensor, total: int) -> None:
+        longest, given = int(lengths.max()) if lengths.numel() else 0, getattr(self, f"max_{side}")
+        if given is not None and given < longest:
+            raise errors.max_below(f"max_{side}", given, longest)
+        object.__setattr__(self, f"max_{side}", longest if given is None else given)
+        object.__setattr__(self, f"total_{side}", total)
+
+    def _used(self, side: str, room: Tensor | None) -> Tensor:
+        name = f"used_{side}"
+        found = _by_sequence(name, getattr(self, name), self.cu_q)
+        for at in (
+            ((found < 0) if room is None else (found < 0) | (found > room)).nonzero().flatten().tolist()
+        ):
+            raise errors.used_beyond_room(name, at, int(found[at]), None if room is None else int(room[at]))
+        return found
+
+    def _in_cache(self) -> Tensor:
+        """How many tokens of each sequence's row or pages are used."""
+        if (self.pages is None) != (self.page_size is None) or (
+            self.page_size is not None and self.page_size < 1
+        ):
+            raise errors.pages_without_size()
+        if self.pages is None:
+            used = self._used("k", None)
+            if self.left_pad_k is not None:
+                pads = _by_sequence("left_pad_k", self.left_pad_k, self.cu_q)
+                for at in ((pads < 0) | (pads > used)).nonzero().flatten().tolist():
+                    raise errors.left_pad_beyond(at, int(pads[at]), int(used[at]))
+            if self.cache_rows is not None:
+                for at in (
+                    (_by_sequence("cache_rows", self.cache_rows, self.cu_q) < 0).nonzero().flatten().tolist()
+                ):
+                    raise errors.negative_row(at)
+            return used
+        for name in ("left_pad_k", "cache_rows"):
+            if getattr(self, name) is not None:
+                raise errors.pages_with(name)
+        table, size = self.pages, self.page_size
+        assert size is not None
+        if (
+            not isinstance(table, Tensor)
+            or table.dtype != torch.int32
+            or table.dim() != 2
+            or len(table) != self.count
+        ):
+            raise errors.bad_pages(table, self.count)
+        if table.device != self.device:
+            raise errors.other_device("pages", table.device, self.device)
+        used = self._used("k", torch.full((self.count,), table.size(1) * size))
+        needed = torch.arange(table.size(1)) * size < used[:, None]
+        for at, place in ((table.cpu() < 0) & needed).nonzero().tolist():
+            raise errors.negative_page(at, place)
+        return used
+
+    @property
+    def queries(self) -> Packed:
+        return Packed.within(self.cu_q, self.used_q, self.total_q)
+
+    @property
+    def keys(self) -> Places:
+        if self.cu_k is not None:
+            return Packed.within(self.cu_k, self.used_k, self.total_k)
+        assert self.used_k is not None
+        if self.pages is None:
+            return Cached.within(self.cache_rows, self.left_pad_k, self.used_k, self.max_k)
+        assert self.page_size is not None
+        return Paged.within(self.pages, self.page_size, self.used_k)
 
     @property
     def count(self) -> int:
@@ -65,15 +145,6 @@ class Sequences:
     @property
     def device(self) -> torch.device:
         return self.cu_q.device
-
-    @property
-    def lengths_q(self) -> Tensor:
-        return self.cu_q.diff() if self.used_q is None else self.used_q
-
-    @property
-    def lengths_k(self) -> Tensor:
-        assert self.cu_k is not None
-        return self.cu_k.diff() if self.used_k is None else self.used_k
 
     @classmethod
     def from_lengths(
@@ -98,11 +169,10 @@ class Sequences:
         for name, tensor in (("query", query), ("key", key)):
             if tensor is not None and getattr(tensor, "layout", None) != torch.jagged:
                 raise errors.not_jagged(name, tensor)
-        offsets = [None if t is None else t.offsets().to(torch.int32) for t in (query, key)]
-        lengths = [
-            None if t is None or t.lengths() is None else t.lengths().to(torch.int32) for t in (query, key)
-        ]
-        return cls(*offsets, used_q=lengths[0], used_k=lengths[1] if key is not None else lengths[0])
+        key = query if key is None else key
+        offsets = [t.offsets().to(torch.int32) for t in (query, key)]
+        used = [None if t.lengths() is None else t.lengths().to(torch.int32) for t in (query, key)]
+        return cls(*offsets, used_q=used[0], used_k=used[1])
 
     def mask(
         self,
@@ -140,29 +210,25 @@ def _offsets(name: str, offsets: Any, cu_q: Tensor) -> Tensor:
     return found
 
 
-def _used(name: str, used: Any, starts: Tensor, cu_q: Tensor) -> Tensor:
-    count = starts.numel() - 1
-    if not isinstance(used, Tensor) or used.dtype != torch.int32 or used.shape != (count,):
-        raise errors.not_lengths(name, used, count)
-    if used.device != cu_q.device:
-        raise errors.other_device(name, used.device, cu_q.device)
-    found, room = used.cpu(), starts.diff()
-    beyond = ((found < 0) | (found > room)).nonzero()
-    if len(beyond):
-        at = int(beyond[0])
-        raise errors.used_beyond_room(name, at, int(found[at]), int(room[at]))
-    return found
+def _by_sequence(name: str, values: Any, cu_q: Tensor) -> Tensor:
+    """A number for each sequence, on the host, its form checked."""
+    count = cu_q.numel() - 1
+    if not isinstance(values, Tensor) or values.dtype != torch.int32 or values.shape != (count,):
+        raise errors.not_lengths(name, values, count)
+    if values.device != cu_q.device:
+        raise errors.other_device(name, values.device, cu_q.device)
+    return values.cpu()
 
 
-_TENSORS = ("cu_q", "cu_k", "used_q", "used_k")
-_NUMBERS = ("max_q", "max_k", "total_q", "total_k")
+_TENSORS = ("cu_q", "cu_k", "used_q", "used_k", "left_pad_k", "cache_rows", "pages")
+_NUMBERS = ("page_size", "max_q", "max_k", "total_q", "total_k")
 
 
-def _flatten(sequences: Sequences) -> tuple[list[Any], tuple[int, ...]]:
+def _flatten(sequences: Sequences) -> tuple[list[Any], tuple[Any, ...]]:
     return [getattr(sequences, n) for n in _TENSORS], tuple(getattr(sequences, n) for n in _NUMBERS)
 
 
-def _unflatten(tensors: Any, numbers: tuple[int, ...]) -> Sequences:
+def _unflatten(tensors: Any, numbers: tuple[Any, ...]) -> Sequences:
     """Without a look at the values: they were checked, or are not there."""
     made = object.__new__(Sequences)
     for name, value in (*zip(_TENSORS, tensors, strict=True), *zip(_NUMBERS, numbers, strict=True)):

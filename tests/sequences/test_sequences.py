@@ -26,7 +26,7 @@ BAD = {
     "fewer keys": (lambda: Sequences(offsets(0, 5), offsets(0, 2, 5)), r"^cu_k: has 2 sequences and cu_q has 1"),
     "max": (lambda: Sequences(offsets(0, 5, 12), max_q=6), r"^max_q: is 6, and the longest sequence has 7 tokens"),
     "max of keys": (lambda: Sequences(offsets(0, 5), offsets(0, 9), max_k=6), r"^max_k: is 6, .* 9 tokens"),
-    "used": (lambda: Sequences(offsets(0, 5, 9), used_k=offsets(5, 6)), r"^used_k: sequence 1 uses 6 tokens of a room of 4"),
+    "used": (lambda: Sequences(offsets(0, 5, 9), offsets(0, 5, 9), used_k=offsets(5, 6)), r"^used_k: sequence 1 uses 6 tokens of a room of 4"),
     "used count": (lambda: Sequences(offsets(0, 5), used_q=offsets(1, 1)), r"^used_q: expected an int32 tensor with an entry for each of 1"),
     "padding": (lambda: Sequences.from_padding_mask(torch.ones(2, 3)), r"^mask: expected a bool tensor \[batch, length\]"),
     "nested": (lambda: Sequences.from_nested(torch.ones(2, 3)), r"^query: expected a nested tensor with layout=torch.jagged"),

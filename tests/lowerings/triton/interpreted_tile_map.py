@@ -212,6 +212,32 @@ def test_packed_sequences(lengths, kinds):
     assert sorted(kinds) == (["decode"] if decodes else sorted(TWO_PASSES))
 
 
+@pytest.mark.parametrize("queries", [[1, 1], [3, 40]])
+def test_pages_of_sequences(queries):
+    """Out of order, with NaN behind the tokens that are used."""
+    used, size = torch.tensor([40, 70], dtype=torch.int32), 16
+    table = torch.tensor([[6, 2, 5, -9, -9], [0, 8, 1, 7, 3]], dtype=torch.int32)
+    cu_q = torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32)
+    sequences = Sequences(cu_q, used_k=used, pages=table, page_size=size)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in tensors(sum(queries), 110))
+    pools = [torch.full((9, size, *x.shape[1:]), torch.nan) for x in (k, v)]
+    for pool, tokens in zip(pools, (k, v), strict=True):
+        for pages, part in zip(table.tolist(), tokens.split(used.tolist()), strict=True):
+            for page, chunk in zip(pages, part.split(size), strict=False):
+                pool[page, : len(chunk)] = chunk
+    mask = sequences.mask(causal)
+    attend = interpret.compiled(
+        lambda *given: varlen_attention(*given, sequences, None, mask, enable_gqa=True)
+    )
+    with served_by("triton"), torch.no_grad():
+        out = attend(q, *pools)
+    packed = Sequences.from_lengths(queries, used)
+    want = varlen_attention(
+        q.double(), k.double(), v.double(), packed, None, packed.mask(causal), enable_gqa=True
+    )
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
 def test_other_tiles_do_not_compile_again():
     attend = interpret.compiled(lambda q, k, v, inputs: attention(q, k, v, None, causal, SCALE, inputs)[0])
     counts = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
@@ -30,13 +31,15 @@ warnings.filterwarnings("ignore", message="Please add support for subgraph args 
 def _forward(*args: Any) -> Any:
     call = AttentionCall.read(*args)
     outputs = tuple(name for name in ("lse", "max_scores") if getattr(call.options, name))
-    return _lower(call, "forward", outputs, None)
+    with dynamo_timed("flex_inductor.lower"):
+        return _lower(call, "forward", outputs, None)
 
 
 @register_lowering(attention_backward, type_promotion_kind=None)
 def _backward(*args: Any) -> Any:
     call = BackwardCall.read(*args)
-    return _lower(call, "backward", call.wants, call.joint)
+    with dynamo_timed("flex_inductor.lower"):
+        return _lower(call, "backward", call.wants, call.joint)
 
 
 def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import bench_cpu, bench_gpu, bench_masks, bench_static
+from . import bench_compile, bench_cpu, bench_gpu, bench_masks, bench_static
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -14,6 +14,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _register_kinds(kinds: argparse._SubParsersAction) -> None:
+    bench_compile.register(kinds)
     bench_cpu.register(kinds)
     bench_gpu.register(kinds)
     bench_masks.register(kinds)

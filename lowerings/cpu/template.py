@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import sympy
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor import ir
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
@@ -79,7 +80,8 @@ def add_node(
         kernel = TemplateKernel(inputs, node.outputs)
 
         def rendered() -> str:
-            source = finished(kernel, render)
+            with dynamo_timed("flex_inductor.render"):
+                source = finished(kernel, render)
             observer().kernel_rendered(node, kind, kernel, source)
             return source
 

@@ -18,10 +18,10 @@ def outline(source: str) -> str:
     body = source[
         source.index("const auto partial_tile") : source.index("C10_UNLIKELY", source.index("partial_tile"))
     ]
-    visit = source[source.index("const auto visit =") : source.index("const auto full_lanes")]
+    visit = source[source.index("const auto visit =") : source.index("const auto visit_range =")]
     kept = [line for line in body.splitlines() if re.search(r"for\(|auto tmp|\.store", line)]
     kept += [
-        line for line in visit.splitlines() if re.search(r"for \(|dot_block\(|lanes\(|softmax_rows\(", line)
+        line for line in visit.splitlines() if re.search(r"for \(|dot_block\(|_tile\(|softmax_rows\(", line)
     ]
     text = "\n".join(line.strip() for line in kept)
     text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
@@ -79,7 +79,7 @@ for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; n < n0 + columns; n += PANEL)
 for (int64_t r = 0; r < count; r += BLOCK)
 dot_block(own.query.data + (r0 + r) * key_width, key_width, STEP, keys + n * key_width, PANEL * STEP,
-lanes(scores, q0 + r0, n0, count, columns);
+if (masked) partial_tile(scores, b, h, q0 + r0, n0, count, columns); else full_tile(scores, b, h, q0 + r0, n0, count, columns);
 softmax_rows(own, r0, count, scores, weights, columns);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
 for (int64_t v = 0; v < value_width; v += PANEL)

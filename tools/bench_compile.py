@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .files import at_least_one, to_write
-from .rounds import Spread, alternate, over
+from .rounds import alternate, over
 
 OURS, SDPA = "ours", "SDPA"
 SIDES = (OURS, SDPA)
@@ -95,38 +95,29 @@ def in_own_process(side: str, layers: int, bf16: bool) -> Step:
 def table_of(layers: int, steps: dict[str, list[Step]]) -> Any:
     from rich.table import Table
 
-    aim = f", aim {AIMS[layers]:g}x" if layers in AIMS else ""
-    table = Table(
-        "seconds", *SIDES, "ours over SDPA", title=f"{layers} layers, {torch.get_num_threads()} threads"
-    )
+    aim = f", aim: {AIMS[layers]:g}x at most" if layers in AIMS else ""
+    title = f"layers: {layers}, threads: {torch.get_num_threads()}{aim}"
+    table = Table("seconds", *SIDES, "ours over SDPA", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for what in ("wall", "cpu"):
         values = {side: [getattr(step, what) for step in steps[side]] for side in SIDES}
-        ratio = over(values[OURS], values[SDPA])
-        spreads = (str(Spread.of(values[side])) for side in SIDES)
-        table.add_row(what, *spreads, f"{ratio}{aim if what == 'wall' else ''}")
+        medians = (statistics.median(values[side]) for side in SIDES)
+        table.add_row(what, *(f"{median:.2f}" for median in medians), str(over(values[OURS], values[SDPA])))
     table.add_section()
     for phase in steps[OURS][0].phases:
-        table.add_row(phase, *(f"{_median(steps[side], _phase(phase)):.2f}" for side in SIDES))
+        medians = (statistics.median(step.phases[phase] for step in steps[side]) for side in SIDES)
+        table.add_row(phase, *(f"{median:.2f}" for median in medians))
     table.add_section()
     for kind in dict.fromkeys(kind for side in SIDES for kind, _ in steps[side][0].kernels):
         table.add_row(f"C++ compiler, {kind}", *(_compiler(steps[side], kind) for side in SIDES))
     return table
 
 
-def _median(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
-    return statistics.median(map(of, steps))
-
-
-def _phase(name: str) -> Callable[[Step], float]:
-    return lambda step: step.phases[name]
-
-
 def _compiler(steps: Sequence[Step], kind: str) -> str:
     count = sum(each == kind for each, _ in steps[0].kernels)
-    seconds = _median(steps, lambda step: sum(seconds for each, seconds in step.kernels if each == kind))
-    return f"{count} in {seconds:.2f}" if count else ""
+    taken = statistics.median(sum(s for each, s in step.kernels if each == kind) for step in steps)
+    return f"{count} in {taken:.2f}" if count else ""
 
 
 class Layer(nn.Module):
@@ -193,13 +184,15 @@ def phases_of(metrics: dict[str, float], wall: float) -> dict[str, float]:
     def seconds(name: str) -> float:
         return metrics.get(name, 0.0)
 
+    # The backward's graph is compiled with the forward's, or when it first runs.
+    traced = seconds("create_aot_dispatcher_function") + seconds("backward._backward_impl")
+    inductor = seconds("compile_fx_inner")
     run, module = seconds("GraphLowering.run"), seconds("GraphLowering.compile_to_module")
     lowered, rendered = seconds("flex_inductor.lower"), seconds("flex_inductor.render")
     phases = {
         "Dynamo": seconds("_compile.compile_inner") - seconds("OutputGraph.call_user_compiler"),
-        "AOTAutograd": seconds("create_aot_dispatcher_function")
-        - seconds("compile_fx.<locals>.fw_compiler_base"),
-        "Inductor's passes": seconds("compile_fx_inner") - run - module,
+        "AOTAutograd": traced - inductor,
+        "Inductor's passes": inductor - run - module,
         "lowering": run - lowered,
         "lowering of attention": lowered,
         "scheduling, code": seconds("GraphLowering.codegen") - rendered,

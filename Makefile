@@ -18,8 +18,8 @@ test: $(VENV)/.ready  ## the tests, without the long matrix
 	$(bin)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "flex_inductor: tests passed"
 
-test-all: $(VENV)/.ready  ## the tests, with the long matrix
-	$(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+test-all: $(VENV)/.ready  ## the tests, with the long matrix, all compiled as users have it
+	CXX=$(CXX) $(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	@echo "flex_inductor: all tests passed"
 
 test-2.11:  ## the tests in an environment with torch 2.11

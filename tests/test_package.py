@@ -1,7 +1,6 @@
 """The package as a user gets it: the wheel, the source checkout, the console script."""
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -15,22 +14,17 @@ import pytest
 import flex_inductor
 from flex_inductor import compat
 from flex_inductor.tools import cli
+from tests.forks import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"flex_inductor": "", "lowerings": "lowerings", "templates": "templates", "tools": "tools"}
 BUILD_WHEEL = "from setuptools import build_meta; build_meta.build_wheel('dist')"
 
 
-def python(*args, cwd, pythonpath=""):
-    result = subprocess.run(
-        [sys.executable, *args],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(pythonpath)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+@pytest.fixture(scope="module")
+def python():
+    with forks() as new:
+        yield new.run
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def checkout(tmp_path_factory):
 def installed(checkout, tmp_path_factory):
     """The wheel, unpacked as an installer does."""
     site = tmp_path_factory.mktemp("site")
-    python("-c", BUILD_WHEEL, cwd=checkout)
+    subprocess.run([sys.executable, "-c", BUILD_WHEEL], cwd=checkout, capture_output=True, check=True)
     (wheel,) = checkout.glob("dist/*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -82,47 +76,51 @@ def test_wheel_metadata(installed):
     }
 
 
-def test_dynamo_lists_the_backend_without_an_import(installed, tmp_path):
+def test_dynamo_lists_the_backend_without_an_import(python, installed, tmp_path):
     code = """
 import sys, torch
 print("flex_inductor" in torch._dynamo.list_backends(), "flex_inductor" in sys.modules)
 """
-    assert python("-c", code, cwd=tmp_path, pythonpath=installed) == "True False"
+    assert python(code, tmp_path, installed) == "True False"
 
 
 WHERE = "import flex_inductor.lowerings as m, flex_inductor.tools.cli; print(m.__file__)"
+SHOW_VERSION = """
+import runpy, sys
+sys.argv[1:] = ["--version"]
+runpy.run_module("flex_inductor.tools.cli", run_name="__main__")
+"""
 
 
-def test_wheel_is_used_away_from_the_checkout(installed, tmp_path):
-    assert Path(python("-c", WHERE, cwd=tmp_path, pythonpath=installed)).is_relative_to(installed)
+def test_wheel_is_used_away_from_the_checkout(python, installed, tmp_path):
+    assert Path(python(WHERE, tmp_path, installed)).is_relative_to(installed)
 
 
 @pytest.mark.parametrize("beside_wheel", [False, True], ids=["no wheel", "beside a wheel"])
-def test_checkout_is_used_from_its_root(beside_wheel, checkout, installed):
-    pythonpath = installed if beside_wheel else ""
-    assert python("-c", WHERE, cwd=checkout, pythonpath=pythonpath) == str(checkout / "lowerings/__init__.py")
-    output = python("-m", "flex_inductor.tools.cli", "--version", cwd=checkout, pythonpath=pythonpath)
-    assert output == f"flex_inductor {flex_inductor.__version__}"
+def test_checkout_is_used_from_its_root(beside_wheel, python, checkout, installed):
+    path = [installed] if beside_wheel else []
+    assert python(WHERE, checkout, *path) == str(checkout / "lowerings/__init__.py")
+    assert python(SHOW_VERSION, checkout, *path) == f"flex_inductor {flex_inductor.__version__}"
 
 
-def test_a_checkout_offers_no_other_folder(checkout):
+def test_a_checkout_offers_no_other_folder(python, checkout):
     code = "import flex_inductor; from importlib.util import find_spec; print([find_spec(f'flex_inductor.{n}') for n in"
-    assert python("-c", f"{code} ('tests', 'flex_inductor', 'docs')])", cwd=checkout) == "[None, None, None]"
+    assert python(f"{code} ('tests', 'flex_inductor', 'docs')])", checkout) == "[None, None, None]"
 
 
-def test_import_is_quick_and_leaves_the_compiler_alone():
+def test_import_is_quick_and_leaves_the_compiler_alone(python):
     code = """
 import time, sys, torch
 start = time.process_time()
 import flex_inductor
 print(time.process_time() - start, "torch._inductor" in sys.modules)
 """
-    runs = [python("-c", code, cwd=ROOT).split() for _ in range(3)]
+    runs = [python(code, ROOT).split() for _ in range(3)]
     assert min(float(seconds) for seconds, _ in runs) < 0.3
     assert {inductor for _, inductor in runs} == {"False"}
 
 
-def test_a_first_mask_imports_nothing():
+def test_a_first_mask_imports_nothing(python):
     """Masks are made for each step, in processes that may compile nothing."""
     code = """
 import sys, flex_inductor
@@ -130,7 +128,7 @@ before = set(sys.modules)
 flex_inductor.create_block_mask(flex_inductor.masks.sliding_window(100), 1, 1, 1000, 1000, "cpu")
 print([name for name in set(sys.modules) - before if name.split(".")[0] in ("sympy", "torch")])
 """
-    assert python("-c", code, cwd=ROOT) == "[]"
+    assert python(code, ROOT) == "[]"
 
 
 @pytest.mark.parametrize("looked_for", [False, True])
@@ -150,7 +148,7 @@ def test_what_waits_for_a_module_runs_once_when_it_is_imported(tmp_path, monkeyp
     del sys.modules["waited_for"]
 
 
-def test_cli_version_adds_no_heavy_import():
+def test_cli_version_adds_no_heavy_import(python):
     code = """
 import sys, flex_inductor
 before = set(sys.modules)
@@ -160,7 +158,7 @@ try:
 except SystemExit:
     print(*{name.split(".")[0] for name in set(sys.modules) - before} & {"torch", "triton", "rich", "sympy"})
 """
-    assert python("-c", code, cwd=ROOT) == f"flex_inductor {flex_inductor.__version__}"
+    assert python(code, ROOT) == f"flex_inductor {flex_inductor.__version__}"
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["env", "--nonsense"]])

@@ -68,12 +68,14 @@ def test_routes(route, mask, results):
         attention_of(BIASED), backend="flex_inductor", fullgraph=True, options={"route": route}
     )
     torch._dynamo.reset()
-    lists, runs = (results(attend, inputs, captures, form) for form in both_forms(mask))
+    lists, runs = both_forms(mask)
+    found = results(attend, inputs, captures, runs)
     if route == "chunked":
-        assert_equal(runs, lists)
+        assert_equal(found, results(attend, inputs, captures, lists))
+    eager = results(dense_of(BIASED), inputs, captures, lists)
     wide = [c.double() for c in captures]
-    gold = results(dense_of(BIASED), [t.double() for t in inputs], wide, both_forms(mask)[0])
-    assert_accurate(runs, lists, gold, torch.float32)
+    gold = results(dense_of(BIASED), [t.double() for t in inputs], wide, lists)
+    assert_accurate(found, eager, gold, torch.float32)
 
 
 def test_decision_names_the_form():
@@ -130,8 +132,8 @@ def test_a_schedule_comes_into_a_full_graph(holder):
     torch.testing.assert_close(compiled(q, k, v, schedule), flex_attention(q, k, v, block_mask=schedule))
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_other_runs_do_not_compile_again(dynamic):
+@pytest.mark.parametrize("dynamic, route", [(None, "chunked"), (True, "cpu")], ids=["automatic", "dynamic"])
+def test_other_runs_do_not_compile_again(dynamic, route):
     torch._dynamo.reset()
     graphs = []
 
@@ -139,7 +141,10 @@ def test_other_runs_do_not_compile_again(dynamic):
         graphs.append(module)
         return flex_inductor.backend.flex_inductor(module, inputs, **kwargs)
 
-    compiled = torch.compile(as_argument(None), backend=backend, fullgraph=True, dynamic=dynamic)
+    options = {"route": route}
+    compiled = torch.compile(
+        as_argument(None), backend=backend, fullgraph=True, dynamic=dynamic, options=options
+    )
     counts = []
     for width, length in ((40, 192), (50, 192), (70, 208), (43, 240), (100, 400), (64, 192)):
         schedule = documents(width, length)

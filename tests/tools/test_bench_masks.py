@@ -16,6 +16,7 @@ def small_cases(monkeypatch):
     short = replace(causal, length=300)
     monkeypatch.setattr(bench_masks, "CASES", (short, replace(short, name="runs", compact=True)))
     monkeypatch.setattr(bench_masks, "OwnProcess", bench_masks.Side)
+    monkeypatch.setattr(bench_masks, "ROUNDS", 2)
 
 
 def test_table_and_json(small_cases, capsys, tmp_path, monkeypatch):

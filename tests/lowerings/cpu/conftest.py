@@ -13,3 +13,11 @@ def poisoned_outputs(monkeypatch):
 
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", poisoned)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """Kernels are generated and not built: they do nothing."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)

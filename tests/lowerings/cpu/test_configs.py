@@ -60,6 +60,11 @@ ForwardConfig(block_m=128, block_n=256, rows=32): 36 KB in a first-level cache w
         )
 
 
+def made():
+    """The kernels of the decisions so far."""
+    return {choice.kernel: choice for decision in flex_inductor.decisions() for choice in decision.kernels}
+
+
 def attend(*inputs, kernel="lists", mod=None, captures=(), queries=150, needs_grad=True, **options):
     """Compile one call afresh; its output and the decisions made."""
     torch._dynamo.reset()
@@ -72,7 +77,7 @@ def attend(*inputs, kernel="lists", mod=None, captures=(), queries=150, needs_gr
     out = compiled(q, k, v)
     if needs_grad:
         out.sum().backward()
-    return {choice.kernel: choice for decision in flex_inductor.decisions() for choice in decision.kernels}
+    return made()
 
 
 def test_sizes_asked_for_are_used():
@@ -87,15 +92,13 @@ def test_sizes_asked_for_are_used():
         dynamic=False,
         options={"route": "cpu", "configs": asked},
     )
+    flex_inductor.decisions(clear=True)
     check("relative_bias", "causal", attend=compiled)
-    made = {
-        choice.kernel: choice for decision in flex_inductor.decisions()[-2:] for choice in decision.kernels
-    }
-    assert {kernel: choice.config for kernel, choice in made.items()} == asked
-    assert {choice.why for choice in made.values()} == {"asked for"}
+    assert {kernel: choice.config for kernel, choice in made().items()} == asked
+    assert {choice.why for choice in made().values()} == {"asked for"}
 
 
-def test_sizes_asked_for_are_in_the_code():
+def test_sizes_asked_for_are_in_the_code(unbuilt):
     q, k, v = (torch.randn(1, 2, 150, 24) for _ in range(3))
     compiled = torch.compile(
         flex_attention, backend=backend, options={"configs": {"forward": {"block_m": 96}}}, dynamic=False
@@ -132,46 +135,46 @@ def test_sizes_that_cannot_be_used_raise(asked, dtype, message):
 
 @pytest.fixture
 def two_of_each(monkeypatch, tmp_path):
-    """A cache of its own, and tables short enough to time in a test."""
+    """A folder of its own for what is timed, no cache of graphs, and tables short enough to time in a test."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(TABLES, "forward", [ForwardConfig(128, 128, 32), ForwardConfig(32, 32, 32)])
     monkeypatch.setitem(TABLES, "decode", [DecodeConfig(64, 2048), DecodeConfig(32, 1024)])
     monkeypatch.setitem(TABLES, "backward", [BackwardConfig(64, 128), BackwardConfig(32, 32)])
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
-def test_max_autotune_times_once_for_lists_and_for_runs(two_of_each):
-    tuned = {"mode": "max-autotune-no-cudagraphs"}
-    for form, kernels in (("lists", ["forward", "backward"]), ("runs", ["forward"])):
-        call = tuned | {"kernel": form, "needs_grad": "backward" in kernels}
-        first = attend(**call)
-        assert [*first] == kernels
-        for choice in first.values():
-            assert choice.why.startswith("fastest when timed: ") and choice.others[0][1].endswith(" ms")
-        with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-            again = attend(**call)
-        assert all(choice.why.startswith("fastest when timed before: ") for choice in again.values())
-    decoded = attend(queries=1, needs_grad=False, **tuned)
+TUNED = {"mode": "max-autotune-no-cudagraphs"}
+ONCE_AND_AGAIN = "fastest when timed: ", "fastest when timed before: "
+
+
+def test_max_autotune_times_once_and_what_is_fastest_is_right(two_of_each):
+    for why in ONCE_AND_AGAIN:
+        torch._dynamo.reset()
+        flex_inductor.decisions(clear=True)
+        attend = attention_of(MODS["relative_bias"][1])
+        compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True, **TUNED)
+        for queries in (150, 90):
+            sizes = SIZES._replace(queries=queries)
+            check("relative_bias", "per_batch", torch.bfloat16, sizes=sizes, attend=compiled)
+        assert [*made()] == ["forward", "backward"]
+        for choice in made().values():
+            assert choice.why.startswith(why) and choice.others[0][1].endswith(" ms")
+
+
+def test_max_autotune_times_runs_and_few_queries(two_of_each):
+    for why in ONCE_AND_AGAIN:
+        assert attend(kernel="runs", needs_grad=False, **TUNED)["forward"].why.startswith(why)
+    decoded = attend(queries=1, needs_grad=False, **TUNED)
     assert decoded["decode"].why.startswith("fastest when timed: ")
-
-
-def test_a_tuned_kernel_is_right(two_of_each):
-    compiled = torch.compile(
-        attention_of(MODS["relative_bias"][1]),
-        backend=backend,
-        fullgraph=True,
-        dynamic=True,
-        mode="max-autotune-no-cudagraphs",
-    )
-    check("relative_bias", "per_batch", torch.bfloat16, attend=compiled)
-    check("relative_bias", "per_batch", torch.bfloat16, sizes=SIZES._replace(queries=90), attend=compiled)
 
 
 def test_what_made_up_inputs_cannot_run_is_not_timed(two_of_each):
     """Ids that are made up are zeros: looked up less one hundred, they are outside."""
     ids, table = torch.full((150,), 101), torch.randn(4)
-    made = attend(
+    found = attend(
         mod=lambda s, b, h, q_idx, kv_idx: s + table[ids[q_idx] - 100],
         needs_grad=False,
-        mode="max-autotune-no-cudagraphs",
+        **TUNED,
     )
-    assert made["forward"].why.startswith("first that fits; not timed: ")
+    assert found["forward"].why.startswith("first that fits; not timed: ")

@@ -1,4 +1,4 @@
-"""The fused CPU kernels on edge cases: tiles that do not fit, dead rows, wrong indices, threads, lengths."""
+"""The fused CPU kernels: blocks that do not fit, threads, waves, lengths, instructions; accuracy/test_edges.py has more."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import sys
 
 import pytest
 import torch
+from torch._inductor.cpu_vec_isa import VecAVX2, pick_vec_isa
 
 import flex_inductor
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings.cpu import forward
+from flex_inductor.lowerings.cpu.route import CpuRoute
 from tests.lowerings.cpu.helpers import SIZES, check, fused
 from tests.support import MASKS, MODS, Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
 
 
-@pytest.mark.usefixtures("optimized")
 def test_blocks_that_panels_do_not_divide():
     sizes = SIZES._replace(queries=120, keys=133)
     mask = create_block_mask(causal, None, None, sizes.queries, sizes.keys, device="cpu", BLOCK_SIZE=(24, 7))
@@ -27,53 +28,6 @@ def test_blocks_that_panels_do_not_divide():
         judge(fused(attention_of(None)), dense_of(None), sizes.inputs(dtype), (), mask)
 
 
-def test_rows_without_live_lanes():
-    mask = create_block_mask(lambda b, h, q, kv: (q % 3 != 1) & (kv < 20), None, None, 64, 64, device="cpu")
-    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
-    with torch.no_grad():
-        out, lse, peak = fused(attention_of(None))(q, k, v, (), mask)
-    dead = torch.arange(64) % 3 == 1
-    assert (out[:, :, dead] == 0).all() and out[:, :, ~dead].abs().min() > 0
-    assert (lse[:, :, dead] == -torch.inf).all() and (peak[:, :, dead] == -torch.inf).all()
-    assert lse[:, :, ~dead].isfinite().all()
-
-
-def test_nan_stays_in_its_row():
-    q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
-    q[0, 0, 7, 3] = torch.nan
-    with torch.no_grad():
-        out, lse, _ = fused(attention_of(None))(q, k, v, (), None)
-    assert out[0, 0, 7].isnan().all() and lse[0, 0, 7].isnan()
-    assert torch.cat([out[0, 0, :7], out[0, 0, 8:]]).isfinite().all()
-
-
-def test_live_index_out_of_range_raises_and_masked_one_does_not():
-    bias = torch.randn(50)
-    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
-
-    def attend(q, k, v, mask):
-        return flex_attention(q, k, v, lambda s, b, h, q, kv: s + bias[kv], mask)
-
-    mask = create_block_mask(lambda b, h, q, kv: kv < 50, None, None, 64, 64, device="cpu")
-    with torch.no_grad():
-        expected = flex_attention(q, k[:, :, :50], v[:, :, :50], lambda s, b, h, q, kv: s + bias[kv])
-        torch.testing.assert_close(fused(attend)(q, k, v, mask), expected)
-        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-            fused(attend)(q, k, v, None)
-
-
-def test_negative_index_wraps():
-    bias = torch.randn(200)
-    q, k, v = (torch.randn(1, 2, 90, 16) for _ in range(3))
-
-    def attend(q, k, v):
-        return flex_attention(q, k, v, lambda s, b, h, q, kv: s + bias[q - kv])
-
-    with torch.no_grad():
-        torch.testing.assert_close(fused(attend)(q, k, v), attend(q, k, v))
-
-
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "dtype, mod",
     [
@@ -102,7 +56,6 @@ def test_bits_do_not_depend_on_threads(dtype, mod):
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
-@pytest.mark.usefixtures("optimized")
 def test_heads_in_waves(monkeypatch):
     """Five KV heads, as many at a time as the limit holds: two, two and one. The same bits as all at once."""
     sizes = Sizes(batch=5, heads=2, kv_heads=1, queries=130, keys=100, head_dim=16, value_dim=32)
@@ -128,7 +81,6 @@ def test_heads_in_waves(monkeypatch):
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
-@pytest.mark.usefixtures("optimized")
 def test_dynamic_length_compiles_once():
     attend = fused(attention_of(MODS["relative_bias"].build), dynamic=True)
     check("relative_bias", "causal", attend=attend, sizes=SIZES)
@@ -162,27 +114,35 @@ def test_refusals_are_recorded_with_their_reason():
                 fused(flex_attention)(*inputs, mod)
 
 
-def run_with_capability(capability, *command):
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="AVX2 is the first choice here")
+@pytest.mark.parametrize(
+    "mod, mask, dtype, sizes",
+    [
+        ("alibi", "sliding_window", torch.bfloat16, SIZES),
+        ("alibi", "none", torch.float32, SIZES._replace(queries=1, keys=5000)),
+    ],
+    ids=["a tile", "one query"],
+)
+def test_with_avx2(mod, mask, dtype, sizes):
+    with torch._inductor.config.patch({"cpp.simdlen": 256}):
+        assert isinstance(pick_vec_isa(), VecAVX2)
+        check(mod, mask, dtype, "bshd", sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="AVX2 is the first choice here")
+def test_the_matrix_with_avx2():
+    here = f"{os.path.dirname(__file__)}/test_matrix.py"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", here, "-m", "not slow"],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},
         capture_output=True,
         text=True,
-    )
-
-
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="AVX2 is the first choice here")
-@pytest.mark.parametrize("cases", ["alibi", pytest.param("", marks=pytest.mark.slow)], ids=["some", "every"])
-def test_the_matrix_with_avx2(cases):
-    here = f"{os.path.dirname(__file__)}/test_matrix.py"
-    result = run_with_capability(
-        "avx2", "-m", "pytest", "-p", "no:cacheprovider", here, "-m", "not slow", "-k", cases
     )
     passed = re.search(r"(\d+) passed", result.stdout)
     assert result.returncode == 0 and passed and int(passed[1]) >= 2, result.stdout[-3000:]
 
 
 def test_without_vector_instructions_the_route_is_not_available():
-    ask = "from flex_inductor.lowerings.cpu.route import CpuRoute as R; print(R().available())"
-    result = run_with_capability("default", "-c", ask)
-    assert result.stdout.strip() == "(False, 'no vector instructions that torch knows')", result.stderr
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        assert CpuRoute().available() == (False, "no vector instructions that torch knows")

@@ -57,13 +57,10 @@ MODS = {
 }
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "name, masked",
     [
-        pytest.param(
-            name, masked, marks=() if name == "mixed" or masked == (i % 2 == 0) else pytest.mark.slow
-        )
+        pytest.param(name, masked, marks=() if masked == (i % 2 == 0) else pytest.mark.slow)
         for i, name in enumerate(MODS)
         for masked in (False, True)
     ],
@@ -88,7 +85,6 @@ def test_pointwise_neighbours():
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name, leaf_bytes", [("dense", 1), ("negative", 1), ("negative", 1 << 10)])
 def test_leaves_too_large_for_slots(monkeypatch, name, leaf_bytes):
     """Heads share one slot where each has its own part of it; others have two slots at least."""
@@ -102,7 +98,7 @@ def test_leaves_too_large_for_slots(monkeypatch, name, leaf_bytes):
 @pytest.mark.parametrize(
     "head, apart", [(lambda h: h, True), (lambda h: h // 2, False), (lambda h: h * 0, False)]
 )
-def test_a_slot_is_shared_only_by_heads_that_keep_apart(head, apart):
+def test_a_slot_is_shared_only_by_heads_that_keep_apart(head, apart, unbuilt):
     """Heads that meet in a leaf must not add to one slot from several threads."""
     inputs, table = SIZES.inputs(torch.float32), torch.randn(4, 90, requires_grad=True)
     build = lambda table: lambda score, b, h, q_idx, kv_idx: score + table[head(h), kv_idx]  # noqa: E731

@@ -8,8 +8,6 @@ import torch
 from tests.lowerings.cpu.helpers import check
 from tests.support import LAYOUTS, MASKS, MODS, Sizes
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Every mod, mask, dtype and layout.
@@ -19,6 +17,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("mod, mask, dtype, layout", SHORT)
 def test_matrix(mod, mask, dtype, layout):
     check(mod, mask, dtype, layout)

@@ -13,8 +13,6 @@ from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings.cpu.configs import TABLES
 from tests.support import LAYOUTS, Sizes, attention_of, dense_of, judge
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=100, head_dim=16, value_dim=24)
 FEW = SIZES._replace(queries=3, keys=300)
 GARBAGE = (math.nan, math.inf, -math.inf)
@@ -141,6 +139,7 @@ class Call:
                 assert torch.equal(tensor[~hit], wanted[~hit]), (name, place, what)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "dtype, build, block, compact, layout, kv_batch",
     [

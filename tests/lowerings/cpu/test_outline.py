@@ -28,6 +28,7 @@ def outline(source: str) -> str:
     return text.replace("at::vec::Vectorized<float>", "Vec").replace("at::vec::Vectorized<int32_t>", "Ints")
 
 
+@pytest.mark.usefixtures("unbuilt")
 @pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="written for 8 floats a vector")
 class Outline(expecttest.TestCase):
     maxDiff = None
@@ -41,13 +42,7 @@ class Outline(expecttest.TestCase):
                 q, k, v, lambda s, b, h, q_idx, kv_idx: s + slopes[h] * (kv_idx - q_idx), mask
             )
 
-        with (
-            torch.no_grad(),
-            config.patch(
-                # Nothing else is compiled with these flags: headers made for them would take longer.
-                {"cpp.simdlen": 256, "cpp_cache_precompile_headers": False}
-            ),
-        ):
+        with torch.no_grad(), config.patch({"cpp.simdlen": 256}):
             compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
             _, (source,) = run_and_get_code(compiled, *(torch.randn(1, 4, 64, 16) for _ in range(3)))
         self.assertExpectedInline(

@@ -20,14 +20,10 @@ def python(*args, **env):
     )
 
 
-# Starting a process costs as much as several tests: there are two, for two workers.
-FILES = sorted(HERE.glob("interpreted_*.py"))
-
-
-@pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=["one half", "other half"])
-def test_numerics(files):
+def test_numerics():
+    """In one process: to start another and compile there for the first time takes as long as several tests."""
     alone = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    result = python("-m", "pytest", *alone, *files, TRITON_INTERPRET="1")
+    result = python("-m", "pytest", *alone, *sorted(HERE.glob("interpreted_*.py")), TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-8000:]
     assert " skipped" not in result.stdout
 
@@ -38,11 +34,9 @@ import torch
 from flex_inductor import decisions, flex_attention
 from flex_inductor.tools import interpret
 
-q = torch.randn(1, 1, 20, 16, requires_grad=True)
-out = interpret.run(flex_attention, q, q.detach(), q.detach())
-out.sum().backward()
-torch.testing.assert_close(out, flex_attention(q, q.detach(), q.detach()))
-print(sys.argv[1:], [d.chosen for d in decisions()], q.grad.isfinite().all().item())
+q = torch.randn(1, 1, 20, 16)
+torch.testing.assert_close(interpret.run(flex_attention, q, q, q), flex_attention(q, q, q))
+print(sys.argv[1:], [d.chosen for d in decisions()])
 """
 
 
@@ -50,7 +44,7 @@ def test_script_is_run_in_the_environment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = python("-m", "flex_inductor.tools.interpret", script, "--flag", "5")
-    assert result.stdout == "['--flag', '5'] ['triton', 'triton'] True\n", result.stderr
+    assert result.stdout == "['--flag', '5'] ['triton']\n", result.stderr
 
 
 def test_without_the_environment_the_command_is_named():

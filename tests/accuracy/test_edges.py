@@ -317,18 +317,32 @@ def test_gradient_of_lse_alone(way):
         torch.testing.assert_close(got.double(), want, rtol=few, atol=few)
 
 
+EMPTY = {
+    "B": SMALL._replace(batch=0, kv_batch=0),
+    "S": SMALL._replace(queries=0),
+    "KV": SMALL._replace(keys=0),
+    "S and KV": SMALL._replace(queries=0, keys=0),
+    "B but not KV's": SMALL._replace(batch=0, kv_batch=1),
+}
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    "way, empty",
     [
-        SMALL._replace(batch=0, kv_batch=0),
-        SMALL._replace(queries=0),
-        SMALL._replace(keys=0),
-        SMALL._replace(queries=0, keys=0),
-        SMALL._replace(batch=0, kv_batch=1),
+        pytest.param(
+            way,
+            empty,
+            marks=pytest.mark.slow if way is FUSED and len(empty) > 2 else (),
+            id=f"{name}-{empty}",
+        )
+        for name, way in (("eager", EAGER), ("chunked", CHUNKED), ("cpu", FUSED))
+        for empty in EMPTY
     ],
-    ids=["B", "S", "KV", "S and KV", "B but not KV's"],
+    indirect=["way"],
 )
-def test_zero_lengths(sizes, way):
+def test_zero_lengths(empty, way):
+    sizes = EMPTY[empty]
+
     def build(bias):
         return lambda score, b, h, q_idx, kv_idx: score + (bias.exp() * 2).sum() * h
 

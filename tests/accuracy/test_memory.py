@@ -83,7 +83,11 @@ def relative(query, key, value, block_mask, bias):
     return flex_attention(query, key, value, mod, block_mask)
 
 
-@pytest.mark.parametrize("attend, bias", [(plain, None), (relative, torch.randn(2 * LENGTH))])
+@pytest.mark.parametrize(
+    "attend, bias",
+    [pytest.param(plain, None, marks=pytest.mark.slow), (relative, torch.randn(2 * LENGTH))],
+    ids=["plain", "relative"],
+)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "mask_mod",

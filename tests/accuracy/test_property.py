@@ -34,7 +34,7 @@ def test_fused_on_cpu(program, several):
     check("cpu", program, several)
 
 
-@a_fixed_few(3)
+@a_fixed_few(2)
 @given(program=programs("cpu"), several=several_values("cpu", 3))
 def test_verify_raises_no_alarm(program, several):
     check("cpu", program, several, verify=True)

@@ -28,7 +28,7 @@ def kernels(target, head_dim):
     "target, head_dim",
     [
         ("sm_80", 64),
-        ("sm_90", 128),
+        pytest.param("sm_90", 128, marks=pytest.mark.slow),
         pytest.param("sm_80", 128, marks=pytest.mark.slow),
         pytest.param("sm_90", 64, marks=pytest.mark.slow),
     ],

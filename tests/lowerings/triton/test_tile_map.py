@@ -30,7 +30,7 @@ def report(blocks=(128, 128), head_dim=64, biased=True, parts=PARTS, requires_gr
     return flex_inductor.inspect(attend, q, k, v, target="sm_90", options=options)
 
 
-@pytest.mark.parametrize("head_dim, biased", [(64, True), (128, False)])
+@pytest.mark.parametrize("head_dim, biased", [(64, True), pytest.param(128, False, marks=pytest.mark.slow)])
 def test_no_local_memory_on_sm_90(head_dim, biased):
     kernels = report(head_dim=head_dim, biased=biased, requires_grad=True).kernels
     assert sorted((kernel.kind, kernel.resources.spill_bytes) for kernel in kernels) == [

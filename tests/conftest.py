@@ -64,7 +64,7 @@ def pytest_collection_finish():
         "torch._dynamo.guards", lambda guards: setattr(guards, "profile_guard_manager", lambda *_: 0.0)
     )
     # What is imported stays: the collector need not look at it again. The rest it looks at less often than by default,
-    # which took a sixth of the time: tracers make and drop hundreds of thousands of small objects.
+    # which took a twelfth of the time: tracers make and drop hundreds of thousands of small objects.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

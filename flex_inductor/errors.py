@@ -616,3 +616,22 @@ def interpreter_bf16(version: str, error: float) -> FlexRuntimeError:
         f"A kernel multiplies bfloat16 matrices, which the interpreter of triton {version} gets wrong (off by "
         f"{error:.3g} where the product is exact). Use float16 or float32 inputs with interpret.run."
     )
+
+
+def flash_rank(q: Tensor, rank: int) -> FlexValueError:
+    layout = "[batch, length, heads, head_dim]" if rank == 4 else "[tokens, heads, head_dim]"
+    return FlexValueError(
+        f"q: expected {layout}, got shape {_shape(q)}. flex_attention has heads before length."
+    )
+
+
+def no_dropout(value: Any) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"dropout_p: expected 0, got {value!r}; dropout of attention weights is not there yet. Pass 0."
+    )
+
+
+def bad_window(value: Any) -> FlexValueError:
+    return FlexValueError(
+        f"window_size: expected a pair (left, right) of token counts, -1 for any, got {value!r}."
+    )

@@ -6,9 +6,11 @@ Read off the steps of a traced mask_mod: comparisons of sums of q, kv and number
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..masks.trace import INDEX_NAMES, MaskProgram, Ref
 
@@ -23,6 +25,18 @@ class Window(NamedTuple):
 
     def __and__(self, other: Window) -> Window:
         return Window(min(self.left, other.left), min(self.right, other.right))
+
+    def mask_mod(self, shift: int = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The window as a mask, whose queries stand `shift` further on than they are counted."""
+
+        def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            to_the_left = kv_idx >= q_idx + int(shift - self.left) if self.left < math.inf else None
+            to_the_right = kv_idx <= q_idx + int(shift + self.right) if self.right < math.inf else None
+            if to_the_left is None:
+                return q_idx == q_idx if to_the_right is None else to_the_right
+            return to_the_left if to_the_right is None else to_the_left & to_the_right
+
+        return window
 
 
 class _Sum(NamedTuple):

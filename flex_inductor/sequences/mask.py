@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
 from torch.utils import _pytree as pytree
 
 from ..attention import refused
@@ -22,6 +23,7 @@ from .closed_form import Window, window_of
 from .places import Places, Tiles, block_within
 
 BLOCK = 128
+ALL = Window()
 FEW = 16  # queries, of which decoding kernels take all at once
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -38,8 +40,13 @@ class SequenceMask:
 
 
 def sequence_mask(
-    sequences: Any, mask_mod: MaskMod | None, heads: int | None, block_size: Any
+    sequences: Any,
+    mask_mod: MaskMod | None,
+    heads: int | None,
+    block_size: Any,
+    window: Window = ALL,
 ) -> SequenceMask:
+    """For what both `mask_mod` and `window` leave."""
     if mask_mod is not None and torch.compiler.is_dynamo_compiling():
         refused(errors.mask_in_graph())
     places = (sequences.queries, sequences.keys)
@@ -48,14 +55,17 @@ def sequence_mask(
     lengths = (places[0].lengths, places[1].lengths)
     shift = lengths[1] - lengths[0]  # from a query's place in its sequence to its position
     tile_map = TileMap(queries.lines(places[0], queries.of(shift)), keys.lines(places[1], 0))
-    window: Window | None = Window()
+    seen: Window | None = window
     if mask_mod is not None:
         program = trace_mask(mask_mod, sequences.device)
         if "h" in program.reads and heads is None:
             raise errors.reads_heads(name_of(mask_mod))
-        window = window_of(program)
-    if window is not None:
-        schedule = _in_window(queries, keys, lengths, shift, window)
+        found = window_of(program)
+        seen = None if found is None else window & found
+    if window != ALL:
+        mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
+    if seen is not None:
+        schedule = _in_window(queries, keys, lengths, shift, seen)
     else:
         assert mask_mod is not None
         schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1)

@@ -147,6 +147,16 @@ class Sequences:
         return self.cu_q.device
 
     @classmethod
+    def unchecked(cls, cu_q: Tensor, cu_k: Tensor | None, **rest: Any) -> Sequences:
+        """Of tensors whose values nobody looks at. `rest` has all other fields that are not None, with the totals."""
+        made = object.__new__(cls)
+        for name in (*_TENSORS, *_NUMBERS):
+            object.__setattr__(made, name, rest.get(name))
+        object.__setattr__(made, "cu_q", cu_q)
+        object.__setattr__(made, "cu_k", cu_k)
+        return made
+
+    @classmethod
     def from_lengths(
         cls,
         lengths_q: Sequence[int] | Tensor,
@@ -229,11 +239,9 @@ def _flatten(sequences: Sequences) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def _unflatten(tensors: Any, numbers: tuple[Any, ...]) -> Sequences:
-    """Without a look at the values: they were checked, or are not there."""
-    made = object.__new__(Sequences)
-    for name, value in (*zip(_TENSORS, tensors, strict=True), *zip(_NUMBERS, numbers, strict=True)):
-        object.__setattr__(made, name, value)
-    return made
+    return Sequences.unchecked(
+        *tensors[:2], **dict(zip((*_TENSORS[2:], *_NUMBERS), (*tensors[2:], *numbers), strict=True))
+    )
 
 
 pytree.register_pytree_node(Sequences, _flatten, _unflatten, serialized_type_name="flex_inductor.Sequences")

@@ -1,0 +1,206 @@
+"""FlashAttention's functions, on any device, with mods beside their own arguments. See docs/flash.md.
+
+As there, tensors are [batch, length, heads, head_dim] or packed [tokens, heads, head_dim], and causal masks and windows
+are aligned at the end: the last query stands at the last key. Mods see positions aligned in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
+
+from . import errors
+from .attention import flex_attention, refused
+from .masks import create_block_mask
+from .sequences import Sequences, varlen_attention
+from .sequences.closed_form import Window
+from .sequences.mask import sequence_mask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Any:
+    """Attention of [B, M, H, D] with keys [B, N, Hk, D] and values [B, N, Hk, V].
+
+    Returns [B, M, H, V], or with `return_attn_probs` (out, lse [B, H, M], None): probabilities are never made.
+    """
+    _check(q, 4, dropout_p, window_size)
+    shift = k.size(1) - q.size(1)
+    window = _window(causal, window_size)
+    mask: Any = None
+    if mask_mod is not None:
+        aligned = _aligned_mask(mask_mod, shift)
+        both = aligned if window == Window() else and_masks(window.mask_mod(shift), aligned)
+        mask = create_block_mask(both, q.size(0), q.size(2), q.size(1), k.size(1), device=q.device)
+    elif window != Window():
+        sizes = (window, q.size(1), k.size(1), q.device)
+        mask = (_window_mask if torch.compiler.is_dynamo_compiling() else _kept_window_mask)(*sizes)
+    out, lse = flex_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        _score_mod(softcap, alibi_slopes, shift, score_mod),
+        mask,
+        softmax_scale,
+        enable_gqa=True,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`flash_attn_func` of qkv [B, M, 3, H, D]."""
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`flash_attn_func` of kv [B, N, 2, Hk, D]."""
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Any:
+    """Attention within packed sequences, or with `block_table` to keys in pages [pages, page_size, Hk, D].
+
+    Offsets are not read on the host, and so not checked. Returns [T, H, V], or with `return_attn_probs`
+    (out, lse [H, T], None).
+    """
+    _check(q, 3, dropout_p, window_size)
+    paged = block_table is not None
+    sequences = Sequences.unchecked(
+        cu_seqlens_q,
+        None if paged else cu_seqlens_k,
+        used_k=cu_seqlens_k.diff() if paged else None,
+        pages=block_table,
+        page_size=k.size(1) if paged else None,
+        max_q=max_seqlen_q,
+        max_k=max_seqlen_k,
+        total_q=q.size(0),
+        total_k=0 if paged else k.size(0),
+    )
+    window = _window(causal, window_size)
+    mask = sequence_mask(sequences, mask_mod, q.size(1), None, window)
+    out, lse = varlen_attention(
+        q,
+        k,
+        v,
+        sequences,
+        _score_mod(softcap, alibi_slopes, 0, score_mod),
+        mask,
+        softmax_scale,
+        enable_gqa=True,
+        return_lse=True,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
+) -> Any:
+    """`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`flash_attn_varlen_func` of kv [T, 2, Hk, D]."""
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs
+    )
+
+
+def _check(q: Tensor, rank: int, dropout_p: float, window_size: Any) -> None:
+    try:
+        if isinstance(q, Tensor) and q.dim() != rank:
+            raise errors.flash_rank(q, rank)
+        if dropout_p:
+            raise errors.no_dropout(dropout_p)
+        if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+            raise errors.bad_window(window_size)
+    except errors.FlexError as error:
+        refused(error)
+
+
+def _window(causal: bool, window_size: tuple[int, int]) -> Window:
+    left, right = (float("inf") if n is None or n < 0 else int(n) for n in window_size)
+    return Window(left, 0 if causal else right)
+
+
+def _window_mask(window: Window, queries: int, keys: int, device: torch.device) -> Any:
+    return create_block_mask(window.mask_mod(keys - queries), None, None, queries, keys, device)
+
+
+_kept_window_mask = functools.lru_cache(maxsize=256)(_window_mask)
+
+
+def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:
+    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + shift, kv_idx)
+
+
+def _score_mod(softcap: float, slopes: Tensor | None, shift: int, score_mod: Any) -> Any:
+    """First the softcap, then ALiBi, then the user's."""
+    if not softcap and slopes is None and (score_mod is None or not shift):
+        return score_mod
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q_idx = q_idx + shift
+        if softcap:
+            score = torch.tanh(score / softcap) * softcap
+        if slopes is not None:
+            slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
+            score = score - slope * (q_idx - kv_idx).abs()
+        return score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+
+    return mod

@@ -1,0 +1,196 @@
+"""FlashAttention's functions against what its documentation says, written out densely."""
+
+import math
+
+import pytest
+import torch
+from support import served_by
+
+from flex_inductor import flash
+from flex_inductor.errors import FlexError
+
+HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
+CASES = {  # queries, keys, the arguments
+    "plain": (7, 12, {}),
+    "causal": (7, 12, {"causal": True}),
+    "causal, longer queries": (12, 7, {"causal": True}),
+    "decode": (1, 30, {"causal": True, "alibi_slopes": True}),
+    "window": (20, 25, {"window_size": (4, 2)}),
+    "left window": (20, 20, {"window_size": (4, -1), "softcap": 3.0}),
+    "causal window": (20, 25, {"causal": True, "window_size": (5, 9), "softmax_scale": 0.7}),
+    "softcap and alibi": (9, 15, {"softcap": 2.0, "alibi_slopes": True, "causal": True}),
+    "alibi of each batch": (9, 5, {"alibi_slopes": "batch"}),
+}
+
+
+def given(queries, keys, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (BATCH, queries, HEADS, DIM), *[(BATCH, keys, KV_HEADS, DIM)] * 2
+    return [
+        torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes
+    ]
+
+
+def with_slopes(arguments):
+    shape = {True: (HEADS,), "batch": (BATCH, HEADS)}.get(arguments.get("alibi_slopes"))
+    if shape is None:
+        return arguments
+    slopes = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return {**arguments, "alibi_slopes": slopes}
+
+
+def dense(
+    q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, seen=None
+):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    score = q @ k.transpose(-1, -2) * (softmax_scale or q.size(-1) ** -0.5)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    i = torch.arange(q.size(2))[:, None] + k.size(2) - q.size(2)
+    j = torch.arange(k.size(2))
+    if alibi_slopes is not None:
+        score = score - alibi_slopes[..., None, None] * (i - j).abs()
+    live = torch.ones_like(score[0, 0], dtype=torch.bool)
+    left, right = window_size
+    if causal:
+        right = 0
+    if left >= 0:
+        live &= j >= i - left
+    if right >= 0:
+        live &= j <= i + right
+    if seen is not None:
+        live &= seen(i, j)
+    dead = ~live.any(-1)
+    score = score.masked_fill(~live, -math.inf)
+    lse = torch.logsumexp(score.masked_fill(dead[:, None], 0), -1).masked_fill(dead, -math.inf)
+    weight = torch.softmax(score.masked_fill(dead[:, None], 0), -1).masked_fill(dead[:, None], 0)
+    return (weight @ v).transpose(1, 2), lse
+
+
+def same(found, wanted, leaves, **close):
+    torch.testing.assert_close(found, wanted, **close)
+    losses = (out.sin().sum() + lse.clamp(min=-9).cos().sum() for out, lse in (found, wanted))
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaves) for loss in losses), **close)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flash_attn_func(case):
+    queries, keys, arguments = CASES[case]
+    leaves, arguments = given(queries, keys), with_slopes(arguments)
+    out, lse, probabilities = flash.flash_attn_func(*leaves, **arguments, return_attn_probs=True)
+    assert probabilities is None
+    same((out, lse), dense(*leaves, **arguments), leaves)
+    assert torch.equal(flash.flash_attn_func(*leaves, **arguments), out)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_flash_attn_varlen_func(case, paged):
+    """Two sequences: the case's, and one of 5 queries and 9 keys."""
+    queries, keys, arguments = CASES[case]
+    arguments = with_slopes(arguments)
+    parts = [[x[:1] for x in given(queries, keys)], [x[1:] for x in given(5, 9)]]
+    q, k, v = (torch.cat([part[i][0] for part in parts]).detach().requires_grad_() for i in range(3))
+    cu_q, cu_k = (torch.tensor([0, n, n + m], dtype=torch.int32) for n, m in ((queries, 5), (keys, 9)))
+    sides = {"block_table": None}
+    kv = (k, v)
+    if paged:  # the pages of both lie one after the other, turned around
+        table = torch.arange(16, dtype=torch.int32).view(2, 8).flip(1)
+        sides["block_table"], kv = table, []
+        for packed in (k, v):
+            pool = torch.zeros(16, 4, KV_HEADS, DIM, dtype=torch.float64)
+            for n, (start, stop) in enumerate(((0, keys), (keys, keys + 9))):
+                for place, chunk in enumerate(packed[start:stop].detach().split(4)):
+                    pool[table[n, place], : len(chunk)] = chunk
+            kv.append(pool)
+    out, lse, _ = flash.flash_attn_varlen_func(
+        q, *kv, cu_q, cu_k, max(queries, 5), max(keys, 9), **arguments, **sides, return_attn_probs=True
+    )
+    wanted = []
+    for n in range(2):
+        own = [
+            x[None, a:b]
+            for x, (a, b) in zip((q, k, v), (cu_q[n : n + 2], cu_k[n : n + 2], cu_k[n : n + 2]), strict=True)
+        ]
+        slopes = arguments.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[n]
+        wanted.append(dense(*own, **{**arguments, "alibi_slopes": slopes}))
+    wanted = torch.cat([w[0][0] for w in wanted]), torch.cat([w[1][0] for w in wanted], 1)
+    same((out, lse), wanted, [q] if paged else [q, k, v])
+
+
+def test_packed_forms():
+    q, k, v = given(6, 6)
+    k, v = (torch.cat([x, x], 2) for x in (k, v))
+    expected = flash.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True), expected)
+    assert torch.equal(flash.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True), expected)
+    cu, flat = torch.tensor([0, 6, 12], dtype=torch.int32), [x.flatten(0, 1) for x in (q, k, v)]
+    expected = flash.flash_attn_varlen_func(*flat, cu, cu, 6, 6, causal=True)
+    packed = flash.flash_attn_varlen_qkvpacked_func(torch.stack(flat, 1), cu, 6, causal=True)
+    assert torch.equal(packed, expected)
+    packed = flash.flash_attn_varlen_kvpacked_func(
+        flat[0], torch.stack(flat[1:], 1), cu, cu, 6, 6, causal=True
+    )
+    assert torch.equal(packed, expected)
+
+
+def test_mods_see_positions_aligned_at_the_end():
+    leaves = given(5, 12)
+    table = torch.randn(12, 12, dtype=torch.float64, requires_grad=True)
+    found = flash.flash_attn_func(
+        *leaves,
+        window_size=(6, 0),
+        return_attn_probs=True,
+        score_mod=lambda score, b, h, i, j: score + table[i, j],
+        mask_mod=lambda b, h, i, j: (i + j) % 3 != 0,
+    )
+    bias = table[torch.arange(5)[:, None] + 7, torch.arange(12)]
+    q, k, v = leaves
+    plain = dense(q, k, v, window_size=(6, 0), seen=lambda i, j: (i + j) % 3 != 0)
+    assert not torch.allclose(found[0], plain[0])
+    # The bias as one more dimension of queries and keys, whose product it is.
+    wide_q = torch.cat([q, bias[None, :, None].expand(BATCH, 5, HEADS, 12) * DIM**0.5], -1)
+    wide_k = torch.cat(
+        [k, torch.eye(12, dtype=torch.float64)[None, :, None].expand(BATCH, 12, KV_HEADS, 12)], -1
+    )
+    expected = dense(wide_q, wide_k, v, DIM**-0.5, window_size=(6, 0), seen=lambda i, j: (i + j) % 3 != 0)
+    same(found[:2], expected, [*leaves, table])
+
+
+def test_compiled():
+    arguments = {"causal": True, "softcap": 4.0}
+    leaves = given(40, 50, torch.float32)
+    compiled = torch.compile(flash.flash_attn_func, backend="flex_inductor", fullgraph=True)
+    with served_by("cpu"):
+        out, lse, _ = compiled(*leaves, **arguments, return_attn_probs=True)
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        expected = dense(*wide, **arguments)
+        torch.testing.assert_close((out.double(), lse.double()), expected, rtol=1e-5, atol=1e-5)
+        flat = [x.flatten(0, 1) for x in leaves]
+        cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (40, 50))
+        varlen = torch.compile(flash.flash_attn_varlen_func, backend="flex_inductor", fullgraph=True)
+        packed = varlen(*flat, cu_q, cu_k, 40, 50, **arguments)
+        torch.testing.assert_close(packed.unflatten(0, (2, 40)), out, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_calls():
+    q, k, v = given(5, 5)
+    for arguments, text in (
+        (
+            {"dropout_p": 0.1},
+            r"^dropout_p: expected 0, got 0\.1; dropout of attention weights is not there yet",
+        ),
+        ({"window_size": 4}, r"^window_size: expected a pair \(left, right\) of token counts"),
+    ):
+        with pytest.raises(FlexError, match=text):
+            flash.flash_attn_func(q, k, v, **arguments)
+    with pytest.raises(
+        FlexError, match=r"^q: expected \[batch, length, heads, head_dim\], got shape \[5, 4, 8\]"
+    ):
+        flash.flash_attn_func(q[0], k[0], v[0])
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(FlexError, match=r"^q: expected \[tokens, heads, head_dim\]"):
+        flash.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5)

@@ -136,12 +136,11 @@ def test_eager(lengths, mask, mod):
     judge(ours, alone(lengths, mask_mod, build), as_batch(tensors(lengths)), captures)
 
 
-@pytest.mark.parametrize(
-    "mask, dtype", [("causal", torch.float32), ("around", torch.bfloat16), ("mixed", torch.float32)], ids=str
-)
+@pytest.mark.parametrize("mask, dtype", [("causal", torch.float32), ("mixed", torch.bfloat16)], ids=str)
 def test_fused_kernels_for_any_lengths(mask, dtype):
     """One forward and one backward, compiled for two batches and good for all others."""
-    compiled = torch.compile(varlen_attention, backend="flex_inductor", fullgraph=True)
+    dynamic = None if mask == "causal" else True
+    compiled = torch.compile(varlen_attention, backend="flex_inductor", fullgraph=True, dynamic=dynamic)
     table = torch.randn(5, HEADS, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     made = []
     with served_by("cpu"):
@@ -268,12 +267,9 @@ def test_inside_a_graph():
     sequences = Sequences.from_lengths([5, 40])
     given = tensors(([5, 40], [5, 40]), torch.float32)
     plain = torch.compile(
-        lambda *args: varlen_attention(*args, enable_gqa=True), backend="flex_inductor", fullgraph=True
+        lambda *args: varlen_attention(*args, enable_gqa=True), backend="aot_eager", fullgraph=True
     )
-    with served_by("cpu"):
-        torch.testing.assert_close(
-            plain(*given, sequences), varlen_attention(*given, sequences, enable_gqa=True)
-        )
+    torch.testing.assert_close(plain(*given, sequences), varlen_attention(*given, sequences, enable_gqa=True))
 
     def makes_one(q, k, v, sequences):
         return varlen_attention(q, k, v, sequences, None, sequences.mask(causal), enable_gqa=True)

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..op import Inputs, attention
+from ..op.tile_map import TileMap
 from ..options import call_options
 from . import errors
 from .mask import SequenceMask
@@ -66,7 +67,7 @@ def varlen_attention(
     tile_map = mask.tile_map
     if in_cache:  # a row or a page that is not there is never read
         batch, rest = tile_map.keys[:, :1].clamp(0, key.size(0) - 1), tile_map.keys[:, 1:]
-        tile_map = tile_map._replace(keys=torch.cat([batch, rest], 1))
+        tile_map = TileMap(tile_map.queries, torch.cat([batch, rest], 1))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = attention(

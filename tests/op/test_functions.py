@@ -82,6 +82,12 @@ _tanh.register_vmap(lambda info, in_dims, x: (torch.tanh(x), in_dims[0]))
 halved = Halved.apply  # as many programs keep it
 
 
+def by_name(function, x, factor):
+    """`apply` with names, which torch before 2.13 does not take."""
+    takes_names = torch.__version__ >= "2.13"
+    return function.apply(x, steps=8, factor=factor) if takes_names else function.apply(x, factor, 8)
+
+
 MODS = {
     "score": lambda t: lambda s, b, h, i, j: Rounded.apply(s) + t[j],
     "opaque": lambda t: lambda s, b, h, i, j: 2 * Opaque.apply(s / 2) + t[j],
@@ -90,7 +96,7 @@ MODS = {
     "kept": lambda t: lambda s, b, h, i, j: halved(s) * halved(t)[j],
     "several": lambda t: (
         lambda s, b, h, i, j: (
-            RoundedProduct.apply(Rounded.apply(s), steps=8, factor=Rounded.apply(t[i])) + Halved.apply(t)[j]
+            by_name(RoundedProduct, Rounded.apply(s), Rounded.apply(t[i])) + Halved.apply(t)[j]
         )
     ),
 }

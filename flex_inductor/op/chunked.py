@@ -9,11 +9,11 @@ What the schedule rules out is not computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C import DispatchKey
 
 from .. import errors
@@ -173,8 +173,8 @@ class _Run:
         self.kv_heads, self.keys = key.shape[1:3]
         self.group = self.heads // max(self.kv_heads, 1)
         self.width = max(query.size(-1), value.size(-1))
-        self.score_invariants = mods.score.prologue(*inputs.score_captures) if mods.score else ()
-        self.mask_invariants = mods.mask.prologue(*inputs.mask_captures) if mods.mask else ()
+        self.score_invariants = _function(mods.score.prologue)(*inputs.score_captures) if mods.score else ()
+        self.mask_invariants = _function(mods.mask.prologue)(*inputs.mask_captures) if mods.mask else ()
         programs = (("score_mod", mods.score), ("mask_mod", mods.mask), ("score_mod", mods.joint))
         self.tensors = [tensor for _, program in programs if program for tensor in program.tensors]
         for name, program in programs:
@@ -373,14 +373,19 @@ def run_lanes(
         placed = [along(axes, tensor) for axes, tensor in zip(varies, given, strict=True)]
         numbers = [along((), x) if _is_number(x) else x for x in (*captures, *invariants)]
         shape = [lanes[axis].numel() for axis in AXES]
-        return tuple(result.expand(shape) for result in function(*placed, *numbers))
+        return tuple(result.expand(shape) for result in _function(function)(*placed, *numbers))
     fixed = (None,) * (len(captures) + len(invariants))
-    function = program.lane
+    function = _function(program.lane)
     for axis in reversed(AXES):
         in_dims = tuple(0 if axis in axes else None for axes in varies) + fixed
         function = torch.vmap(function, in_dims=in_dims)
     with _vmap_allowed():
         return function(*given, *captures, *invariants)
+
+
+def _function(graph: fx.GraphModule | Callable) -> Callable:
+    """Without a module's hooks, which may be set for all modules and expect those of a model."""
+    return graph.forward if isinstance(graph, fx.GraphModule) else graph
 
 
 def _is_number(value: Any) -> bool:
@@ -436,7 +441,7 @@ class _Accumulators:
         self, joint: LaneProgram, captures: Sequence[Tensor], dtype: torch.dtype, device: torch.device
     ):
         self.joint, self.captures = joint, captures
-        self.invariants = joint.prologue(*captures)
+        self.invariants = _function(joint.prologue)(*captures)
         self.sums: list[Tensor | None] = []
         self.shapes: list[list[int]] = []
         for leaf in joint.leaves:
@@ -486,7 +491,7 @@ class _Accumulators:
             return tuple(torch.zeros_like(capture) if wanted else None for wanted, capture in given)
         leaves = zip(self.joint.leaves, self.sums, self.shapes, strict=True)
         sums = [total.view(shape) if leaf.indices else total for leaf, total, shape in leaves]
-        grads = self.joint.epilogue(*sums, *self.captures, *self.invariants)
+        grads = _function(self.joint.epilogue)(*sums, *self.captures, *self.invariants)
         return tuple(
             None if grad is None else grad.to(capture.dtype).expand(capture.shape).contiguous()
             for grad, capture in zip(grads, self.captures, strict=True)

@@ -28,6 +28,14 @@ def test_two_products_forward_and_five_backward():
     assert count((q, k, v), enable_gqa=True) == (product * (D + V), product * (3 * D + 2 * V))
 
 
+def test_a_mod_with_a_parameter():
+    """Counting sets hooks for all modules, which the mod's graph is not to meet."""
+    q, k, v = qkv()
+    slopes = torch.ones(q.size(1), dtype=q.dtype, requires_grad=True)
+    counted = count((q, k, v), score_mod=lambda score, b, h, q_idx, kv_idx: score * slopes.exp()[h])
+    assert counted == count((q, k, v)) and slopes.grad is not None
+
+
 @pytest.mark.parametrize("compact", [False, True], ids=["lists", "runs"])
 @pytest.mark.parametrize("batch, heads", [(1, 1), (2, 3)])
 def test_blocks_left_out_are_not_counted(batch, heads, compact):

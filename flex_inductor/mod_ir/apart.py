@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ from torch._C import _len_torch_function_stack
 from torch._dispatch.python import suspend_functionalization
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import errors
@@ -42,9 +48,32 @@ def _without_tracers_functions() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         modes = [stack.enter_context(_pop_mode_temporarily()) for _ in range(_len_torch_function_stack())]
         for mode in reversed(modes):
-            if not type(mode).__module__.startswith(("torch.fx.", "torch._export.")):
+            if not _is_tracers(mode):
                 stack.enter_context(mode)
         yield
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Those around, such as a default device, without an export's."""
+    return [mode for mode in _get_current_function_mode_stack() if not _is_tracers(mode)]
+
+
+@contextlib.contextmanager
+def inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Puts those of `modes` back that are away: each is while it handles a call, such as that of the op."""
+    present = _get_current_function_mode_stack()
+    away = [mode for mode in modes if not any(mode is other for other in present)]
+    for mode in away:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in away:
+            _pop_mode()
+
+
+def _is_tracers(mode: TorchFunctionMode) -> bool:
+    return type(mode).__module__.startswith(("torch.fx.", "torch._export."))
 
 
 def _plain_saved_tensors() -> Any:

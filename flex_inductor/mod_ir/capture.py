@@ -20,13 +20,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import compat, errors
-from .apart import apart_from_surrounding_trace
+from .apart import apart_from_surrounding_trace, function_modes, inside
 from .arguments import example_lanes
 from .indexing import LaneIndexing
 from .replay import Recording, Traces, is_alone, keep, not_replayable, replayed
 from .source_lines import line_raising
 
 _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
+_REQUIRES_GRAD = Tensor.requires_grad.__get__
 
 
 def _identity(value: Any) -> Any:
@@ -42,6 +43,7 @@ class LiftedMod:
         self._ids = [_identity(capture) for capture in captures]
         self._kept_alive = tuple(captures)
         self._traces = traces
+        self._modes = function_modes()
         self._last_run: Any = None
 
     def graph(self, what: Any, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
@@ -64,7 +66,8 @@ class LiftedMod:
     def __call__(self, *args: Any) -> Tensor:
         lanes, captures = args[: len(args) - len(self._ids)], args[len(args) - len(self._ids) :]
         given = dict(zip(self._ids, captures, strict=True))
-        with _Exchange(lambda value: given.get(_identity(value), value)), Recording(lanes) as run:
+        exchange = _Exchange(lambda value: given.get(_identity(value), value))
+        with inside(self._modes), exchange, Recording(lanes) as run:
             result = self.mod(*lanes)
         self._last_run = run.ended(result)
         # A mod may return what it captures.
@@ -79,6 +82,10 @@ class _Exchange(TorchFunctionMode):
         self.instead_of = instead_of
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == _REQUIRES_GRAD and self.instead_of(args[0]) is not args[0]:
+            return func(
+                *args
+            )  # the value and its derivative are traced with other tensors, which differ in this
         given, named = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
         return _returned(func(*given, **named), given, args)
 
@@ -135,6 +142,8 @@ class _Record(_Exchange):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD and not self.made_inside(args[0]):
+            return func(*args)
         if func is Tensor.register_hook:
             raise errors.hook_in_mod(self.name)
         given = tree_map_only(Tensor, self.stand_in, args)

@@ -10,20 +10,25 @@ A run that cannot be described in full is not kept: the mod is then traced on ea
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch._C import DisableTorchFunction
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from .apart import apart_from_surrounding_trace
+
 MOST_STEPS = 1 << 16  # that are kept, of all mods
+MOST_TRACES = 512  # of which each holds a quarter of a megabyte
 
 
 class Known(NamedTuple):
@@ -61,10 +66,11 @@ class Replayed(NamedTuple):
 _lock = threading.Lock()
 _roots: dict[Any, tuple[Sequence[Tensor], Step]] = {}
 _steps = 0
+_traces = 0
 
 
 class _NotKept(BaseException):
-    """The run cannot be described, or is none of those that are kept. No mod may catch it by accident."""
+    """The run cannot be described, or is none of those that are kept. Few mods catch it by accident."""
 
 
 class _Undescribed(Exception):
@@ -158,6 +164,7 @@ class Recording(_Run):
     """A run that computes, and that can be kept afterwards."""
 
     def __init__(self, lanes: Sequence[Tensor]):
+        self.forms: list[Any] = []  # of what has been met
         super().__init__(lanes)
         self.lanes = tuple(lanes)
         self.calls: (
@@ -169,6 +176,9 @@ class Recording(_Run):
         kwargs = kwargs or {}
         if self.calls is None or func in _ALWAYS_CALLED:
             return func(*args, **kwargs)
+        if _is_custom(func):  # its derivative is Python, which no torch function sees
+            self.give_up()
+            return func(*args, **kwargs)
         try:
             key = self.called(func, args, kwargs)
         except _Undescribed:
@@ -178,11 +188,17 @@ class Recording(_Run):
         self.returned(key, result)
         return result
 
+    def place(self, tensor: Tensor) -> int:
+        self.forms.append(_form(tensor))
+        return super().place(tensor)
+
     def returned(self, key: Any, result: Any) -> None:
         if isinstance(result, Tensor):
             place = self.places.get(id(result))
+            if place is not None and self.forms[place] != _form(result):
+                return self.give_up()  # a replay would show the last form from the first call on
             self.calls.append((key, self.place(result) if place is None else Known(place)))
-        elif result is None:
+        elif key[0] is Tensor.__setitem__:
             self.calls.append((key, None))
         else:
             self.give_up()
@@ -216,7 +232,7 @@ class _Replay(_Run):
         except (_Undescribed, TypeError):
             step = None
         if step is None:
-            raise _NotKept
+            self.give_up()
         self.at = step
         if isinstance(step.result, Known):
             return self.met[step.result.place]
@@ -224,14 +240,19 @@ class _Replay(_Run):
             self.place(step.result)
         return step.result
 
+    def give_up(self) -> NoReturn:
+        self.at = Step()  # should the mod catch this, nothing that it does then is known
+        raise _NotKept
+
 
 def replayed(mod: Callable, lanes: Sequence[str], query: Tensor) -> Replayed | None:
     """What is known of the run of `mod` with these lanes; None where it has to run for real."""
     start = _roots.get(_surroundings(lanes, query)) if is_alone(query) else None
     if start is None:
         return None
+    around = apart_from_surrounding_trace() if any(_switches()[2:]) else contextlib.nullcontext()
     try:
-        with torch.enable_grad(), _Replay(*start) as run:
+        with around, torch.enable_grad(), _Replay(*start) as run:
             result = mod(*start[0])
         traces = run.at.ends.get(run.described(result))
     except (Exception, _NotKept):  # the run for real meets the same error
@@ -241,39 +262,53 @@ def replayed(mod: Callable, lanes: Sequence[str], query: Tensor) -> Replayed | N
 
 def keep(recorded: Recording, lanes: Sequence[str], query: Tensor) -> Traces | None:
     """From now on, runs that are the same as this one are known."""
-    global _steps
+    global _steps, _traces
     if recorded.whole is None:
         return None
     *calls, end = recorded.whole
     with _lock:
-        if _steps > MOST_STEPS:
+        if _steps > MOST_STEPS or _traces >= MOST_TRACES:
             _roots.clear()
-            _steps = 0
+            _steps = _traces = 0
         _, step = _roots.setdefault(_surroundings(lanes, query), (recorded.lanes, Step()))
         for key, result in calls:
             if key not in step.following:
                 step.following[key] = Step(recorded.met[result] if isinstance(result, int) else result)
                 _steps += 1
             step = step.following[key]
-        return step.ends.setdefault(end, Traces(recorded.whole))
+        if end not in step.ends:
+            step.ends[end] = Traces(recorded.whole)
+            _traces += 1
+        return step.ends[end]
 
 
 def not_replayable() -> None:
     """Called where a mod does what no torch function sees. Its run is not kept."""
     for mode in _get_current_function_mode_stack():
-        if isinstance(mode, Recording):
+        if isinstance(mode, (Recording, _Replay)):
             mode.give_up()
-        elif isinstance(mode, _Replay):
-            raise _NotKept
 
 
-def _switches() -> tuple[bool, ...]:
+def _switches() -> tuple[Any, ...]:
+    """What decides beside its arguments what a torch function gives; the last are off where mods are traced."""
     return (
         torch.is_grad_enabled(),
+        torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """What a mod may ask of a tensor without a call that is kept."""
+    with DisableTorchFunction():
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _is_custom(func: Any) -> bool:
+    """Whether torch does not have this operator itself."""
+    return isinstance(func, (OpOverload, OpOverloadPacket)) and not str(func).startswith(("aten.", "prims."))
 
 
 def is_alone(query: Tensor) -> bool:

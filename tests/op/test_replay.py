@@ -1,6 +1,7 @@
 """A second eager call of a mod is not traced, and whatever its Python reads anew is heeded."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -12,6 +13,7 @@ import pytest
 import torch
 from op.calls import draw, parameter, qkv
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.overrides import TorchFunctionMode
 
 from flex_inductor import flex_attention
 from flex_inductor.mod_ir import checks, replay
@@ -283,6 +285,98 @@ def test_no_grad_in_a_mod_is_part_of_its_run(traced):
     assert len(traced) == before
 
 
+def test_autocast_in_a_mod_is_part_of_its_run(traced):
+    table = torch.randn(8, 8)
+
+    def mod(score, b, h, q_idx, kv_idx, context=contextlib.nullcontext()):  # noqa: B008
+        with context:
+            return score + torch.mm(table, table)[0, 0] * kv_idx
+
+    within = [
+        functools.partial(mod, context=torch.autocast("cpu", dtype))
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    with torch.no_grad():
+        expected = [reference(query, key, value, each)[0] for each in (mod, *within)]
+        for around in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+            for each, dense in zip((mod, *within), expected, strict=True):
+                with around:
+                    out = flex_attention(query, key, value, each)
+                torch.testing.assert_close(out, dense, rtol=1e-9, atol=1e-9)
+    assert traced == ["trace_value"] * 3
+
+
+def test_a_shape_changed_in_place_was_another_before():
+    """What is kept of a run is its tensors as they were in the end."""
+
+    def flattened(score, b, h, q_idx, kv_idx, factor=None):
+        own = score * 1
+        shifted = own + (own.dim() if factor is None else factor) * kv_idx
+        own.unsqueeze_(0)
+        return shifted
+
+    same_as_dense(functools.partial(flattened, factor=1))
+    same_as_dense(flattened)
+
+
+def test_a_mod_may_ask_whether_its_captures_have_gradients():
+    table = draw(query.size(1))
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * table[h] if table.requires_grad else score - table[h] * kv_idx
+
+    for wanted in ([], [table], []):
+        table.requires_grad_(bool(wanted))
+        same_as_dense(mod, None, wanted)
+
+
+def test_the_backward_of_a_custom_operator_is_traced_each_time():
+    scale = types.SimpleNamespace(backward=3.0)
+
+    @torch.library.custom_op("test_replay::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    doubled.register_fake(torch.empty_like)
+    doubled.register_vmap(lambda info, in_dims, x: (doubled(x), in_dims[0]))
+    doubled.register_autograd(lambda ctx, grad: grad * scale.backward)
+
+    def d_query(factor):
+        scale.backward = factor
+        q = query.clone().requires_grad_()
+        out = flex_attention(q, key, value, lambda score, b, h, q_idx, kv_idx: doubled(score))
+        return torch.autograd.grad(out.sum(), q)[0]
+
+    torch.testing.assert_close(d_query(3.0) * 2, d_query(6.0))
+
+
+def test_a_mod_that_catches_everything(traced):
+    """It also catches what ends a run that is not known: what it does then was never its own."""
+    holder = types.SimpleNamespace(factor=2.0)
+
+    def careless(score, b, h, q_idx, kv_idx):
+        try:
+            return score * holder.factor
+        except:  # noqa: E722
+            return score * kv_idx
+
+    same_as_dense(lambda score, b, h, q_idx, kv_idx: score * kv_idx)
+    for holder.factor in (2.0, 3.0):
+        same_as_dense(careless)
+
+
+def test_function_modes_around_a_call_reach_the_trace():
+    class Twice(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.tanh else result
+
+    with Twice():
+        out = flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: torch.tanh(score))
+    twice = reference(query, key, value, lambda score, b, h, q_idx, kv_idx: torch.tanh(score) * 2)[0]
+    torch.testing.assert_close(out, twice)
+
+
 def test_errors_are_the_same_on_every_call():
     holder = types.SimpleNamespace(fails=False)
 
@@ -339,6 +433,17 @@ def test_what_is_kept_is_bounded(monkeypatch):
     for factor in range(300):
         flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: score * factor)  # noqa: B023
         assert replay._steps <= 101
+    monkeypatch.setattr(replay, "MOST_TRACES", 3)
+    for factor in range(10):
+        flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: score * factor)  # noqa: B023
+        ends = [step.ends for _, root in replay._roots.values() for step in reached(root)]
+        assert sum(map(len, ends)) <= 3
+
+
+def reached(step):
+    yield step
+    for following in step.following.values():
+        yield from reached(following)
 
 
 def test_threads():

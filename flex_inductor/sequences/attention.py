@@ -17,7 +17,7 @@ from ..op.tile_map import TileMap
 from ..options import call_options
 from . import errors
 from .mask import SequenceMask
-from .sequences import Sequences
+from .sequences import TENSORS, Sequences
 
 
 def varlen_attention(
@@ -115,6 +115,8 @@ def _check_sequences(
         raise errors.not_a_sequence_mask(block_mask)
     if block_mask is not None and not _same(block_mask.sequences, sequences):
         raise errors.mask_of_others()
+    if block_mask is not None and block_mask.heads not in (None, query.size(1)):
+        raise errors.mask_heads(block_mask.heads, query.size(1))
     for name, tensor, total in (("query", query, sequences.total_q), ("key", key, sequences.total_k)):
         if tensor.size(2) < total:
             raise errors.too_few_tokens(name, tensor.size(2), total)
@@ -136,4 +138,4 @@ def _check_sequences(
 
 def _same(one: Sequences, other: Sequences) -> bool:
     """Whether they have the same tensors: a pytree makes other objects of them."""
-    return all(getattr(one, name) is getattr(other, name) for name in ("cu_q", "cu_k", "used_k", "pages"))
+    return all(getattr(one, name) is getattr(other, name) for name in TENSORS)

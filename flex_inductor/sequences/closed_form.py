@@ -53,6 +53,9 @@ class _Sum(NamedTuple):
         return _Sum(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
+_OPERANDS = {"add": 2, "sub": 2, "neg": 1}
+_MOST = 1 << 62  # sums beyond it may wrap around
+
 _COMPARED = {  # the sign by which left - right is at least 0, and what to take away where they must differ
     "ge": (1, 0),
     "gt": (1, 1),
@@ -66,7 +69,9 @@ def window_of(program: MaskProgram) -> Window | None:
     return _window(program, Ref(program.output))
 
 
-def _window(program: MaskProgram, at: Ref) -> Window | None:
+def _window(program: MaskProgram, at: object) -> Window | None:
+    if not isinstance(at, Ref):
+        return Window() if at is True else None  # of `causal & True`
     step = program.steps[at.step]
     name = _name(step.target)
     if name in ("bitwise_and", "logical_and"):
@@ -112,14 +117,13 @@ def _sum(program: MaskProgram, value: object) -> _Sum | None:
         return found.get(INDEX_NAMES[value.step])
     step = program.steps[value.step]
     name = _name(step.target)
-    if step.dtype not in (torch.int32, torch.int64) or step.kwargs or name not in ("add", "sub", "neg"):
-        return None
+    if step.dtype not in (torch.int32, torch.int64) or step.kwargs or len(step.args) != _OPERANDS.get(name):
+        return None  # a third argument is a factor
     sums = [_sum(program, argument) for argument in step.args]
     if None in sums:
         return None
-    if name == "neg":
-        return sums[0].times(-1)
-    return sums[0].plus(sums[1], 1 if name == "add" else -1)
+    found = sums[0].times(-1) if name == "neg" else sums[0].plus(sums[1], 1 if name == "add" else -1)
+    return found if abs(found.q) <= 1 and abs(found.kv) <= 1 and abs(found.number) <= _MOST else None
 
 
 def _name(target: object) -> str:

@@ -25,6 +25,20 @@ def not_lengths(name: str, value: Any, count: int) -> FlexTypeError:
     )
 
 
+def not_integers(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected a list of integers or an integer tensor of one dimension, got {_described(value)}. "
+        "Give each sequence its number of tokens."
+    )
+
+
+def bad_lengths(name: str, most: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: expected lengths from 0 on that add up to at most {most:,}, which offsets can hold. "
+        "Split them into several calls, or mend the negative one."
+    )
+
+
 def no_first_offset(name: str) -> SequencesError:
     return SequencesError(
         f"{name}: expected the offset 0 and one more for each sequence, got no entries. For none, pass [0]."
@@ -54,6 +68,12 @@ def used_beyond_room(name: str, sequence: int, used: int, room: int | None) -> S
     return SequencesError(
         f"{name}: sequence {sequence} uses {used} tokens of a room of {room}; expected 0 to {room}. "
         "Shorten it, or give it more room."
+    )
+
+
+def bad_max(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected an integer, got {_described(value)}. It is the most tokens that a sequence ever has."
     )
 
 
@@ -105,6 +125,19 @@ def mask_of_others() -> SequencesError:
 def bad_block_size(value: Any) -> SequencesError:
     return SequencesError(
         f"block_size: expected a positive integer or a pair of them (queries, keys), got {value!r}."
+    )
+
+
+def bad_heads(value: Any) -> SequencesError:
+    return SequencesError(
+        f"heads: expected the number of query heads, got {value!r}. It is needed where mask_mod reads h."
+    )
+
+
+def mask_heads(heads: int, expected: int) -> SequencesError:
+    return SequencesError(
+        f"block_mask: was made for {heads} heads, and query has {expected}; expected as many. "
+        f"Pass heads={expected} to sequences.mask."
     )
 
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..attention import refused
 from ..masks.analysis import analysed
+from ..masks.ordinary import ordinary_tensors
 from ..masks.runs import FULL, Runs, merged, transposed
 from ..masks.tables import Extent
 from ..masks.trace import name_of, trace_mask
@@ -37,8 +38,10 @@ class SequenceMask:
     tile_map: TileMap
     sequences: Any
     mask_mod: MaskMod | None
+    heads: int | None  # that mask_mod tells apart
 
 
+@ordinary_tensors
 def sequence_mask(
     sequences: Any,
     mask_mod: MaskMod | None,
@@ -49,6 +52,8 @@ def sequence_mask(
     """For what both `mask_mod` and `window` leave."""
     if mask_mod is not None and torch.compiler.is_dynamo_compiling():
         refused(errors.mask_in_graph())
+    if heads is not None and (not isinstance(heads, int) or isinstance(heads, bool) or heads < 1):
+        raise errors.bad_heads(heads)
     places = (sequences.queries, sequences.keys)
     blocks = _block_size(block_size, sequences.max_q, places[1])
     queries, keys = (side.tiles(block) for side, block in zip(places, blocks, strict=True))
@@ -58,18 +63,19 @@ def sequence_mask(
     seen: Window | None = window
     if mask_mod is not None:
         program = trace_mask(mask_mod, sequences.device)
-        if "h" in program.reads and heads is None:
+        if "h" not in program.reads:
+            heads = None
+        elif heads is None:
             raise errors.reads_heads(name_of(mask_mod))
         found = window_of(program)
         seen = None if found is None else window & found
     if window != ALL:
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
-    if seen is not None:
-        schedule = _in_window(queries, keys, lengths, shift, seen)
+    if mask_mod is None or seen is not None or not sequences.count:
+        schedule = _in_window(queries, keys, lengths, shift, seen or ALL)
     else:
-        assert mask_mod is not None
         schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1)
-    return SequenceMask(schedule, tile_map, sequences, mask_mod)
+    return SequenceMask(schedule, tile_map, sequences, mask_mod, heads)
 
 
 def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
@@ -183,15 +189,26 @@ def _tables(runs: Runs, heads: int) -> list[Tensor]:
 
 def _flatten(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
     tensors = [*mask.schedule[2:], *mask.tile_map, mask.sequences]
-    return tensors, (mask.schedule[:2], mask.mask_mod)
+    return tensors, (mask.schedule[:2], mask.mask_mod, mask.heads)
 
 
 def _unflatten(parts: Any, context: tuple[Any, ...]) -> SequenceMask:
     *tensors, queries, keys, sequences = parts
-    blocks, mask_mod = context
-    return SequenceMask(BlockRuns(*blocks, *tensors), TileMap(queries, keys), sequences, mask_mod)
+    blocks, mask_mod, heads = context
+    return SequenceMask(BlockRuns(*blocks, *tensors), TileMap(queries, keys), sequences, mask_mod, heads)
+
+
+def _flatten_with_keys(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
+    """As torch.export asks for it."""
+    parts, context = _flatten(mask)
+    names = (*BlockRuns._fields[2:], *TileMap._fields, "sequences")
+    return [(pytree.GetAttrKey(n), part) for n, part in zip(names, parts, strict=True)], context
 
 
 pytree.register_pytree_node(
-    SequenceMask, _flatten, _unflatten, serialized_type_name="flex_inductor.SequenceMask"
+    SequenceMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flex_inductor.SequenceMask",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

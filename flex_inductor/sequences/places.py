@@ -62,7 +62,11 @@ class Packed(NamedTuple):
     def within(offsets: Tensor, used: Tensor | None, total: int) -> Packed:
         starts, lengths = offsets[:-1].long(), offsets.diff() if used is None else used
         there = torch.minimum(lengths.long(), total - starts)
-        return Packed(starts, torch.where(starts >= 0, there, 0).clamp(min=0), total)
+        there = torch.where(starts >= 0, there, 0).clamp(min=0)
+        ends = there.cumsum(0).clamp(
+            max=total
+        )  # of sequences that overlap, as there are tiles for so many tokens
+        return Packed(starts, ends.diff(prepend=ends.new_zeros(1)), total)
 
     def tiles(self, block: int) -> Tiles:
         return _tiles(self.lengths, self.total // block + self.lengths.numel(), block)

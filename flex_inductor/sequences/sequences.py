@@ -72,6 +72,8 @@ class Sequences:
 
     def _set(self, side: str, lengths: Tensor, total: int) -> None:
         longest, given = int(lengths.max()) if lengths.numel() else 0, getattr(self, f"max_{side}")
+        if given is not None and (not isinstance(given, (int, torch.SymInt)) or isinstance(given, bool)):
+            raise errors.bad_max(f"max_{side}", given)
         if given is not None and given < longest:
             raise errors.max_below(f"max_{side}", given, longest)
         object.__setattr__(self, f"max_{side}", longest if given is None else given)
@@ -150,7 +152,7 @@ class Sequences:
     def unchecked(cls, cu_q: Tensor, cu_k: Tensor | None, **rest: Any) -> Sequences:
         """Of tensors whose values nobody looks at. `rest` has all other fields that are not None, with the totals."""
         made = object.__new__(cls)
-        for name in (*_TENSORS, *_NUMBERS):
+        for name in (*TENSORS, *_NUMBERS):
             object.__setattr__(made, name, rest.get(name))
         object.__setattr__(made, "cu_q", cu_q)
         object.__setattr__(made, "cu_k", cu_k)
@@ -165,7 +167,8 @@ class Sequences:
         device: torch.device | str | None = None,
     ) -> Sequences:
         """Sequences of these lengths, one after the other."""
-        return cls(_summed(lengths_q, device), None if lengths_k is None else _summed(lengths_k, device))
+        cu_k = None if lengths_k is None else _summed("lengths_k", lengths_k, device)
+        return cls(_summed("lengths_q", lengths_q, device), cu_k)
 
     @classmethod
     def from_padding_mask(cls, mask: Tensor) -> Sequences:
@@ -199,9 +202,16 @@ class Sequences:
         return sequence_mask(self, mask_mod, heads, block_size)
 
 
-def _summed(lengths: Sequence[int] | Tensor, device: Any) -> Tensor:
-    found = torch.as_tensor(lengths, device=device)
-    return torch.nn.functional.pad(found.cumsum(0), (1, 0)).to(torch.int32)
+def _summed(name: str, lengths: Sequence[int] | Tensor, device: Any) -> Tensor:
+    if isinstance(lengths, (list, tuple)) and all(type(n) is int for n in lengths):
+        lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype not in _INTEGERS:
+        raise errors.not_integers(name, lengths)
+    sums = torch.nn.functional.pad(lengths.to(device).cumsum(0), (1, 0))
+    found = sums.cpu()
+    if (found.diff() < 0).any() or found[-1] > _MOST:
+        raise errors.bad_lengths(name, _MOST)
+    return sums.to(torch.int32)
 
 
 def _offsets(name: str, offsets: Any, cu_q: Tensor) -> Tensor:
@@ -214,7 +224,7 @@ def _offsets(name: str, offsets: Any, cu_q: Tensor) -> Tensor:
         raise errors.no_first_offset(name)
     if offsets.numel() != cu_q.numel():
         raise errors.other_count(name, offsets.numel() - 1, cu_q.numel() - 1)
-    found = offsets.cpu()
+    found = offsets.cpu().long()  # differences of int32 may wrap around
     if found[0] != 0 or (found.diff() < 0).any():
         raise errors.bad_offsets(name, found.tolist())
     return found
@@ -230,18 +240,35 @@ def _by_sequence(name: str, values: Any, cu_q: Tensor) -> Tensor:
     return values.cpu()
 
 
-_TENSORS = ("cu_q", "cu_k", "used_q", "used_k", "left_pad_k", "cache_rows", "pages")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_MOST = torch.iinfo(torch.int32).max
+TENSORS = ("cu_q", "cu_k", "used_q", "used_k", "left_pad_k", "cache_rows", "pages")
 _NUMBERS = ("page_size", "max_q", "max_k", "total_q", "total_k")
 
 
 def _flatten(sequences: Sequences) -> tuple[list[Any], tuple[Any, ...]]:
-    return [getattr(sequences, n) for n in _TENSORS], tuple(getattr(sequences, n) for n in _NUMBERS)
+    return [getattr(sequences, n) for n in TENSORS], tuple(getattr(sequences, n) for n in _NUMBERS)
 
 
 def _unflatten(tensors: Any, numbers: tuple[Any, ...]) -> Sequences:
     return Sequences.unchecked(
-        *tensors[:2], **dict(zip((*_TENSORS[2:], *_NUMBERS), (*tensors[2:], *numbers), strict=True))
+        *tensors[:2], **dict(zip((*TENSORS[2:], *_NUMBERS), (*tensors[2:], *numbers), strict=True))
     )
 
 
-pytree.register_pytree_node(Sequences, _flatten, _unflatten, serialized_type_name="flex_inductor.Sequences")
+def _flatten_with_keys(sequences: Sequences) -> tuple[list[Any], tuple[Any, ...]]:
+    """As torch.export asks for it."""
+    tensors, numbers = _flatten(sequences)
+    return [(pytree.GetAttrKey(n), t) for n, t in zip(TENSORS, tensors, strict=True)], numbers
+
+
+pytree.register_pytree_node(
+    Sequences,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flex_inductor.Sequences",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=list,  # as JSON has it
+    from_dumpable_context=tuple,
+)
+torch.serialization.add_safe_globals([Sequences])  # saved programs hold the inputs of their example

@@ -28,6 +28,14 @@ BAD = {
     "max of keys": (lambda: Sequences(offsets(0, 5), offsets(0, 9), max_k=6), r"^max_k: is 6, .* 9 tokens"),
     "used": (lambda: Sequences(offsets(0, 5, 9), offsets(0, 5, 9), used_k=offsets(5, 6)), r"^used_k: sequence 1 uses 6 tokens of a room of 4"),
     "used count": (lambda: Sequences(offsets(0, 5), used_q=offsets(1, 1)), r"^used_q: expected an int32 tensor with an entry for each of 1"),
+    "differences that wrap around": (lambda: Sequences(offsets(0, 2**30, -(2**31), -(2**30))), r"^cu_q: .* falls from 1073741824"),
+    "max of floats": (lambda: Sequences(offsets(0, 5), max_q=6.0), r"^max_q: expected an integer, got float"),
+    "max of text": (lambda: Sequences(offsets(0, 5), max_k="6"), r"^max_k: expected an integer, got str"),
+    "lengths of floats": (lambda: Sequences.from_lengths([3.5, 2]), r"^lengths_q: expected a list of integers or"),
+    "lengths of nothing": (lambda: Sequences.from_lengths([3], "3"), r"^lengths_k: expected a list of integers .* got str"),
+    "flags for lengths": (lambda: Sequences.from_lengths(torch.tensor([True])), r"^lengths_q: .* got torch.bool of shape \[1\]"),
+    "negative lengths": (lambda: Sequences.from_lengths([3, -1]), r"^lengths_q: expected lengths from 0 on"),
+    "lengths too long": (lambda: Sequences.from_lengths([2**30] * 5), r"^lengths_q: .* add up to at most 2,147,483,647"),
     "padding": (lambda: Sequences.from_padding_mask(torch.ones(2, 3)), r"^mask: expected a bool tensor \[batch, length\]"),
     "nested": (lambda: Sequences.from_nested(torch.ones(2, 3)), r"^query: expected a nested tensor with layout=torch.jagged"),
 }  # fmt: skip
@@ -76,6 +84,7 @@ WINDOWS = {
     "the other way round": (lambda b, h, q, kv: (-kv + q + 1 > 0) & (kv - q >= -9), Window(9, 0)),
     "around": (lambda b, h, q, kv: (q - kv).abs() < NINE, Window(8, 8)),
     "around something else": (lambda b, h, q, kv: (q - kv + 2).abs() <= 8, Window(6, 10)),
+    "and true": (lambda b, h, q, kv: (q >= kv) & True, Window(math.inf, 0)),
     "logical": (lambda b, h, q, kv: torch.logical_and(q >= kv, q < kv + 5), Window(4, 0)),
 }
 OTHERS = {
@@ -88,6 +97,9 @@ OTHERS = {
     "not": lambda b, h, q, kv: ~(q >= kv),
     "far away": lambda b, h, q, kv: (q - kv).abs() > 3,
     "floats": lambda b, h, q, kv: q >= kv + 0.5,
+    "and false": lambda b, h, q, kv: (q >= kv) & False,
+    "a factor": lambda b, h, q, kv: torch.ops.aten.add.Scalar(q, 5, -2) >= kv,
+    "sums that wrap around": lambda b, h, q, kv: q - kv + 2**62 + 2**62 <= 3,
     "a table": lambda b, h, q, kv: q - kv <= torch.tensor([3, 4])[b],
 }
 

@@ -1,5 +1,6 @@
 """Packed sequences against one dense call for each."""
 
+import io
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from support import judge, served_by
 
 from flex_inductor import AuxRequest, Sequences, decisions, varlen_attention
 from flex_inductor.errors import FlexError, FlexValueError
+from flex_inductor.op.tile_map import COUNT, ROW
 from flex_inductor.reference import reference
 from flex_inductor.sequences.mask import _by_analysis
 
@@ -203,13 +205,75 @@ def test_lengths_may_be_refreshed_in_place():
         assert not out[used:].any()
 
 
-def test_offsets_beyond_the_tokens_read_nothing_there():
+GARBAGE = (
+    [0, 38, 99],
+    [0, 38, 99999],
+    [0, 2**31 - 1, 5],
+    [0, -(2**31), 2**31 - 1],
+    [0, 30, 10],
+    [-9, -5, -1],
+)
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal, prefix])
+@pytest.mark.parametrize("refreshed", GARBAGE, ids=str)
+def test_no_offsets_lead_out_of_the_tensors(refreshed, mask_mod):
     """Nobody may check what is copied in later."""
     sequences = Sequences(torch.tensor([0, 30, 40], dtype=torch.int32), max_q=64, max_k=64)
     q, k, v = tensors(([40], [40]))
-    sequences.cu_q.copy_(torch.tensor([0, 38, 99]))
-    out = varlen_attention(q, k, v, sequences, None, sequences.mask(causal), enable_gqa=True)
+    sequences.cu_q.copy_(torch.tensor(refreshed))
+    mask = sequences.mask(mask_mod, block_size=8)
+    for lines in mask.tile_map:
+        row, count = lines[:, ROW], lines[:, COUNT]
+        assert (count >= 0).all() and (row[count > 0] >= 0).all() and ((row + count)[count > 0] <= 40).all()
+    queries, keys = (lines.size(0) for lines in mask.tile_map)
+    for side, others in (("kv", keys), ("full_kv", keys), ("q", queries), ("full_q", queries)):
+        assert all(0 <= tile < others for line in _spelt_out(mask.schedule, side) for tile in line)
+    out = varlen_attention(q, k, v, sequences, None, mask, enable_gqa=True)
     assert out.isfinite().all()
+
+
+def test_used_lengths_beyond_the_tokens():
+    used = torch.tensor([30, 10], dtype=torch.int32)
+    offsets = torch.tensor([0, 30, 40], dtype=torch.int32)
+    sequences = Sequences(offsets, offsets, used_k=used)
+    q, k, v = tensors(([40], [40]))
+    for refreshed in ([2**31 - 1, 10**9], [40, 40], [-3, 99]):
+        used.copy_(torch.tensor(refreshed))
+        mask = sequences.mask(block_size=8)
+        assert varlen_attention(q, k, v, sequences, None, mask, enable_gqa=True).isfinite().all()
+
+
+@pytest.mark.parametrize("mask_mod", [causal, prefix])
+def test_what_inference_mode_makes_also_trains(mask_mod):
+    with torch.inference_mode():
+        sequences = Sequences.from_lengths([5, 9])
+        mask = sequences.mask(mask_mod)
+    q, k, v = (x.requires_grad_() for x in tensors(([14], [14])))
+    out = varlen_attention(q, k, v, sequences, None, mask, enable_gqa=True)
+    assert torch.autograd.grad(out.sum(), q)[0].any()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    """A mask is an input of a program, or held by one that is saved."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, sequences, mask=None):
+            return varlen_attention(q, k, v, sequences, None, mask, enable_gqa=True)
+
+    given = tensors(([14], [14]))
+    sequences, other = (Sequences.from_lengths(lengths, device="cpu") for lengths in ([5, 9], [9, 5]))
+    program = torch.export.export(Layer(), (*given, sequences, sequences.mask(causal)), strict=strict)
+    ours = program.module()(*given, other, other.mask(causal))
+    torch.testing.assert_close(
+        ours, varlen_attention(*given, other, None, other.mask(causal), enable_gqa=True)
+    )
+    saved = io.BytesIO()
+    torch.export.save(torch.export.export(Layer(), (*given, sequences), strict=strict), saved)
+    saved.seek(0)
+    ours = torch.export.load(saved).module()(*given, sequences)
+    torch.testing.assert_close(ours, varlen_attention(*given, sequences, enable_gqa=True))
 
 
 def test_used_lengths_leave_the_rest_out():
@@ -251,7 +315,12 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours():
 @pytest.mark.parametrize("lengths", [([0, 0], [0, 0]), ([], []), ([0, 0], [5, 0]), ([3], [0])])
 def test_nothing_to_see(lengths):
     given = [x.requires_grad_() for x in tensors(lengths)]
-    out, lse = varlen_attention(*given, Sequences.from_lengths(*lengths), enable_gqa=True, return_lse=True)
+    sequences = Sequences.from_lengths(*lengths)
+    masks = (None, sequences.mask(prefix))
+    (out, lse), masked = (
+        varlen_attention(*given, sequences, None, mask, enable_gqa=True, return_lse=True) for mask in masks
+    )
+    assert torch.equal(masked[0], out) and torch.equal(masked[1], lse)
     assert out.shape == (sum(lengths[0]), HEADS, VALUE_DIM) and not out.any() and (lse == -torch.inf).all()
     assert not any(grad.any() for grad in torch.autograd.grad(out.sum() + lse.clamp(0).sum(), given))
 
@@ -259,8 +328,10 @@ def test_nothing_to_see(lengths):
 def test_a_mask_made_by_other_sequences():
     given = tensors(([5, 4], [5, 4]))
     sequences, other = Sequences.from_lengths([5, 4]), Sequences.from_lengths([4, 5])
-    with pytest.raises(FlexValueError, match=r"^block_mask: was made by other sequences than these"):
-        varlen_attention(*given, sequences, None, other.mask(causal), enable_gqa=True)
+    shorter = Sequences(sequences.cu_q, sequences.cu_k, used_k=torch.tensor([5, 1], dtype=torch.int32))
+    for mask in (other.mask(causal), shorter.mask(causal)):
+        with pytest.raises(FlexValueError, match=r"^block_mask: was made by other sequences than these"):
+            varlen_attention(*given, sequences, None, mask, enable_gqa=True)
 
 
 def test_inside_a_graph():
@@ -300,6 +371,13 @@ def test_wrong_calls():
         varlen_attention(q, k, v, sequences)
     with pytest.raises(FlexError, match=r"^mask_mod by_sequence_and_head: reads h, but no number of heads"):
         sequences.mask(by_sequence_and_head)
+    for heads in (1, 2, 8):
+        mask = sequences.mask(by_sequence_and_head, heads=heads)
+        with pytest.raises(FlexError, match=rf"^block_mask: was made for {heads} heads, and query has 4"):
+            varlen_attention(q, k, v, sequences, None, mask, enable_gqa=True)
+    for heads in (0, -1, "4", 1.5, True):
+        with pytest.raises(FlexError, match=r"^heads: expected the number of query heads, got"):
+            sequences.mask(by_sequence_and_head, heads=heads)
     for size in (0, (16,), (16, -1), 1.5, True):
         with pytest.raises(FlexError, match=r"^block_size: expected a positive integer or a pair"):
             sequences.mask(causal, block_size=size)

@@ -26,8 +26,9 @@ class TileMap(NamedTuple):
 
     The tiles are the blocks of the call's schedule, whose lists have one row for each tile of queries and name tiles
     of keys; its batch dimension is 1. A tile of keys has the sequence and the head of every tile of queries that
-    visits it. Rows of the output that no tile has are 0, with a logsumexp of -inf. Nothing that mods see is negative.
-    A row of memory is in one tile at most, but for keys and values that need no gradient: sequences may share these.
+    visits it. Rows of the output that no tile has are 0, with a logsumexp of -inf. Only positions of queries may be
+    negative. A row of memory is in one tile at most, but for keys and values that need no gradient: sequences may
+    share these.
     """
 
     queries: Tensor

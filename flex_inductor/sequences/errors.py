@@ -233,6 +233,20 @@ def padding_not_bool(mask: Any) -> FlexTypeError:
     )
 
 
+def not_padded(padded: Any, mask: Tensor) -> FlexTypeError:
+    return FlexTypeError(
+        f"padded: expected a tensor of shape [{mask.size(0)}, {mask.size(1)}, ...], as mask has it, "
+        f"got {_described(padded)}. Pass the mask of this tensor."
+    )
+
+
+def not_packed(packed: Any, tokens: int) -> FlexTypeError:
+    return FlexTypeError(
+        f"packed: expected a tensor of {tokens} tokens, one where mask is True, got {_described(packed)}. "
+        "Pass the mask that it was packed with."
+    )
+
+
 def not_jagged(name: str, tensor: Any) -> FlexTypeError:
     return FlexTypeError(
         f"{name}: expected a nested tensor with layout=torch.jagged, got {_described(tensor)}. "

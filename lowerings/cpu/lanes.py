@@ -41,6 +41,7 @@ aten = torch.ops.aten
 
 SYMBOL_NAMES = ("TILE_B", "TILE_H", "TILE_Q", "TILE_KV", "TILE_ROWS", "TILE_COLUMNS")
 _B, _H, _Q, _KV, _ROWS, _COLUMNS = (sympy.Symbol(n, integer=True, nonnegative=True) for n in SYMBOL_NAMES)
+_Q_MAPPED = sympy.Symbol("TILE_Q", integer=True)  # negative where a sequence has more queries than keys
 _LD = sympy.Symbol("TILE_LD", integer=True, positive=True)
 _PREFIX = "buf_tile_"
 
@@ -91,7 +92,7 @@ class Lanes:
             "grad_score": lambda: _lanes_of("grads"),
             "b": lambda: _index(lambda i: _B),
             "h": lambda: _index(lambda i: _H),
-            "q_idx": lambda: _index(lambda i: _Q + i[0]),
+            "q_idx": lambda: _index(lambda i: (_Q if self.sizes else _Q_MAPPED) + i[0]),
             "kv_idx": lambda: _index(lambda i: _KV + i[1]),
         }
         program = self.mod.program

@@ -16,6 +16,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
@@ -50,6 +51,7 @@ from .tables import TABLES
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+FAR = 1 << 30  # no position in a sequence lies further
 
 
 class Tile(NamedTuple):
@@ -202,10 +204,13 @@ class Builder:
     def _lanes(self, names: Sequence[str]) -> list[Lane]:
         p = self.problem
         below, seen = {"b": p.B, "h": p.H, "q_idx": p.M, "kv_idx": p.N}, {}
+        bounds: dict[str, ValueRanges] = {}
         if self.tile_map is not None:
             below, seen = dict.fromkeys(below, sympy.oo), {"b": "sequence", "h": "seen_h"}
+            # Positions of queries are negative where a sequence has more queries than keys.
+            bounds = {n: ValueRanges(-FAR if n == "q_idx" else 0, FAR) for n in below}
         return [
-            Lane(seen.get(n, n), frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]))
+            Lane(seen.get(n, n), frozenset((n,)), INDEX_DTYPE, sympy.sympify(below[n]), bounds.get(n))
             if n in below
             else Lane("d_score" if n == "grad_score" else n, ALL, torch.float32)
             for n in names

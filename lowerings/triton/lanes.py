@@ -52,6 +52,7 @@ class Lane(NamedTuple):
     axes: frozenset[str]
     dtype: torch.dtype
     below: sympy.Expr | None = None  # an index lies in [0, below)
+    bounds: ValueRanges | None = None  # of an index instead, where a map says what it is
 
 
 class Statement(NamedTuple):
@@ -276,7 +277,7 @@ class _LaneKernel(Kernel):
         bounds = ValueRanges.unknown()
         if lane.below is not None:
             last = lane.below - 1
-            bounds = ValueRanges(0, last if last.is_Integer else int_oo)
+            bounds = lane.bounds or ValueRanges(0, last if last.is_Integer else int_oo)
             self.below[lane.name] = lane.below
         self.axes[lane.name] = lane.axes
         return CSEVariable(lane.name, bounds, lane.dtype, ())

@@ -37,6 +37,9 @@ BAD = {
     "negative lengths": (lambda: Sequences.from_lengths([3, -1]), r"^lengths_q: expected lengths from 0 on"),
     "lengths too long": (lambda: Sequences.from_lengths([2**30] * 5), r"^lengths_q: .* add up to at most 2,147,483,647"),
     "padding": (lambda: Sequences.from_padding_mask(torch.ones(2, 3)), r"^mask: expected a bool tensor \[batch, length\]"),
+    "another mask": (lambda: unpad(torch.ones(2, 5, 3), torch.ones(2, 4, dtype=torch.bool)), r"^padded: expected a tensor of shape \[2, 4, ...\]"),
+    "more tokens": (lambda: pad(torch.ones(9, 3), torch.ones(2, 4, dtype=torch.bool)), r"^packed: expected a tensor of 8 tokens"),
+    "no tensor": (lambda: unpad([1], torch.ones(1, 1, dtype=torch.bool)), r"^padded: .* got list"),
     "nested": (lambda: Sequences.from_nested(torch.ones(2, 3)), r"^query: expected a nested tensor with layout=torch.jagged"),
 }  # fmt: skip
 

@@ -31,6 +31,10 @@ class Piece(NamedTuple):
     kv_batch: int = 0
 
 
+def ahead(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx > -20
+
+
 def bias_of(table):
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + table[b, h, q_idx - kv_idx + 128]
@@ -192,16 +196,21 @@ def test_packed_sequences(lengths, kinds):
     """Positions below 0 where queries are more than keys, and lines of the map that no tile needs."""
     sequences = Sequences.from_lengths(*lengths)
     decodes = sequences.max_q == 1
-    mask = sequences.mask(causal, block_size=None if decodes else (16, 32))
-    attend = interpret.compiled(
-        lambda q, k, v, table: varlen_attention(q, k, v, sequences, bias_of(table), mask, enable_gqa=True)
-    )
+    mask = sequences.mask(ahead, block_size=None if decodes else (16, 32))
+
+    def attend(q, k, v, table):
+        def mod(score, b, h, q_idx, kv_idx):
+            score = bias_of(table)(score, b, h, q_idx, kv_idx) + table[b, h, q_idx]
+            return score + 0.01 * kv_idx * (q_idx // 3 + q_idx.abs() + q_idx.clamp(min=0) + q_idx % 5)
+
+        return varlen_attention(q, k, v, sequences, mod, mask, enable_gqa=True)
+
     given = [x.squeeze(0).transpose(0, 1).requires_grad_(not decodes) for x in tensors(*map(sum, lengths))]
     table = torch.randn(3, HEADS, 400).requires_grad_(not decodes)
     with served_by("triton"):
-        out = attend(*given, table)
+        out = interpret.compiled(attend)(*given, table)
     wide = [x.detach().double().requires_grad_() for x in (*given, table)]
-    want = varlen_attention(*wide[:3], sequences, bias_of(wide[3]), mask, enable_gqa=True)
+    want = attend(*wide)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
     if not decodes:
         grads, wanted = (

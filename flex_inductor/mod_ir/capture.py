@@ -27,7 +27,7 @@ from .replay import Recording, Traces, is_alone, keep, not_replayable, replayed
 from .source_lines import line_raising
 
 _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
-_REQUIRES_GRAD = Tensor.requires_grad.__get__
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def _identity(value: Any) -> Any:

@@ -122,8 +122,8 @@ def _sum(program: MaskProgram, value: object) -> _Sum | None:
     sums = [_sum(program, argument) for argument in step.args]
     if None in sums:
         return None
-    found = sums[0].times(-1) if name == "neg" else sums[0].plus(sums[1], 1 if name == "add" else -1)
-    return found if abs(found.q) <= 1 and abs(found.kv) <= 1 and abs(found.number) <= _MOST else None
+    total = sums[0].times(-1) if name == "neg" else sums[0].plus(sums[1], 1 if name == "add" else -1)
+    return total if abs(total.q) <= 1 and abs(total.kv) <= 1 and abs(total.number) <= _MOST else None
 
 
 def _name(target: object) -> str:

@@ -77,7 +77,7 @@ def bad_max(name: str, value: Any) -> FlexTypeError:
     )
 
 
-def max_below(name: str, given: int, longest: int) -> SequencesError:
+def max_below(name: str, given: Any, longest: int) -> SequencesError:
     return SequencesError(
         f"{name}: is {given}, and the longest sequence has {longest} tokens; expected at least that."
     )

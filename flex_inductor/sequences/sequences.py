@@ -72,7 +72,7 @@ class Sequences:
 
     def _set(self, side: str, lengths: Tensor, total: int) -> None:
         longest, given = int(lengths.max()) if lengths.numel() else 0, getattr(self, f"max_{side}")
-        if given is not None and (not isinstance(given, (int, torch.SymInt)) or isinstance(given, bool)):
+        if given is not None and (not isinstance(given, int | torch.SymInt) or isinstance(given, bool)):
             raise errors.bad_max(f"max_{side}", given)
         if given is not None and given < longest:
             raise errors.max_below(f"max_{side}", given, longest)

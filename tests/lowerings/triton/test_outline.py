@@ -57,8 +57,9 @@ class Outlines(expecttest.TestCase):
 q = load_tile(query_head)
 mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
-count = tl.load(counts)
-for step in range(0, count * TILES):
+last = tl.load(counts) * TILES
+block = tl.load(row_blocks)
+for step in range(0, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -67,8 +68,9 @@ for step in range(0, count * TILES):
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
-count = tl.load(full_counts)
-for step in range(0, count * TILES):
+last = tl.load(full_counts) * TILES
+block = tl.load(row_blocks)
+for step in range(0, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -129,8 +131,9 @@ store_tile(out, acc)""",
 q = load_tile(query_head)
 mask_0 = tl.load(captured_0 + (q_idx))
 # Blocks of keys where mask_mod decides.
-count = tl.load(counts)
-for step in range(0, count * TILES):
+last = tl.load(counts) * TILES
+block = tl.load(row_blocks)
+for step in range(0, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -139,8 +142,9 @@ for step in range(0, count * TILES):
     v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
-count = tl.load(full_counts)
-for step in range(0, count * TILES):
+last = tl.load(full_counts) * TILES
+block = tl.load(row_blocks)
+for step in range(0, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -158,7 +162,8 @@ q = tl.load(query)
 mask_0 = tl.full([], 200, tl.int32)
 # Blocks of keys where mask_mod decides.
 steps = tl.load(counts) * KV_TILES
-for step in range(steps * part // 4, steps * (part + 1) // 4):
+block = tl.load(row_blocks)
+for step in range(first, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -168,7 +173,8 @@ for step in range(steps * part // 4, steps * (part + 1) // 4):
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
 steps = tl.load(full_counts) * KV_TILES
-for step in range(steps * part // 4, steps * (part + 1) // 4):
+block = tl.load(row_blocks)
+for step in range(first, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -206,7 +212,7 @@ q = tl.load(query)
 score_0 = tl.load(captured_0 + (h))
 score_3 = as_mantissa(q_idx)
 # All keys.
-for step in range(0, steps):
+for step in range(first, last):
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
@@ -234,8 +240,9 @@ row_delta = tl.load(delta)
 score_1 = tl.full([], 256, tl.int32)
 mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
-count = tl.load(counts)
-for step in range(0, count * TILES):
+last = tl.load(counts) * TILES
+block = tl.load(row_blocks)
+for step in range(0, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -250,8 +257,9 @@ for step in range(0, count * TILES):
     tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
     dq = tl.dot(d_score.to(k.dtype), k, dq)
 # Full blocks of keys.
-count = tl.load(full_counts)
-for step in range(0, count * TILES):
+last = tl.load(full_counts) * TILES
+block = tl.load(row_blocks)
+for step in range(0, last):
     block = tl.load(row_blocks)
     k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
@@ -274,8 +282,9 @@ for head in range(0, 1):
     score_1 = tl.full([], 256, tl.int32)
     mask_1 = each_alone(kv_idx)
     # Blocks of queries where mask_mod decides.
-    count = tl.load(counts)
-    for step in range(0, count * TILES):
+    last = tl.load(counts) * TILES
+    block = tl.load(row_blocks)
+    for step in range(0, last):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
         row_exponent = tl.load(exponent)
@@ -292,8 +301,9 @@ for head in range(0, 1):
         d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
         dk_acc = tl.dot(d_score.to(q.dtype), q, dk_acc)
     # Full blocks of queries.
-    count = tl.load(full_counts)
-    for step in range(0, count * TILES):
+    last = tl.load(full_counts) * TILES
+    block = tl.load(row_blocks)
+    for step in range(0, last):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
         row_exponent = tl.load(exponent)

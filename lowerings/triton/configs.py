@@ -129,6 +129,7 @@ class Shape(NamedTuple):
     q_block: int | None = None  # the schedule's blocks, which a tile must divide; None for any tile
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
+    line_loads: int = 0  # those that vary along the walked side alone
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
     aligned: bool = True  # see AttentionProblem.aligned
     rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
@@ -155,7 +156,7 @@ def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int
     shared += m * n * shape.bytes if shape.exact else 0  # the weights, for the other product
     loaded = shape.tile_loads * (1 if _ahead(config, device) else 3)  # with 64-bit addresses
     held = 0 if device.shared_operands else m * shape.D * shape.bytes // 4
-    return shared + _captured(config, shape, device), m * shape.V + (2 + loaded) * m * n + held
+    return shared + _captured(config, shape, device, n), m * shape.V + (2 + loaded) * m * n + held
 
 
 def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
@@ -187,7 +188,9 @@ def _backward_shared(config: Config, shape: Shape, device: Device, held: int, wa
     if device.family == "amd":  # the tiles of one product at a time
         return max(held, walked) * shape.widest * shape.bytes
     rows = held + _walked(config, shape) * walked
-    return (rows * (shape.D + shape.V) + held * walked) * shape.bytes + _captured(config, shape, device)
+    # What one product gives the next: sm_90 keeps it in registers.
+    between = 0 if device.family == "hopper" and shape.bytes < 4 else held * walked
+    return (rows * (shape.D + shape.V) + between) * shape.bytes + _captured(config, shape, device, walked)
 
 
 def _walked(config: Config, shape: Shape) -> int:
@@ -206,8 +209,9 @@ def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, in
     return shared, registers + config.block_m * shape.D
 
 
-def _captured(config: Config, shape: Shape, device: Device) -> int:
-    return shape.tile_loads * _ahead(config, device) * config.block_m * config.block_n * 4
+def _captured(config: Config, shape: Shape, device: Device, walked: int) -> int:
+    loaded = shape.tile_loads * config.block_m * config.block_n * 4 + shape.line_loads * walked * 8
+    return loaded * _ahead(config, device)
 
 
 def _ahead(config: Config, device: Device) -> int:

@@ -122,6 +122,7 @@ class Builder:
         self.spare: list[Config] = []  # tried if the card has not the resources for what is chosen
         self.asked_for = False  # whether hints chose
         self.tile_loads = 0  # captured values that every lane loads
+        self.line_loads = 0  # those that vary along the walked side alone
         self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
 
     def size(self, expression: Any) -> str:
@@ -161,12 +162,15 @@ class Builder:
         """The statements that belong in the loop; the others run before it."""
         inside = [s for s in statements if not s.axes <= self.outer]
         self.hoisted += [s.text for s in statements if s.axes <= self.outer]
-        self.tile_loads += sum({"q_idx", "kv_idx"} <= s.axes and "tl.load(" in s.text for s in inside)
+        loads = [s for s in inside if "tl.load(" in s.text]
+        whole = sum({"q_idx", "kv_idx"} <= s.axes for s in loads)
+        self.tile_loads += whole
+        self.line_loads += len(loads) - whole
         return [s.text for s in inside]
 
     def shape(self, kind: str) -> Shape:
         """What a kernel's configs are chosen by, given the mods inlined so far."""
-        return shape_of(self.problem, kind, self.tile_loads, self.tile_values)
+        return shape_of(self.problem, kind, self.tile_loads, self.line_loads, self.tile_values)
 
     def configs(self, kind: str) -> list[Config]:
         """The configs to time, or the one to use; called once the mods are inlined."""
@@ -368,7 +372,9 @@ def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str 
     return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem, kind))
 
 
-def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_values: int = 0) -> Shape:
+def shape_of(
+    problem: AttentionProblem, kind: str, tile_loads: int = 0, line_loads: int = 0, tile_values: int = 0
+) -> Shape:
     """What configs are chosen by."""
     q_block, kv_block = problem.blocks or (None, None)
 
@@ -384,6 +390,7 @@ def shape_of(problem: AttentionProblem, kind: str, tile_loads: int = 0, tile_val
         divides(kv_block, problem.N),
         aligned=problem.aligned,
         tile_loads=tile_loads,
+        line_loads=line_loads,
         tile_values=tile_values,
         exact=dot_precision(problem.dtype) == "ieee" and current_device(problem.device).nvidia,
         mapped=problem.map_tiles is not None,

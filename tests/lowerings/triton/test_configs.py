@@ -46,16 +46,16 @@ forward
   exact 128: 32x64/8/2, 64x16/8/2, 32x16/8/2, 64x32/8/2
   exact 256: 32x32/8/1, 32x16/8/2, 64x16/8/1, 16x16/4/1
   exact 1024: 16x16/8/1
-  ampere 64: 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
-  ampere 128: 128x128/8/2, 128x64/8/2, 64x64/4/2, 128x32/8/2
-  ampere 256: 64x128/8/1, 64x64/8/1, 64x32/4/2, 32x32/4/2
+  ampere 64: 128x128/8/3, 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
+  ampere 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
+  ampere 256: 64x128/8/1, 64x64/8/1, 64x32/4/3, 64x32/4/2, 32x32/4/3, 32x32/4/2
   ampere 1024: 32x16/8/1
-  hopper 64: 128x128/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
-  hopper 128: 128x128/8/2, 128x64/8/3, 64x64/4/3
-  hopper 256: 128x64/8/2, 128x32/8/2, 64x64/8/2, 64x32/8/2
+  hopper 64: 128x128/8/3, 128x64/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
+  hopper 128: 128x128/8/3, 128x64/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
+  hopper 256: 128x64/8/2, 128x32/8/3, 128x32/8/2, 64x64/8/2, 64x32/8/3, 64x32/8/2
   hopper 1024: 32x16/8/1
   consumer 64: 64x64/4/3, 128x32/4/3, 64x32/4/3
-  consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/2
+  consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/3, 32x32/4/2
   consumer 256: 64x32/8/1, 32x32/4/1
   consumer 1024: 16x16/4/1
   amd 64: 128x64/4/1, 64x64/4/1
@@ -63,8 +63,8 @@ forward
   amd 256: 64x32/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
   blackwell 64: 128x64/8/3, 128x128/8/3, 64x64/4/3
-  blackwell 128: 128x64/8/3, 128x64/8/2, 128x32/8/3, 128x128/8/2, 64x64/4/3
-  blackwell 256: 64x64/8/2, 64x32/8/2
+  blackwell 128: 128x64/8/3, 128x64/8/2, 128x32/8/3, 128x128/8/3, 128x128/8/2, 64x64/4/3
+  blackwell 256: 64x64/8/2, 64x32/8/3, 64x32/8/2
   blackwell 1024: 32x16/8/1
 decode
   exact 64: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
@@ -73,16 +73,16 @@ decode
   exact 1024: 16x16/8/1
   interpreter 1024: 16x32/4/1
   ampere 128: 16x64/4/3, 16x64/4/2, 16x64/8/3, 16x64/8/2
-  ampere 256: 16x32/4/2, 16x32/4/1, 16x32/8/2, 16x32/8/1
+  ampere 256: 16x32/4/3, 16x32/4/2, 16x32/4/1, 16x32/8/3, 16x32/8/2, 16x32/8/1
   ampere 1024: 16x16/4/1, 16x16/8/1
   hopper 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
-  hopper 256: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  hopper 256: 16x64/4/3, 16x32/4/3, 16x64/4/2, 16x32/4/2, 16x64/8/3, 16x32/8/3, 16x64/8/2, 16x32/8/2
   hopper 1024: 16x16/4/1, 16x16/8/1
   amd 128: 16x64/4/1
   amd 256: 16x32/4/1, 16x16/4/1
   amd 1024: 16x16/4/1
   blackwell 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
-  blackwell 256: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
+  blackwell 256: 16x64/4/3, 16x32/4/3, 16x64/4/2, 16x32/4/2, 16x64/8/3, 16x32/8/3, 16x64/8/2, 16x32/8/2
   blackwell 1024: 16x16/4/1, 16x16/8/1
   consumer 128: 16x32/4/3, 16x32/4/2, 16x32/8/2
   consumer 256: 16x32/4/1, 16x16/4/1
@@ -93,25 +93,25 @@ backward_dq, backward_magnitudes
   exact 128: 32x32/8/2, 64x16/8/2, 16x32/8/2, 64x32/8/2
   exact 256: 32x16/8/2, 16x16/4/2, 16x32/8/2, 32x32/8/2
   exact 1024: 16x16/8/2
-  ampere 64: 128x64/8/2, 128x32/8/2, 64x32/4/2
-  ampere 128: 128x32/8/2, 64x32/4/2, 32x32/4/2
+  ampere 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x32/4/3, 64x32/4/2
+  ampere 128: 128x32/8/3, 64x32/4/3, 128x32/8/2, 64x32/4/2, 32x32/4/3, 32x32/4/2
   ampere 256: 64x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
-  hopper 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
-  hopper 256: 128x32/8/2, 32x32/8/1, 32x16/4/1
+  hopper 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
+  hopper 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 32x32/4/3, 64x64/4/2, 32x32/4/2
+  hopper 256: 128x32/8/3, 128x32/8/2, 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
-  consumer 64: 64x32/4/2, 32x32/4/2
-  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 64: 64x32/4/3, 32x32/4/3, 64x32/4/2, 32x32/4/2
+  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 64: 128x64/4/1, 128x32/4/1, 64x64/4/1, 32x32/4/1
   amd 128: 128x32/4/1, 64x32/4/1, 32x32/4/1
   amd 256: 128x16/4/1, 64x16/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 128x64/8/2, 128x128/8/2, 128x32/8/2, 64x64/4/2
-  blackwell 128: 128x64/8/2, 128x32/8/2, 64x64/4/2, 32x32/4/2
-  blackwell 256: 128x32/8/2, 64x32/8/2, 32x32/8/1, 32x16/4/1
+  blackwell 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
+  blackwell 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 32x32/4/3, 64x64/4/2, 32x32/4/2
+  blackwell 256: 128x32/8/2, 64x32/8/3, 64x32/8/2, 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_dkdv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
@@ -119,22 +119,22 @@ backward_dkdv
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
-  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
+  hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
   hopper 256: 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
-  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
+  blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
+  blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
   blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_dk
@@ -143,24 +143,24 @@ backward_dk
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2
   ampere 256: 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
-  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
-  hopper 256: 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
+  hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
+  hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
+  hopper 256: 32x128/8/3, 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
   amd 256: 16x128/4/1, 16x64/4/1
-  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
-  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
-  blackwell 256: 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
+  blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
+  blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
+  blackwell 256: 32x128/8/3, 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_dv
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
@@ -168,24 +168,24 @@ backward_dv
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/2, 64x64/8/2, 32x32/4/2
+  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
+  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2
   ampere 256: 64x64/8/1, 64x128/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
-  hopper 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
-  hopper 256: 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
+  hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
+  hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
+  hopper 256: 64x128/8/2, 32x128/8/3, 32x128/8/2, 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
   consumer 256: 32x64/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
   amd 1024: 16x16/4/1
   amd 256: 32x128/4/1, 16x64/4/1
-  blackwell 64: 64x128/8/2, 32x128/8/2, 64x64/4/2
-  blackwell 128: 64x128/8/2, 32x128/8/2, 32x32/4/2
-  blackwell 256: 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
+  blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
+  blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
+  blackwell 256: 64x128/8/2, 32x128/8/3, 32x128/8/2, 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_onepass
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
@@ -193,23 +193,23 @@ backward_onepass
   exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/2, 64x64/4/2, 32x64/4/2
+  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
   ampere 128: 64x64/8/1, 32x32/4/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/2, 64x64/8/2
-  hopper 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  hopper 64: 64x128/8/3, 64x64/8/3, 64x128/8/2, 64x64/8/2
+  hopper 128: 64x64/8/3, 64x64/8/2, 64x64/8/1, 32x32/4/2
   hopper 256: 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/2, 32x32/4/1
+  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
+  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
   consumer 256: 32x32/4/1, 16x16/4/1
   consumer 1024: 16x16/4/1
   amd 64: 64x64/4/1
   amd 128: 32x32/4/1
   amd 1024: 16x16/4/1
-  blackwell 64: 64x128/8/2, 64x64/8/2
-  blackwell 128: 64x64/8/2, 64x64/8/1, 32x32/4/2
+  blackwell 64: 64x128/8/3, 64x64/8/3, 64x128/8/2, 64x64/8/2
+  blackwell 128: 64x64/8/3, 64x64/8/2, 64x64/8/1, 32x32/4/2
   blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1""",
         )
@@ -237,15 +237,15 @@ backward_onepass
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-sm_80 forward: 128x128, 8 warps, 2 stages; 128x128, 8 warps, 2 stages; 64x128, 8 warps, 1 stages
-sm_80 backward_dq: 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages; 64x64, 8 warps, 1 stages
-sm_80 backward_dkdv: 64x128, 8 warps, 2 stages; 32x64, 4 warps, 2 stages; 32x64, 8 warps, 1 stages
+sm_80 forward: 128x128, 8 warps, 3 stages; 128x64, 8 warps, 3 stages; 64x128, 8 warps, 1 stages
+sm_80 backward_dq: 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages; 64x64, 8 warps, 1 stages
+sm_80 backward_dkdv: 64x128, 8 warps, 3 stages; 32x64, 4 warps, 3 stages; 32x64, 8 warps, 1 stages
 sm_86 forward: 64x64, 4 warps, 3 stages; 64x32, 4 warps, 3 stages; 64x32, 8 warps, 1 stages
-sm_86 backward_dq: 64x32, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 32x32, 4 warps, 1 stages
-sm_86 backward_dkdv: 32x64, 4 warps, 2 stages; 32x32, 4 warps, 2 stages; 32x32, 4 warps, 1 stages
-sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 2 stages; 128x64, 8 warps, 2 stages
-sm_90 backward_dq: 128x64, 8 warps, 2 stages; 128x64, 8 warps, 2 stages; 128x32, 8 warps, 2 stages
-sm_90 backward_dkdv: 64x128, 8 warps, 2 stages; 64x128, 8 warps, 2 stages; 32x32, 8 warps, 1 stages
+sm_86 backward_dq: 64x32, 4 warps, 3 stages; 32x32, 4 warps, 3 stages; 32x32, 4 warps, 1 stages
+sm_86 backward_dkdv: 32x64, 4 warps, 3 stages; 32x32, 4 warps, 3 stages; 32x32, 4 warps, 1 stages
+sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 3 stages; 128x64, 8 warps, 2 stages
+sm_90 backward_dq: 128x64, 8 warps, 3 stages; 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages
+sm_90 backward_dkdv: 64x128, 8 warps, 3 stages; 64x128, 8 warps, 3 stages; 32x32, 8 warps, 1 stages
 gfx942 forward: 128x64, 4 warps, 1 stages; 128x64, 4 warps, 1 stages; 64x32, 4 warps, 1 stages
 gfx942 backward_dq: 128x64, 4 warps, 1 stages; 128x32, 4 warps, 1 stages; 128x16, 4 warps, 1 stages
 gfx942 backward_dkdv: 32x128, 4 warps, 1 stages; 32x128, 4 warps, 1 stages; 16x16, 4 warps, 1 stages""",
@@ -257,12 +257,13 @@ def test_what_is_rejected_says_why():
     assert [f"{describe(config)}: {reason}" for config, reason in rejected] == [
         "64x32, 4 warps, 3 stages: a tile of 64 does not divide the schedule's query blocks of 16",
         "64x64, 4 warps, 2 stages: a tile of 64 does not divide the schedule's query blocks of 16",
+        "32x32, 4 warps, 3 stages: a tile of 32 does not divide the schedule's query blocks of 16",
         "32x32, 4 warps, 2 stages: a tile of 32 does not divide the schedule's query blocks of 16",
         "32x32, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
         "32x16, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
     ]
     _, rejected = candidates(FORWARD, forward_cost, known_device("sm_90"), Shape(128, 128, 4))
-    assert rejected[0] == (Config(128, 128, 8, 2), "about 327680 bytes of shared memory of 232448")
+    assert rejected[0] == (Config(128, 128, 8, 3), "about 458752 bytes of shared memory of 232448")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_a_hint_is_honoured_or_noted():
     config, notes = inspected(BLOCK_M=100, PRESCALE_QK=True)
     assert config["BLOCK_M"] == 128
     assert notes == (
-        "forward: 100x128, 8 warps, 2 stages was asked for: a tile of 100 is not a power of two from 16 to 256",
+        "forward: 100x128, 8 warps, 3 stages was asked for: a tile of 100 is not a power of two from 16 to 256",
         "PRESCALE_QK: for torch's kernels, without effect here",
     )
 

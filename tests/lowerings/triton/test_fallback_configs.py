@@ -75,8 +75,8 @@ def test_the_error_names_all_that_was_tried(card):
         launched(autotuner())
     lines = str(error.value).splitlines()
     assert lines[0] == "no config of the kernel 'forward' can run on this GPU. Tried:"
-    assert lines[1] == "  128x128, 8 warps, 2 stages: OutOfResources: out of resource: shared memory"
-    assert lines[-2].startswith("  16x16, 4 warps, 1 stages: ") and len(lines) == 10
+    assert lines[1] == "  128x128, 8 warps, 3 stages: OutOfResources: out of resource: shared memory"
+    assert lines[-2].startswith("  16x16, 4 warps, 1 stages: ") and len(lines) == 11
 
 
 def test_a_config_that_the_compiler_gives_up_on_is_left_too(card, monkeypatch, caplog):
@@ -114,7 +114,7 @@ def test_a_config_without_registers_for_all_is_left_for_one_with(spills, caplog)
     spills[128, 128] = 5
     with caplog.at_level("INFO", logger="flex_inductor"):
         assert tiles(launched(autotuner())) == (128, 64)
-    assert "128x128, 8 warps, 2 stages: 20 bytes of local memory; next: 128x64" in caplog.text
+    assert "128x128, 8 warps, 3 stages: 20 bytes of local memory; next: 128x64" in caplog.text
 
 
 def test_the_one_with_the_least_local_memory_is_kept_if_all_have_some(spills):

@@ -1,0 +1,71 @@
+"""While tensor cores work on a tile the next ones are being copied: read from what Triton and the assembler make."""
+
+import re
+
+import pytest
+import torch
+from support import causal
+
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.tools.bench_static import Case, _call
+from flex_inductor.tools.inspector import attention_kernels, kind
+from flex_inductor.tools.resources import compile_for, compile_untuned, machine_code
+from flex_inductor.tools.sass import LOCAL_MEMORY, main_loops
+
+# Copies that may be under way when a loop waits, two tiles ahead: keys and values, or queries, gradients of the output
+# and two numbers a row of each. Torch's kernels for the same calls have as many.
+AHEAD = {"forward": 2, "backward_dq": 2, "backward_dkdv": 4}
+
+
+def waits(ttgir):
+    """How many copies may be under way at each wait, in each loop with products."""
+    found, open_loops = [], []
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if "scf.for" in line:
+            open_loops.append((indent, [], []))
+        elif open_loops and line.strip().startswith("}") and indent <= open_loops[-1][0]:
+            _, counts, products = open_loops.pop()
+            if products:
+                found.append(counts)
+        elif open_loops:
+            open_loops[-1][1].extend(map(int, re.findall(r"async_wait.*\bnum = (\d+)", line)))
+            open_loops[-1][2].extend(re.findall(r"tt\.dot |warp_group_dot ", line))
+    return found
+
+
+def assert_ahead(compiled, copies):
+    loops = waits(compiled.asm["ttgir"])
+    assert len(loops) == 2 and all(counts and min(counts) >= copies for counts in loops), loops
+
+
+def test_keys_and_values_are_copied_two_tiles_ahead():
+    q, k, v = (torch.randn(1, 2, 256, 128, dtype=torch.bfloat16) for _ in "qkv")
+    mask = create_block_mask(causal, None, None, 256, 256, "cpu")
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    (kernel,) = attention_kernels(attend, q, k, v, target="sm_90")
+    compiled = compile_for(kernel, kernel.configs[0], "sm_90")
+    assert_ahead(compiled, 2)
+    assert compiled.metadata.shared <= known_device("sm_90").shared_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["causal", "softcap", "document", "bias"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_default_configs_copy_ahead(target, head_dim, variant):
+    for kernel in attention_kernels(*_call(Case(variant, head_dim, target), flex_attention), target=target):
+        name = kind(kernel)
+        _, compiled, found = compile_untuned(kernel, target)
+        assert_ahead(compiled, AHEAD[name])
+        assert found.shared_bytes <= known_device(target).shared_bytes, name
+        for loop in main_loops(machine_code(compiled)):
+            assert not any(i.matches(LOCAL_MEMORY) for i in loop), name
+            # For the copies that have come, and before the next may overwrite what was read. On sm_80 the kernel for keys
+            # and values exchanges rows as well, and a captured bias changes its layout everywhere.
+            if variant != "bias" and (name, target) != ("backward_dkdv", "sm_80"):
+                assert sum(i.matches("BAR") for i in loop) <= 2, name

@@ -152,7 +152,7 @@ _LAST_EXACT = [Config(16, 16, 8, 2)]
 
 def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
-    shared = (m * shape.D + _walked(config, shape) * n * (shape.D + shape.V)) * shape.bytes
+    shared = (m * shape.D + _walked(config, shape, device) * n * (shape.D + shape.V)) * shape.bytes
     shared += m * n * shape.bytes if shape.exact else 0  # the weights, for the other product
     loaded = shape.tile_loads * (1 if _ahead(config, device) else 3)  # with 64-bit addresses
     held = 0 if device.shared_operands else m * shape.D * shape.bytes // 4
@@ -187,15 +187,16 @@ def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
 def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int) -> int:
     if device.family == "amd":  # the tiles of one product at a time
         return max(held, walked) * shape.widest * shape.bytes
-    rows = held + _walked(config, shape) * walked
+    rows = held + _walked(config, shape, device) * walked
     # What one product gives the next: sm_90 keeps it in registers.
     between = 0 if device.family == "hopper" and shape.bytes < 4 else held * walked
     return (rows * (shape.D + shape.V) + between) * shape.bytes + _captured(config, shape, device, walked)
 
 
-def _walked(config: Config, shape: Shape) -> int:
-    """How many of the tiles that the loop walks are in shared memory at once."""
-    return max(config.stages - shape.exact, 1)
+def _walked(config: Config, shape: Shape, device: Device) -> int:
+    """How many of the tiles that the loop walks are in shared memory at once. That at hand is in registers, unless tensor
+    cores read it from there."""
+    return max(config.stages - (shape.exact or not device.shared_operands), 1)
 
 
 def _operands(rows: int, shape: Shape, device: Device) -> int:

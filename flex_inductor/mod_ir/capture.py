@@ -83,9 +83,8 @@ class _Exchange(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == _REQUIRES_GRAD and self.instead_of(args[0]) is not args[0]:
-            return func(
-                *args
-            )  # the value and its derivative are traced with other tensors, which differ in this
+            # The value and its derivative are traced with other tensors, which differ in this.
+            return func(*args)
         given, named = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
         return _returned(func(*given, **named), given, args)
 

@@ -167,9 +167,8 @@ class Recording(_Run):
         self.forms: list[Any] = []  # of what has been met
         super().__init__(lanes)
         self.lanes = tuple(lanes)
-        self.calls: (
-            list[tuple[Any, Any]] | None
-        ) = []  # and what they returned; None once that cannot be described
+        # Each call and what it returned; None once that cannot be described.
+        self.calls: list[tuple[Any, Any]] | None = []
         self.whole: tuple[Any, ...] | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -44,9 +44,8 @@ class Tiles(NamedTuple):
 def _tiles(lengths: Tensor, most: int, block: int) -> Tiles:
     tiles = (lengths + (block - 1)) // block
     first = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-    at = torch.arange(
-        max(most, 2), device=lengths.device
-    )  # torch compiles what has one of something by itself
+    # Two at least: torch compiles what has one of something by itself.
+    at = torch.arange(max(most, 2), device=lengths.device)
     sequence = torch.searchsorted(first[1:], at, right=True)
     start = (at - first[sequence]) * block
     tokens = (torch.nn.functional.pad(lengths, (0, 1))[sequence] - start).clamp(min=0, max=block)
@@ -63,9 +62,8 @@ class Packed(NamedTuple):
         starts, lengths = offsets[:-1].long(), offsets.diff() if used is None else used
         there = torch.minimum(lengths.long(), total - starts)
         there = torch.where(starts >= 0, there, 0).clamp(min=0)
-        ends = there.cumsum(0).clamp(
-            max=total
-        )  # of sequences that overlap, as there are tiles for so many tokens
+        # Sequences that overlap may add up to more, but there are tiles for so many tokens.
+        ends = there.cumsum(0).clamp(max=total)
         return Packed(starts, ends.diff(prepend=ends.new_zeros(1)), total)
 
     def tiles(self, block: int) -> Tiles:

@@ -252,10 +252,8 @@ class _LaneKernel(Kernel):
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
         self.mantissas = False  # whether `as_mantissa` is used
-        self.rough, self.functions = (
-            approximate,
-            Rough(nvidia),
-        )  # whether what is written now may be rough, and how
+        self.rough = approximate  # whether what is written now may be
+        self.functions = Rough(nvidia)
         self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}

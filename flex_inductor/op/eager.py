@@ -18,6 +18,7 @@ from .. import errors, upward
 from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
+SCORES_A_TILE = 1 << 18  # in as much time: chunks take the tiles of a map one by one, some 4 ms each
 MOST_CLASSES = 1024  # that are counted
 LEAST = 1 << 20  # of a call: to know its class takes longer than a smaller one itself
 
@@ -80,4 +81,6 @@ def _may_compile(call: AttentionCall | BackwardCall) -> bool:
 
 def _scores_of(call: AttentionCall | BackwardCall) -> int:
     batch, heads, queries, _ = call.query.shape
-    return batch * heads * queries * call.key.size(2)
+    scores = batch * heads * queries * call.key.size(2)
+    tile_map = call.inputs.tile_map
+    return scores if tile_map is None else max(scores, SCORES_A_TILE * tile_map.queries.size(0))

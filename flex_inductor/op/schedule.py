@@ -69,7 +69,8 @@ class BlockRuns(NamedTuple):
     Row r of (b, h) visits the KV blocks [start, stop) of `kv_runs[kv_offsets[b, h, r] : kv_offsets[b, h, r + 1]]`
     under mask_mod, and those of `full_kv_*` as they are. `q_*` say the same by columns: which query blocks
     visit a KV block, as the backward of key and value walks them. Offsets are int32 [B or 1, H or 1, rows + 1]
-    and count from the start of the runs, int32 [count, 2], ascending and disjoint within a row.
+    and count from the start of the runs, int32 [count, 2], ascending and disjoint within a row; some may be empty.
+    Where keys never need a gradient, nothing is said by columns: of `q_offsets` only the size counts.
     """
 
     q_block: int
@@ -79,9 +80,9 @@ class BlockRuns(NamedTuple):
     full_kv_offsets: Tensor
     full_kv_runs: Tensor
     q_offsets: Tensor
-    q_runs: Tensor
-    full_q_offsets: Tensor
-    full_q_runs: Tensor
+    q_runs: Tensor | None = None
+    full_q_offsets: Tensor | None = None
+    full_q_runs: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -89,7 +90,7 @@ class BlockRuns(NamedTuple):
 
     @property
     def lists_queries(self) -> bool:
-        return True
+        return self.q_runs is not None
 
     def band(self, b: slice, h: slice, m: slice) -> Band:
         """What the queries `m` visit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,13 @@ def sequence_mask(
         refused(errors.mask_in_graph())
     if heads is not None and (not isinstance(heads, int) or isinstance(heads, bool) or heads < 1):
         raise errors.bad_heads(heads)
-    places = (sequences.queries, sequences.keys)
+    places = sequences.places
     blocks = _block_size(block_size, sequences.max_q, places[1])
-    queries, keys = (side.tiles(block) for side, block in zip(places, blocks, strict=True))
+    queries = places[0].tiles(blocks[0])
+    keys = queries if places[0] is places[1] and blocks[0] == blocks[1] else places[1].tiles(blocks[1])
     lengths = (places[0].lengths, places[1].lengths)
     shift = lengths[1] - lengths[0]  # from a query's place in its sequence to its position
-    tile_map = TileMap(queries.lines(places[0], queries.of(shift)), keys.lines(places[1], 0))
+    tile_map = TileMap(queries.lines(places[0], queries.of(shift)[0]), keys.lines(places[1], 0))
     seen: Window | None = window
     if mask_mod is not None:
         program = trace_mask(mask_mod, sequences.device)
@@ -72,7 +74,8 @@ def sequence_mask(
     if window != ALL:
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
     if mask_mod is None or seen is not None or not sequences.count:
-        schedule = _in_window(queries, keys, lengths, shift, seen or ALL)
+        packed = sequences.cu_k is not None
+        schedule = _in_window(queries, keys, lengths, shift, seen or ALL, columns=packed)
     else:
         schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1)
     return SequenceMask(schedule, tile_map, sequences, mask_mod, heads)
@@ -90,61 +93,55 @@ def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
 
 
 def _in_window(
-    queries: Tiles, keys: Tiles, lengths: tuple[Tensor, Tensor], shift: Tensor, window: Window
+    queries: Tiles, keys: Tiles, lengths: tuple[Tensor, Tensor], shift: Tensor, window: Window, columns: bool
 ) -> BlockRuns:
     """Rows of tiles visit one range of tiles, whose middle is full; columns are the same seen from the keys."""
-    sides = []
+    rows = _runs(queries, keys, lengths[1], shift, window)
+    if not columns:
+        offsets = torch.zeros(1, 1, keys.start.numel() + 1, dtype=torch.int32, device=shift.device)
+        return BlockRuns(queries.block, keys.block, *(*rows, offsets))
     turned = Window(left=window.right, right=window.left)
-    for mine, others, length, moved, seen in (
-        (queries, keys, lengths[1], shift, window),
-        (keys, queries, lengths[0], -shift, turned),
-    ):
-        sides += _runs(mine, others, length, moved, seen)
-    return BlockRuns(queries.block, keys.block, *sides)
+    return BlockRuns(queries.block, keys.block, *rows, *_runs(keys, queries, lengths[0], -shift, turned))
 
 
 def _runs(mine: Tiles, others: Tiles, length: Tensor, shift: Tensor, window: Window) -> list[Tensor]:
-    """Offsets and runs, first of partial tiles and then of full ones.
+    """Offsets and runs, first of partial tiles and then of full ones. All lines have as many; some are empty.
 
     A tile is full if its tokens all see all of the other's, and both have as many as a tile can.
     """
-    there, least = mine.of(length), mine.start + mine.of(shift)
+    there, moved, first_tile = mine.of(length, shift, others.first)
+    block, least = others.block, mine.start + moved
     most = least + mine.tokens - 1
-    seen = [_from(least, -window.left), _to(most, window.right, there)]  # by any, the end left out
-    by_all = [_from(most, -window.left), _to(least, window.right, there)]
-    block = others.block
-    visited = (seen[0] // block, torch.minimum(-(-seen[1] // block), -(-there // block)))
-    full = ((by_all[0] + block - 1) // block, by_all[1] // block)
-    visited = (visited[0], torch.where(mine.needed, visited[1], 0).maximum(visited[0]))
-    is_whole = mine.tokens == mine.block
-    full = (full[0].clamp(max=visited[1]), torch.where(is_whole, full[1], 0))
-    full = (
-        torch.where(full[1] > full[0], full[0], visited[1]),
-        torch.where(full[1] > full[0], full[1], visited[1]),
-    )
-    first = others.first[mine.sequence]
-    partial = [(visited[0], full[0]), (full[1], visited[1])]
-    return [*_listed(partial, first), *_listed([full], first)]
+    stop = (_to(most, window.right, there) + (block - 1)) // block
+    full_stop = torch.where(mine.tokens == mine.block, _to(least, window.right, there) // block, 0)
+    if window.left == math.inf:
+        start = full_start = torch.zeros_like(stop)
+        stop = torch.where(mine.tokens > 0, stop, 0)
+        partial = [full_stop, stop]
+    else:
+        start = _from(least, window.left) // block
+        stop = torch.where(mine.tokens > 0, stop, 0).maximum(start)
+        full_start = torch.minimum(((_from(most, window.left) + (block - 1)) // block).maximum(start), stop)
+        full_stop = full_stop.maximum(full_start)
+        partial = [start, full_start, full_stop, stop]
+    return [*_each(partial, first_tile), *_each([full_start, full_stop], first_tile)]
 
 
-def _from(position: Tensor, by: float) -> Tensor:
-    return torch.zeros_like(position) if by == -float("inf") else (position + int(by)).clamp(min=0)
+def _from(position: Tensor, left: float) -> Tensor:
+    return (position - int(left)).clamp(min=0)
 
 
-def _to(position: Tensor, by: float, end: Tensor) -> Tensor:
-    return end if by == float("inf") else torch.minimum((position + (int(by) + 1)).clamp(min=0), end)
+def _to(position: Tensor, right: float, end: Tensor) -> Tensor:
+    """The end left out."""
+    return end if right == math.inf else torch.minimum((position + (int(right) + 1)).clamp(min=0), end)
 
 
-def _listed(ranges: list[tuple[Tensor, Tensor]], first: Tensor) -> tuple[Tensor, Tensor]:
-    """Offsets [1, 1, lines + 1] and runs of those of the `ranges` of each line that are not empty."""
-    starts, stops = (torch.stack(ends, 1) for ends in zip(*ranges, strict=True))
-    there = (stops > starts).flatten()
-    place = torch.where(there, there.cumsum(0) - 1, there.numel())
-    runs = (torch.stack([starts, stops], -1) + first[:, None, None]).flatten(0, 1)
-    listed = runs.new_zeros(there.numel() + 1, 2).index_copy(0, place, runs)[:-1]
-    counts = (stops > starts).sum(1)
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return offsets.to(torch.int32)[None, None], listed.to(torch.int32)
+def _each(ends: list[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets [1, 1, lines + 1] and runs, of which each line has those between two `ends`, counted from `first`."""
+    lines, each = first.numel(), len(ends) // 2
+    runs = (torch.stack(ends, 1) + first[:, None]).to(torch.int32).view(lines * each, 2)
+    offsets = torch.arange(0, (lines + 1) * each, each, dtype=torch.int32, device=first.device)
+    return offsets[None, None], runs
 
 
 def _by_analysis(

@@ -7,7 +7,8 @@ were checked may be anything: what they say is cut to what there is room for.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,36 +21,54 @@ class Tiles(NamedTuple):
     """
 
     block: int
-    sequence: Tensor  # the number of sequences where the tile is not needed
-    start: Tensor  # its first token, counted within the sequence
+    sequence: Tensor  # of tiles that are not needed, any that `of` knows
+    start: Tensor  # its first token, counted within the sequence; of tiles that are not needed, one that it might have
     tokens: Tensor  # how many it has
-    first: Tensor  # for each sequence, its first tile; and the number of tiles that are needed
+    first: Tensor  # for each sequence, its first tile
 
-    @property
-    def needed(self) -> Tensor:
-        return self.tokens > 0
-
-    def of(self, by_sequence: Tensor) -> Tensor:
-        """For each tile what its sequence has; 0 where the tile is not needed."""
-        return torch.nn.functional.pad(by_sequence, (0, 1))[self.sequence]
+    def of(self, *by_sequence: Tensor) -> tuple[Tensor, ...]:
+        """For each tile what its sequence has; tiles that are not needed may have 0."""
+        return _with_zeros(by_sequence)[self.sequence].unbind(1)
 
     def lines(self, places: Places, shift: Tensor | int) -> Tensor:
         """The lines of a tile map, whose indices are positions in the sequence plus `shift`."""
         batch, row = places.at(self)
-        zero = torch.zeros_like(row)
-        columns = [batch, row, self.sequence, zero, self.start + shift, self.tokens]
-        return torch.where(self.needed[:, None], torch.stack(columns, 1), 0).to(torch.int32)
+        sequence = torch.where(self.tokens > 0, self.sequence, 0)
+        columns = [batch, row, sequence, torch.zeros_like(row), self.start + shift, self.tokens]
+        return torch.stack(columns, 1).to(torch.int32)
 
 
-def _tiles(lengths: Tensor, most: int, block: int) -> Tiles:
+def _with_zeros(by_sequence: Sequence[Tensor]) -> Tensor:
+    """[sequences + 1, fields], where the last sequence is none."""
+    fields = torch.stack(list(by_sequence), 1)
+    return torch.cat([fields, fields.new_zeros(1, fields.size(1))])
+
+
+def _in_turn(lengths: Tensor, most: int, block: int) -> Tiles:
+    """At most `most` tiles, those that are needed one after the other."""
     tiles = (lengths + (block - 1)) // block
-    first = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-    # Two at least: torch compiles what has one of something by itself.
-    at = torch.arange(max(most, 2), device=lengths.device)
-    sequence = torch.searchsorted(first[1:], at, right=True)
-    start = (at - first[sequence]) * block
-    tokens = (torch.nn.functional.pad(lengths, (0, 1))[sequence] - start).clamp(min=0, max=block)
-    return Tiles(block, sequence, start, tokens, first)
+    ends = tiles.cumsum(0)
+    at = torch.arange(_several(most), device=lengths.device)
+    sequence = torch.searchsorted(ends, at, right=True)
+    length, first = _with_zeros((lengths, ends - tiles))[sequence].unbind(1)
+    start = torch.where(length > 0, (at - first) * block, 0)
+    return Tiles(block, sequence, start, (length - start).clamp(0, block), ends - tiles)
+
+
+def _in_rows(lengths: Tensor, longest: int, block: int) -> Tiles:
+    """As many tiles for each sequence as the longest may need."""
+    count, most = lengths.numel(), _several(-(-longest // block))
+    ints: Any = {"dtype": torch.int32, "device": lengths.device}
+    start = torch.arange(0, most * block, block, **ints).expand(count, most)
+    tokens = (lengths.to(torch.int32)[:, None] - start).clamp(0, block)
+    sequence = torch.arange(count, **ints)[:, None].expand(count, most)
+    first = torch.arange(0, count * most, most, device=lengths.device)
+    return Tiles(block, sequence.flatten(), start.flatten(), tokens.flatten(), first)
+
+
+def _several(number: int) -> int:
+    """Two at least: torch compiles what has one of something by itself."""
+    return max(number, 2)
 
 
 class Packed(NamedTuple):
@@ -67,11 +86,11 @@ class Packed(NamedTuple):
         return Packed(starts, ends.diff(prepend=ends.new_zeros(1)), total)
 
     def tiles(self, block: int) -> Tiles:
-        return _tiles(self.lengths, self.total // block + self.lengths.numel(), block)
+        return _in_turn(self.lengths, self.total // block + self.lengths.numel(), block)
 
     def at(self, tiles: Tiles) -> tuple[Tensor, Tensor]:
         """The batch and the row in which each tile begins."""
-        return torch.zeros_like(tiles.start), tiles.of(self.starts) + tiles.start
+        return torch.zeros_like(tiles.start), tiles.of(self.starts)[0] + tiles.start
 
     def largest_block(self) -> int | None:
         """A tile has at most so many tokens; None for any number."""
@@ -97,10 +116,11 @@ class Cached(NamedTuple):
         return Cached(rows, pad, used - pad, longest)
 
     def tiles(self, block: int) -> Tiles:
-        return _tiles(self.lengths, self.lengths.numel() * -(-self.longest // block), block)
+        return _in_rows(self.lengths, self.longest, block)
 
     def at(self, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        return tiles.of(self.rows), tiles.of(self.left_pad) + tiles.start
+        row, pad = tiles.of(self.rows, self.left_pad)
+        return row, torch.where(tiles.tokens > 0, pad + tiles.start, 0)
 
     def largest_block(self) -> int | None:
         return None
@@ -118,14 +138,16 @@ class Paged(NamedTuple):
         return Paged(table, size, used.long().clamp(0, table.size(1) * size))
 
     def tiles(self, block: int) -> Tiles:
-        return _tiles(self.lengths, self.table.numel() * (self.size // block), block)
+        return _in_rows(self.lengths, self.table.size(1) * self.size, block)
 
     def at(self, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        table = torch.nn.functional.pad(
-            self.table, (0, 1, 0, 1)
-        ).long()  # tiles that are not needed look there
-        page = (tiles.start // self.size).clamp(0, self.table.size(1))
-        return table[tiles.sequence, page], tiles.start % self.size
+        count, pages = self.table.shape
+        each = self.size // tiles.block
+        tile = torch.arange(tiles.start.numel() // max(count, 1), dtype=torch.int32, device=self.table.device)
+        row = (tile % each * tiles.block).expand(count, tile.numel())
+        # There may be a tile too many.
+        page = torch.nn.functional.pad(self.table, (0, 1))[:, (tile // each).clamp(max=pages)]
+        return page.flatten(), row.flatten()
 
     def largest_block(self) -> int | None:
         return self.size

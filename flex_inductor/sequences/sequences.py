@@ -127,11 +127,14 @@ class Sequences:
         return used
 
     @property
-    def queries(self) -> Packed:
-        return Packed.within(self.cu_q, self.used_q, self.total_q)
+    def places(self) -> tuple[Places, Places]:
+        """Of queries and of keys; one and the same where tokens have both."""
+        queries = Packed.within(self.cu_q, self.used_q, self.total_q)
+        if self.cu_k is self.cu_q and self.used_k is self.used_q:
+            return queries, queries
+        return queries, self._keys()
 
-    @property
-    def keys(self) -> Places:
+    def _keys(self) -> Places:
         if self.cu_k is not None:
             return Packed.within(self.cu_k, self.used_k, self.total_k)
         assert self.used_k is not None

@@ -171,7 +171,7 @@ def test_closed_forms_visit_what_the_analysis_finds(lengths, mask):
     sequences = Sequences.from_lengths(*LENGTHS[lengths])
     mask_mod = MASKS[mask] or (lambda b, h, q_idx, kv_idx: q_idx == q_idx)
     closed = sequences.mask(mask_mod if mask != "none" else None, block_size=(8, 16)).schedule
-    places = (sequences.queries, sequences.keys)
+    places = sequences.places
     tiles = [side.tiles(block) for side, block in zip(places, (8, 16), strict=True)]
     analysed = _by_analysis(*tiles, sequences, [side.lengths for side in places], mask_mod, 1)
     for rows in ("kv", "full_kv", "q", "full_q"):

@@ -21,6 +21,14 @@ upward.register_lowerings()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+_of_nested: list[Callable[..., Any]] = []
+
+
+def serve_nested(function: Callable[..., Any]) -> None:
+    """Have `function` serve calls with nested tensors: sequences/ knows how, and builds on this module."""
+    _of_nested[:] = [function]
+
+
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -39,6 +47,9 @@ def flex_attention(
     Signature and meaning are those of torch.nn.attention.flex_attention.flex_attention, with gradients,
     logsumexp and maximum on every device, and gradients of every tensor that score_mod captures.
 
+    Nested (jagged) tensors attend within each sequence and give nested results; then `block_mask` is what
+    `Sequences.from_nested(query, key).mask(mask_mod)` returns.
+
     Args:
         query: [B, H, M, D].
         key: [B or 1, H, N, D]; fewer heads, dividing H, with `enable_gqa`.
@@ -51,6 +62,9 @@ def flex_attention(
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
         return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
     """
+    if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
+        options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
+        return _of_nested[0](query, key, value, score_mod, block_mask, *options)
     try:
         check_tensors(query, key, value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)

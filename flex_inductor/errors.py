@@ -50,11 +50,10 @@ def not_a_tensor(name: str, value: Any) -> FlexTypeError:
     return FlexTypeError(f"{name} must be a torch.Tensor, but is a {type(value).__name__}.")
 
 
-def nested_tensor(name: str) -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        f"{name} is a nested tensor, which flex_attention does not take. Pad it to a dense "
-        f"[batch, heads, length, head_dim] tensor (torch.nested.to_padded_tensor) and mask the padding "
-        f"with a block_mask."
+def nested_tensor(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected a tensor of packed tokens, got a nested one. Pass its .values(), or query, key and value as "
+        "nested tensors to flex_attention."
     )
 
 

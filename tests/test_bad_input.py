@@ -30,7 +30,7 @@ def nested():
 # name -> (function of the call's arguments by name, the built-in type torch raises for the like)
 CASES = {
     "not a tensor": (lambda: {"key": [1.0]}, TypeError),
-    "nested": (lambda: {"query": nested()}, NotImplementedError),
+    "nested": (lambda: {"query": nested()}, ValueError),
     "rank": (lambda: {"query": make(4, 32, 8)}, ValueError),
     "dtype": (lambda: {"value": make(dtype=torch.int64)}, ValueError),
     "mixed dtypes": (lambda: {"key": make(dtype=torch.float64)}, ValueError),
@@ -121,7 +121,7 @@ class Texts(expecttest.TestCase):
 not a tensor:
   key must be a torch.Tensor, but is a list.
 nested:
-  query is a nested tensor, which flex_attention does not take. Pad it to a dense [batch, heads, length, head_dim] tensor (torch.nested.to_padded_tensor) and mask the padding with a block_mask.
+  query: expected a nested tensor [batch, heads, length, head_dim] whose length differs from sequence to sequence, got one of which another dimension does. Make it as [batch, length, heads, head_dim] and call .transpose(1, 2).
 rank:
   query must have 4 dimensions, [batch, heads, length, head_dim], but has 3: [4, 32, 8]. Add the missing dimensions with unsqueeze.
 dtype:

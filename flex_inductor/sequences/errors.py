@@ -56,9 +56,10 @@ def bad_offsets(name: str, values: list[int]) -> SequencesError:
     )
 
 
-def other_count(name: str, count: int, expected: int) -> SequencesError:
+def other_count(name: str, count: int, expected: int, other: str = "cu_q") -> SequencesError:
     return SequencesError(
-        f"{name}: has {count} sequences and cu_q has {expected}; expected as many. Give each sequence an entry in both."
+        f"{name}: has {count} sequences and {other} has {expected}; expected as many. "
+        "Give each sequence an entry in both."
     )
 
 
@@ -248,9 +249,34 @@ def not_packed(packed: Any, tokens: int) -> FlexTypeError:
 
 
 def not_jagged(name: str, tensor: Any) -> FlexTypeError:
+    given = type(tensor).__name__
+    if isinstance(tensor, Tensor):
+        given = "a nested tensor of another layout" if tensor.is_nested else "a dense tensor"
     return FlexTypeError(
-        f"{name}: expected a nested tensor with layout=torch.jagged, got {_described(tensor)}. "
+        f"{name}: expected a nested tensor with layout=torch.jagged, got {given}. "
         "torch.nested.nested_tensor(list, layout=torch.jagged) makes one."
+    )
+
+
+def jagged_elsewhere(name: str) -> SequencesError:
+    return SequencesError(
+        f"{name}: expected a nested tensor [batch, heads, length, head_dim] whose length differs from sequence to "
+        "sequence, got one of which another dimension does. Make it as [batch, length, heads, head_dim] and call "
+        ".transpose(1, 2)."
+    )
+
+
+def other_offsets() -> SequencesError:
+    return SequencesError(
+        "value: is a nested tensor with other offsets than key. Make both from the same offsets: "
+        "torch.nested.nested_tensor_from_jagged(values, key.offsets())."
+    )
+
+
+def not_a_mask_of_nested(value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        "block_mask: expected what Sequences.from_nested(query, key).mask(mask_mod) returns, since query is nested, "
+        f"got {type(value).__name__}."
     )
 
 

@@ -32,9 +32,10 @@ def nested_attention(query: Any, key: Any, value: Any, score_mod: Any, block_mas
     except call_errors.FlexError as error:
         refused(error)
     sequences = made if block_mask is None else block_mask.sequences
-    packed = (tensor.values().transpose(0, 1) for tensor in (query, key, value))
+    packed = [tensor.values().transpose(0, 1) for tensor in (query, key, value)]
     *options, return_aux = rest
-    found = varlen_attention(*packed, sequences, score_mod, block_mask, *options, return_aux=return_aux)
+    given: list[Any] = [*packed, sequences, score_mod, block_mask, *options]
+    found = varlen_attention(*given, return_aux=return_aux)
     return pytree.tree_map_only(Tensor, lambda tensor: _nested(tensor, query), found)
 
 
@@ -56,7 +57,7 @@ class _Side:
 def _side(name: str, tensor: Any) -> _Side:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.jagged:
         raise errors.not_jagged(name, tensor)
-    if tensor.dim() != 4 or tensor._ragged_idx != _JAGGED:
+    if tensor.dim() != 4 or getattr(tensor, "_ragged_idx") != _JAGGED:  # noqa: B009, as Tensor does not declare it
         raise errors.jagged_elsewhere(name)
     return _Side(name, tensor)
 

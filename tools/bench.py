@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import bench_compile, bench_cpu, bench_gpu, bench_masks, bench_static
+from . import bench_compile, bench_cpu, bench_gpu, bench_masks, bench_static, bench_varlen
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -19,6 +19,7 @@ def _register_kinds(kinds: argparse._SubParsersAction) -> None:
     bench_gpu.register(kinds)
     bench_masks.register(kinds)
     bench_static.register(kinds)
+    bench_varlen.register(kinds)
 
 
 def main() -> int:

@@ -170,8 +170,8 @@ def training(case: Case) -> tuple[dict[str, Side], list[Tensor]]:
         SDPA: side(of_torch, padded, all_pairs, lambda t: t[at]),
     }
     query, key, value, grad = (tensor[at].double() for tensor in padded)
-    inputs = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
-    out = _dense(*inputs, torch.ones(longest, longest, dtype=torch.bool).tril())
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    out = _dense(query, key, value, torch.ones(longest, longest, dtype=torch.bool).tril())
     return sides, [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -194,10 +194,8 @@ def decoding(case: Case) -> tuple[dict[str, Side], list[Tensor]]:
         for pool, cache in zip(pools, (key, value), strict=True):
             pool[pages] = cache.view(pool.shape)
         table = pages.to(torch.int32).view(count, -1)
-        places[f"pages of {size}"] = (
-            Sequences(each, used_k=used, pages=table, page_size=size, max_q=1),
-            *pools,
-        )
+        sequences = Sequences(each, used_k=used, pages=table, page_size=size, max_q=1)
+        places[f"pages of {size}"] = (sequences, pools[0], pools[1])
     places[WHOLE] = (Sequences(each, used_k=used, max_q=1, max_k=room), key, value)
 
     def side(sequences: Sequences, keys: Tensor, values: Tensor) -> Side:
@@ -214,7 +212,8 @@ def decoding(case: Case) -> tuple[dict[str, Side], list[Tensor]]:
     padded = (query[:, :, None], key.transpose(1, 2), value.transpose(1, 2))
     of_torch = partial(scaled_dot_product_attention, attn_mask=there, enable_gqa=gqa)
     sides[SDPA] = Side(lambda: [of_torch(*padded)], lambda found: [found[0][at, :, 0]], count * room)
-    gold = _dense(*(tensor[at].double() for tensor in padded), there[at, 0])
+    q, k, v = (tensor[at].double() for tensor in padded)
+    gold = _dense(q, k, v, there[at, 0])
     return {name: _without_grad(side) for name, side in sides.items()}, [gold[:, 0]]
 
 

@@ -14,6 +14,7 @@ from . import lanes, template
 from .call import add_node, contiguous_layout, fixed_layout, inlinable, rendered, tiles, visited
 
 PARTS = 8  # at least as many work items, where there are as many rows of tiles
+ITEMS_OF_PART = 8  # rows of tiles of a sequence that several parts share
 LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
 
 
@@ -52,6 +53,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             bodies,
             **config._asdict(),
             parts=PARTS,
+            items_of_part=ITEMS_OF_PART,
             leaf_bytes=LEAF_BYTES,
             scatters=[
                 {

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flex_inductor.lowerings.triton.configs import STACK_BYTES
@@ -51,8 +51,13 @@ class Loop:
     tensor: int
     local: int  # loads and stores of local memory
     scores: float  # visited, for one thread
+    area: int  # the scores of the tile
     flops_per_byte: float  # of the tiles that it loads
     repeated: float  # how often tensor cores do what has to be done once
+    cycles: dict[str, float] = field(default_factory=dict)  # of an iteration, by pipe
+    copies: tuple[int, ...] = ()  # that may be under way at each wait
+    products: int = 0
+    barriers: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     missed: list[str] = []
     print(f"torch {versions['torch']}, triton {versions['triton']}, bf16, S{LENGTH}; ours / torch's\n")
     print(HEADER)
+    model: list[str] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(chosen))
         for case in chosen:
@@ -129,7 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
             kernels += found
             print("\n".join(lines_of(found)), flush=True)
             missed += misses(found)
+            model += model_lines_of(found)
             progress.advance(task)
+    print(
+        "\n".join(["\nA model, not a measurement: see flex_inductor/tools/pipes.py\n", MODEL_HEADER, *model])
+    )
     print("\nGoals missed: " + ("none" if not missed else "\n" + "\n".join(f"- {line}" for line in missed)))
     if arguments.json:
         with open(arguments.json, "w") as file:
@@ -193,7 +203,10 @@ def read(case: Case, side: str, kernel: GeneratedKernel) -> Kernel:
     config, compiled, found = compile_untuned(kernel, case.target)
     blocks = {name: int(size) for name, size in _BLOCKS.findall(kernel.source)} | config
     kind = _kind(kernel)
-    loops = [count(loop, KINDS[kind], blocks, case.head_dim) for loop in main_loops(machine_code(compiled))]
+    loops = [
+        count(loop, KINDS[kind], blocks, case.head_dim, case.target)
+        for loop in main_loops(machine_code(compiled))
+    ]
     return Kernel(
         case,
         side,
@@ -216,8 +229,11 @@ def _kind(kernel: GeneratedKernel) -> str:
     return kind(kernel) or ("torch_backward" if "backward" in kernel.name else "forward")
 
 
-def count(loop: Sequence[Any], possible: Sequence[Work], blocks: dict[str, int], head_dim: int) -> Loop:
+def count(
+    loop: Sequence[Any], possible: Sequence[Work], blocks: dict[str, int], head_dim: int, target: str
+) -> Loop:
     """A loop that visits one tile in an iteration: neither Triton nor ptxas unrolls loops like these."""
+    from .pipes import cycles, overlap
     from .sass import LOCAL_MEMORY, TENSOR_CORE, multiply_adds
 
     tensor = [i for i in loop if i.matches(TENSOR_CORE)]
@@ -242,8 +258,11 @@ def count(loop: Sequence[Any], possible: Sequence[Work], blocks: dict[str, int],
         len(tensor),
         sum(i.matches(LOCAL_MEMORY) for i in loop),
         stays * walked / (blocks["num_warps"] * 32),
+        stays * walked,
         work.products * stays / 2,  # two tiles of `walked` rows are loaded, of 2 bytes an element
         done / needed(work),
+        cycles(loop, blocks["num_warps"], target),
+        *overlap(loop),
     )
 
 
@@ -349,6 +368,49 @@ def lines_of(found: Sequence[Kernel]) -> list[str]:
             cells.append(each(lambda kernel, show=show: of_loops(kernel, show)))  # type: ignore[misc]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+MODEL_HEADER = """\
+| case | kernels | busiest pipes: cycles for 1024 scores | TFLOP/s at most | in step | copies ahead | products ahead \
+| barriers |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def model_lines_of(found: Sequence[Kernel]) -> list[str]:
+    """Rows of the model's table, about full blocks: see pipes.py."""
+    from .pipes import busiest
+
+    rows = []
+    for kind, products in zip(PASSES, (2, 5), strict=True):
+        sides = [
+            [loop for k in of(found, side, kind) for loop in k.loops if loop.blocks == "full"]
+            for side in SIDES
+        ]
+        bounds = [(_bound(loops, products, found[0].case), loops) for loops in sides if loops]
+
+        def each(show: Callable[[Any, Any], str], bounds: Any = bounds) -> str:
+            return " / ".join(show(*side) for side in bounds)
+
+        cells = [
+            found[0].case.title,
+            kind,
+            each(lambda side, _: busiest({pipe: count * 1024 for pipe, count in side[0].items()})),
+            each(lambda side, _: f"{side[1].at_most / 1e12:.0f}"),
+            each(lambda side, _: f"{side[1].in_step / 1e12:.0f}"),
+            each(lambda _, loops: ", ".join(" ".join(map(str, loop.copies)) or "-" for loop in loops)),
+            each(lambda _, loops: ", ".join(str(loop.products) for loop in loops)),
+            each(lambda _, loops: ", ".join(str(loop.barriers) for loop in loops)),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _bound(loops: Sequence[Loop], products: int, case: Case) -> tuple[dict[str, float], Any]:
+    """Cycles for each score, all loops of a pass together, and what they allow for."""
+    from .pipes import PIPES, bound
+
+    by_pipe = {pipe: sum(loop.cycles[pipe] / loop.area for loop in loops) for pipe in PIPES}
+    return by_pipe, bound(by_pipe, 2 * products * case.head_dim, case.target)
 
 
 def of_loops(kernel: Kernel, field: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from flex_inductor.lowerings.triton.configs import STACK_BYTES
 
 from .generated import GeneratedKernel
-from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions
+from .pipes import CARDS, cycles
+from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions, main_loops
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -29,6 +30,9 @@ class Resources:
     shared_bytes: int | None
     instructions: dict[str, int] | None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
+    loops: list[dict[str, float]] = field(
+        default_factory=list
+    )  # cycles by pipe of each main loop, where modelled
 
 
 class Multiprocessor(NamedTuple):
@@ -134,12 +138,18 @@ def resources(compiled: Any, target: str) -> Resources:
         return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     usage = _of_binary(compiled, "cuobjdump", "-res-usage")
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    operations = [instruction.operation for instruction in machine_code(compiled)]
+    code = machine_code(compiled)
+    loops = (
+        [cycles(loop, compiled.metadata.num_warps, target) for loop in main_loops(code)]
+        if target in CARDS
+        else []
+    )
     return Resources(
         found["REG"],
         found["STACK"] + found["LOCAL"],
         compiled.metadata.shared,
-        _by_class(operations, _NVIDIA),
+        _by_class([instruction.operation for instruction in code], _NVIDIA),
+        loops=loops,
     )
 
 

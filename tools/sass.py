@@ -15,6 +15,7 @@ class Instruction(NamedTuple):
     guarded: bool  # runs under a predicate
     operation: str
     target: int | None = None  # the address a branch goes to
+    operands: str = ""
 
     def matches(self, pattern: str) -> bool:
         return re.match(pattern, self.operation) is not None
@@ -28,7 +29,7 @@ def instructions(text: str) -> list[Instruction]:
     """Everything between a kernel's first label and its end, in order of address."""
     labels: dict[str, int] = {}
     waiting: list[str] = []
-    found: list[tuple[Instruction, str]] = []
+    found: list[Instruction] = []
     for line in text.splitlines():
         if label := _LABEL.match(line):
             waiting.append(label[1])
@@ -36,16 +37,20 @@ def instructions(text: str) -> list[Instruction]:
             address, guard, operation, operands = match.groups()
             labels.update(dict.fromkeys(waiting, int(address, 16)))
             waiting.clear()
-            found.append((Instruction(int(address, 16), bool(guard), operation), operands))
+            found.append(Instruction(int(address, 16), bool(guard), operation, operands=operands))
 
-    def target(instruction: Instruction, operands: str) -> int | None:
-        name = re.search(r"`\(([.$\w]+)\)", operands) if instruction.operation.startswith("BRA") else None
+    def target(instruction: Instruction) -> int | None:
+        name = (
+            re.search(r"`\(([.$\w]+)\)", instruction.operands)
+            if instruction.operation.startswith("BRA")
+            else None
+        )
         # A branch under a predicate among its operands (BRA.U UP0, ...; BRA P0, ...) may not be taken.
         return None if name is None else labels.get(name[1])
 
     return [
-        i._replace(target=target(i, operands), guarded=i.guarded or bool(re.match(r"\s+!?U?P\d", operands)))
-        for i, operands in found
+        i._replace(target=target(i), guarded=i.guarded or bool(re.match(r"\s+!?U?P\d", i.operands)))
+        for i in found
     ]
 
 
@@ -111,12 +116,14 @@ _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
 def multiply_adds(instruction: Instruction) -> int:
-    """Of one tensor-core instruction for a 16-bit type, by all threads of one warp."""
+    """Of one tensor-core instruction for a 16-bit type or tf32, by all threads of one warp."""
     kind = instruction.operation.split(".")[0]
     if kind == "HGMMA":  # by the four warps of a group
         m, n, k = map(int, _SHAPE.search(instruction.operation).groups())
         return m * n * k // 4
     if kind == "HMMA":
-        m, n, k = {"16816": (16, 8, 16), "1688": (16, 8, 8)}[instruction.operation.split(".")[1]]
+        m, n, k = {"16816": (16, 8, 16), "1688": (16, 8, 8), "1684": (16, 8, 4)}[
+            instruction.operation.split(".")[1]
+        ]
         return m * n * k
     raise ValueError(f"how much work {instruction.operation} is, is not known")

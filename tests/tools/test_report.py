@@ -174,6 +174,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
+   loops     busiest pipes in a tile's cycles, a model: ·
 
 == flex_inductor_backward_dq_0: backward_dq of call 0
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
@@ -181,13 +182,15 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
+   loops     busiest pipes in a tile's cycles, a model: ·
 
 == flex_inductor_backward_dkdv_1: backward_dkdv of call 0
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
    built by  ·
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
-   has       instructions by class: ·""",
+   has       instructions by class: ·
+   loops     busiest pipes in a tile's cycles, a model: ·""",
         )
 
     def test_refused(self):

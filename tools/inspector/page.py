@@ -9,6 +9,7 @@ from typing import Any
 
 from flex_inductor.lowerings.decision import config_text
 
+from ..pipes import busiest
 from .calls import ModFacts
 from .cost import Cost, costs_of
 from .model import Call, Kernel, Report
@@ -168,7 +169,11 @@ def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
         return {}
     classes = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
     counted = ", ".join(f"{name} {count}" for name, count in classes)
-    return {"has": "instructions by class: " + ("·" if stable else counted)}
+    lines = {"has": "instructions by class: " + ("·" if stable else counted)}
+    if loops := kernel.resources.loops:
+        each = "; ".join(f"{i}: {busiest(loop)}" for i, loop in enumerate(loops))
+        lines["loops"] = "busiest pipes in a tile's cycles, a model: " + ("·" if stable else each)
+    return lines
 
 
 def excerpt(kernel: Kernel) -> list[str]:

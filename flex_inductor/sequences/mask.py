@@ -156,7 +156,11 @@ def _by_analysis(
     shift = lengths[1] - lengths[0]
 
     def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q < lengths[0][b]) & (kv < lengths[1][b]) & mask_mod(b, h, q + shift[b], kv)
+        # Behind a sequence's end a mask is asked about its last query: there are positions that no table has.
+        position = torch.minimum(q, lengths[0][b] - 1) + shift[b]
+        return (q < lengths[0][b]) & (kv < lengths[1][b]) & mask_mod(b, h, position, kv)
+
+    within.__name__ = name_of(mask_mod)  # for errors
 
     blocks = (queries.block, keys.block)
     extent = Extent(sequences.count, heads, (sequences.max_q, sequences.max_k), blocks)

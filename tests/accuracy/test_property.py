@@ -1,4 +1,4 @@
-"""Random mods, masks, shapes, layouts and tilings against the fp64 reference: a fixed few of what fuzz.py makes."""
+"""Random mods, masks, shapes, layouts and tilings against the fp64 reference: a fixed few of what tests/fuzz makes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flex_inductor.op import chunked
-from tests.fuzz import a_fixed_few, check, programs, several_values
+from tests.fuzz import a_fixed_few, packed
+from tests.fuzz.plain import check, programs, several_values
 
 
 @a_fixed_few(40)
@@ -38,3 +39,15 @@ def test_fused_on_cpu(program, several):
 @given(program=programs("cpu"), several=several_values("cpu", 3))
 def test_verify_raises_no_alarm(program, several):
     check("cpu", program, several, verify=True)
+
+
+@a_fixed_few(25)
+@given(program=packed.programs("eager"), several=packed.several_batches("eager", 1))
+def test_packed_eager(program, several):
+    packed.check("eager", program, several)
+
+
+@a_fixed_few(2)
+@given(program=packed.programs("cpu"), several=packed.several_batches("cpu", 3))
+def test_packed_on_cpu(program, several):
+    packed.check("cpu", program, several)

@@ -336,6 +336,26 @@ def test_nothing_to_see(lengths):
     assert not any(grad.any() for grad in torch.autograd.grad(out.sum() + lse.clamp(0).sum(), given))
 
 
+def test_a_mask_is_asked_about_positions_that_there_are():
+    """A table has an entry for each, however long other sequences are."""
+    lengths = ([15, 1], [16, 9])
+    document = torch.arange(16) // 5
+    given = tensors(lengths)
+    sequences = Sequences.from_lengths(*lengths)
+    same = lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]  # noqa: E731
+    out = varlen_attention(*given, sequences, None, sequences.mask(same), enable_gqa=True)
+    want = alone(lengths, same, None)(*as_batch(given), (), None)[0]
+    torch.testing.assert_close(out, want[0].transpose(0, 1))
+
+    def short(b, h, q_idx, kv_idx):
+        return document[:9][q_idx] == 0
+
+    with pytest.raises(
+        FlexError, match=r"^mask_mod short: fails at some b < 2, h < 1, q < 15, kv < 16: index"
+    ):
+        sequences.mask(short)
+
+
 def test_a_mask_made_by_other_sequences():
     given = tensors(([5, 4], [5, 4]))
     sequences, other = Sequences.from_lengths([5, 4]), Sequences.from_lengths([4, 5])

@@ -1,7 +1,9 @@
-"""A fixed few of the random calls that fuzz.py makes, in Triton's interpreter. See test_interpreted.py."""
+"""A fixed few of the random calls that tests/fuzz makes, in Triton's interpreter. See test_interpreted.py."""
 
-from fuzz import a_fixed_few, check, programs, several_values
 from hypothesis import given
+
+from tests.fuzz import a_fixed_few
+from tests.fuzz.plain import check, programs, several_values
 
 
 @a_fixed_few(4)

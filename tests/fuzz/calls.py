@@ -1,0 +1,58 @@
+"""How the calls of one program are compiled, and what its tensors hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flex_inductor import decisions
+from flex_inductor.backend import flex_inductor
+from tests.support import served_by
+
+DTYPES = {
+    "eager": ("float64", "float32", "bfloat16"),
+    "chunked": ("float64",),
+    "cpu": ("float32", "bfloat16", "float16"),
+    "triton": ("float32", "float16"),  # Triton's interpreter gets products of bfloat16 wrong
+}
+LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, "triton": 60}
+
+
+def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:
+    """`attend` as the route has it: one function for every shape."""
+    torch._dynamo.reset()
+    if route == "eager":
+        return attend
+    if route == "triton":
+        from flex_inductor.tools import interpret
+
+        return interpret.compiled(attend, dynamic=True)
+    return torch.compile(
+        attend, backend=flex_inductor, fullgraph=True, dynamic=True, options={"verify": verify}
+    )
+
+
+@contextlib.contextmanager
+def compilations(route: str, passes: int = 2) -> Iterator[set]:
+    """What is called inside is served by this route, and compiled for each of the shapes that are put into the set.
+
+    `passes` are compiled for each: a forward, and a backward unless nothing has a gradient.
+    """
+    shapes: set = set()
+    if route == "eager":
+        yield shapes
+        return
+    # Otherwise torch takes sizes that happen to be equal for the same one, and compiles again once they are not.
+    with torch.fx.experimental._config.patch(use_duck_shape=False), served_by(route):
+        yield shapes
+        found = len(decisions()) // passes
+        assert found <= len(shapes), f"compiled {found} times, expected {len(shapes)} at most"
+
+
+def exact_in_fp32(score: str | None, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Such that scores are rounded to the same wherever they are computed, where a mod rounds them."""
+    rounds = "straight_through(score" in (score or "")
+    return [torch.round(4 * t) / 4 for t in inputs] if rounds else inputs

@@ -1,0 +1,130 @@
+"""Random calls of flex_attention against the fp64 reference.
+
+What needs a kernel of its own is a Program, mods as text; what does not is Values, and a program is called with several
+of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flex_inductor import RunSchedule, create_block_mask
+from tests.support import LAYOUTS, Sizes, attention_of, dense_of, judge
+
+from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32
+from .mods import MASKS, SCORES, capture, mask_mod_of, named_in, score_mod_of
+
+
+class Program(NamedTuple):
+    """What needs a kernel of its own."""
+
+    score: str | None = None
+    mask: str | None = None
+    dtype: str = "float32"
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    value_dim: int = 16
+    layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
+    block: int | tuple[int, int] = 16
+    runs: bool = False
+    one_kv_batch: bool = False
+
+
+class Values(NamedTuple):
+    """What changes from call to call of one kernel."""
+
+    batch: int = 2
+    queries: int = 20
+    keys: int = 20
+    scale: float = 0.25
+    magnitude: float = 1.0
+    shift: float = 0.5
+    seed: int = 0
+
+
+@st.composite
+def programs(draw, route: str) -> Program:
+    kv_heads = draw(st.integers(1, 2))
+    dims = st.sampled_from([1, 3, 8, 16, 24, 33])
+    blocks = st.sampled_from([16, 32, (16, 64), (64, 16), 128])
+    return Program(
+        draw(SCORES[route] | SCORES[route] | st.none()),
+        draw(MASKS | MASKS | st.none()),
+        draw(st.sampled_from(DTYPES[route])),
+        kv_heads * draw(st.integers(1, 3)),
+        kv_heads,
+        draw(dims),
+        draw(dims),
+        draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 3)),
+        draw(blocks if route != "eager" else blocks | st.tuples(st.integers(1, 24), st.integers(1, 24))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+def several_values(route: str, most: int) -> st.SearchStrategy[list[Values]]:
+    length = st.integers(2, LONGEST[route])
+    # Triton's backward has exp2(score * log2(e) - lse * log2(e)), where dense attention subtracts first. In fp32 an
+    # exponent beyond 64 is off by 4e-6, and so is each weight: as much as all else together.
+    magnitudes = [1.0, 0.1] if route == "triton" else [1.0, 0.1, 3.0]
+    values = st.builds(
+        Values, st.integers(2, 3), length, length, st.sampled_from([0.25, 1.0, -0.5]),
+        st.sampled_from(magnitudes), st.sampled_from([0.5, -1.5, 0.25]), st.integers(0, 1000),
+    )  # fmt: skip
+    return st.lists(values, min_size=1, max_size=most)
+
+
+# ---- A case --------------------------------------------------------------------------------------
+
+
+def _inputs(program: Program, values: Values, sizes: Sizes) -> list[Tensor]:
+    inputs = [t.double() for t in sizes.inputs(getattr(torch, program.dtype), values.seed)]
+    inputs[:2] = [t * values.magnitude**0.5 for t in inputs[:2]]
+    inputs[:2] = exact_in_fp32(program.score, inputs[:2])
+    inputs = [t.to(getattr(torch, program.dtype)) for t in inputs]
+    return [LAYOUTS[name](t) for name, t in zip(program.layouts, inputs, strict=True)]
+
+
+def _mask(program: Program, sizes: Sizes, generator: torch.Generator):
+    if program.mask is None:
+        return None
+    mask = create_block_mask(
+        mask_mod_of(program.mask, sizes, generator), sizes.batch, sizes.heads, sizes.queries, sizes.keys,
+        "cpu", program.block,
+    )  # fmt: skip
+    return RunSchedule.from_block_mask(mask) if program.runs else mask
+
+
+def _shapes_to_torch(mask) -> tuple:
+    """The sizes of a schedule's tensors, as torch compiles for them: 0, 1, and any other."""
+    tensors = () if mask is None else (t for t in vars(mask).values() if isinstance(t, Tensor))
+    return tuple(min(n, 2) for tensor in tensors for n in tensor.shape)
+
+
+def check(route: str, program: Program, several: list[Values], verify: bool = False) -> None:
+    """Judge the calls of one program, and that the route served them and compiled no more than it must."""
+    score_mod = score_mod_of(program.score)
+    attend = compiled(route, lambda scale, shift, *call: attention_of(score_mod(shift), scale)(*call), verify)
+    with compilations(route) as shapes:
+        for values in several:
+            kv_batch = 1 if program.one_kv_batch else None
+            sizes = Sizes(
+                values.batch, program.heads, program.kv_heads, values.queries, values.keys, program.head_dim,
+                program.value_dim, kv_batch,
+            )  # fmt: skip
+            generator = torch.Generator().manual_seed(values.seed)
+            captures = [capture(name, sizes, generator) for name in named_in(program.score)]
+            mask = _mask(program, sizes, generator)
+            shapes.add(_shapes_to_torch(mask))
+            judge(
+                lambda *call, scale=values.scale, shift=values.shift: attend(scale, shift, *call),
+                dense_of(score_mod(values.shift), values.scale),
+                _inputs(program, values, sizes),
+                captures,
+                mask,
+            )

@@ -26,7 +26,7 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
 
     with (
         mock.patch.object(driver, "_active", Driver(target)),
-        _uncached(),
+        uncached(),
         config.patch({"cpu_backend": "triton"}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
         # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
@@ -44,7 +44,7 @@ def triton_unbuilt(load: Callable[[str, str], Any]) -> Iterator[None]:
     def triton(_self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
         return load(name, source)
 
-    with _uncached(), mock.patch.object(AsyncCompile, "triton", triton):
+    with uncached(), mock.patch.object(AsyncCompile, "triton", triton):
         yield
 
 
@@ -62,7 +62,7 @@ def cpp_unbuilt() -> Iterator[None]:
         return None
 
     with (
-        _uncached(),
+        uncached(),
         mock.patch.object(AsyncCompile, "cpp_pybinding", pybinding),
         mock.patch.object(AsyncCompile, "cpp", unbuilt),
     ):
@@ -70,7 +70,8 @@ def cpp_unbuilt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uncached() -> Iterator[None]:
+def uncached() -> Iterator[None]:
+    """What is compiled inside is neither taken from caches nor put there."""
     import torch._functorch.config as functorch_config
     from torch._inductor import config
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from flex_inductor import errors
 
-from .environment import triton_on_cpu
+from .environment import triton_on_cpu, uncached
 
 COMMAND = "python -m flex_inductor.tools.interpret script.py [args]"
 
@@ -46,7 +46,8 @@ def compiled(fn: Callable, **options: Any) -> Callable:
     def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
         from flex_inductor.backend import flex_inductor
 
-        return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
+        with uncached():  # AOTAutograd would find what was compiled for the CPU before it asks inner_compile
+            return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
 
     return torch.compile(fn, backend=backend, **options)
 

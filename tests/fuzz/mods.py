@@ -231,12 +231,20 @@ def score_mod_of(text: str | None) -> Callable[[float], Any]:
     return eval(f"lambda shift: lambda {', '.join(named_in(text))}: lambda {lane}: {text}", NAMES)
 
 
-def mask_mod_of(text: str, sizes: Sizes, generator: torch.Generator) -> Callable[..., Tensor]:
-    longest = max(sizes.queries, sizes.keys)
-    document = torch.randint(0, 3, (longest,), generator=generator).cumsum(0) // 8
-    length = torch.randint(0, sizes.keys + 1, (sizes.batch,), generator=generator)
-    allowed = torch.rand(sizes.keys, generator=generator) < 0.7
-    indices = [make(sizes, generator) for make in INDEX_CAPTURES.values()]
+def mask_mod_of(text: str | None) -> Callable[[Sizes, torch.Generator], Any]:
+    """From a call's sizes to a mask_mod, of one code for all calls; None without one."""
+    if text is None:
+        return lambda sizes, generator: None
     names = ", ".join(["document", "length", "allowed", *INDEX_CAPTURES])
-    mask_mod = eval(f"lambda {names}: lambda b, h, q_idx, kv_idx: {text}", NAMES)
-    return mask_mod(document, length, allowed, *indices)
+    make = eval(f"lambda {names}: lambda b, h, q_idx, kv_idx: {text}", NAMES)
+
+    def mask_mod(sizes: Sizes, generator: torch.Generator) -> Any:
+        longest = max(sizes.queries, sizes.keys)
+        document = torch.randint(0, 3, (longest,), generator=generator).cumsum(0) // 8
+        length = torch.randint(0, sizes.keys + 1, (sizes.batch,), generator=generator)
+        allowed = torch.rand(sizes.keys, generator=generator) < 0.7
+        return make(
+            document, length, allowed, *(index(sizes, generator) for index in INDEX_CAPTURES.values())
+        )
+
+    return mask_mod

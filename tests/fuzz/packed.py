@@ -58,7 +58,9 @@ def programs(draw, route: str) -> Program:
     fused = route in ("cpu", "triton")
     sizes = [16, 32, 48, 128] if fused else [1, 5, 16, 24, 48]
     page_size = draw(st.sampled_from(sizes))
-    block = draw(st.sampled_from(BLOCKS) | st.none())
+    block = draw(st.sampled_from(BLOCKS))
+    if route != "triton":  # whose backward has no tiles of one query
+        block = draw(st.just(block) | st.none())
     if not fused:
         block = draw(st.just(block) | st.tuples(st.integers(1, 24), st.integers(1, 24)))
     if keys_in == "pages" and block is not None:
@@ -86,7 +88,7 @@ def several_batches(route: str, most: int) -> st.SearchStrategy[list[Batch]]:
         st.lists(pair, min_size=1, max_size=5).map(tuple),
         st.tuples(st.integers(0, 3), st.integers(0, 3)) | st.just((0, 0)),
         st.sampled_from([0.25, 1.0, -0.5]),
-        st.sampled_from([1.0, 0.1] if route == "triton" else [1.0, 0.1, 3.0]),
+        st.sampled_from([1.0, 0.1, 3.0]),
         st.sampled_from([0.5, -1.5, 0.25]),
         st.integers(0, 1000),
     )
@@ -215,7 +217,8 @@ def _shapes_to_torch(*trees) -> tuple:
 
 def check(route: str, program: Program, several: list[Batch]) -> None:
     """Judge the calls of one program, and that the route served them and compiled no more than it must."""
-    score_mod, cached = score_mod_of(program.score), program.keys_in != "packed"
+    score_mod, make_mask = score_mod_of(program.score), mask_mod_of(program.mask)
+    cached = program.keys_in != "packed"
 
     def call(scale, shift, q, k, v, captures, sequences, mask):
         mod = None if program.score is None else score_mod(shift)(*captures)
@@ -229,7 +232,7 @@ def check(route: str, program: Program, several: list[Batch]) -> None:
             longest = max(map(max, batch.lengths))
             sizes = Sizes(len(batch.lengths), program.heads, queries=longest, keys=longest)
             captures = [capture(name, sizes, generator) for name in named_in(program.score)]
-            mask_mod = None if program.mask is None else mask_mod_of(program.mask, sizes, generator)
+            mask_mod = make_mask(sizes, generator)
             places = _places(program, batch, generator)
             mask = places.sequences.mask(mask_mod, heads=program.heads, block_size=program.block)
             inputs = _tensors(program, batch, generator)

@@ -34,6 +34,16 @@ def test_as_right_as_dense_attention(mod, mask, dtype):
     judge_interpreted(MODS[mod].build, sizes, captures, MASKS[mask](sizes), dtype)
 
 
+def test_what_was_compiled_for_the_cpu_is_not_taken_from_a_cache():
+    q = torch.randn(1, 1, 4, 1)
+    with torch._functorch.config.patch(enable_autograd_cache=True):
+        with served_by("cpu"):
+            torch.compile(flex_attention, backend="flex_inductor", fullgraph=True)(q, q, q)
+        torch._dynamo.reset()
+        with served_by("triton"):
+            interpret.compiled(flex_attention, fullgraph=True)(q, q, q)
+
+
 def test_dead_lanes_neither_load_nor_scatter_out_of_range():
     sizes = Sizes(batch=1, queries=64, keys=64)
 

@@ -36,6 +36,7 @@ def reference(
     alive = (peak != -math.inf).unsqueeze(-1)
     weight = torch.softmax(torch.where(alive, score, 0.0), -1) * alive
     lse = torch.where(alive.squeeze(-1), torch.logsumexp(torch.where(alive, score, 0.0), -1), -math.inf)
+    lse = torch.where(peak == math.inf, math.nan, lse)  # as its weights: inf - inf
     # A captured tensor of a wider dtype may have promoted the scores.
     return weight.to(value.dtype) @ value, lse, peak
 

@@ -156,9 +156,12 @@ def _by_analysis(
     shift = lengths[1] - lengths[0]
 
     def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # Behind a sequence's end a mask is asked about its last query: there are positions that no table has.
-        position = torch.minimum(q, lengths[0][b] - 1) + shift[b]
-        return (q < lengths[0][b]) & (kv < lengths[1][b]) & mask_mod(b, h, position, kv)
+        # Behind a sequence's end a mask is asked about its last token: no table has an entry for what is not there.
+        last_q, last_kv = (
+            torch.minimum(x, length[b] - 1) for x, length in zip((q, kv), lengths, strict=True)
+        )
+        there = (q < lengths[0][b]) & (kv < lengths[1][b])
+        return there & mask_mod(b, h, last_q + shift[b], last_kv)
 
     within.__name__ = name_of(mask_mod)  # for errors
 

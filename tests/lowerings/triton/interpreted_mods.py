@@ -61,6 +61,13 @@ def test_dead_lanes_neither_load_nor_scatter_out_of_range():
     judge_interpreted(windowed, sizes, captures, MASKS["sliding_window"](sizes), dense=attention_of(windowed))
 
 
+def test_a_row_with_an_infinite_score_is_nan():
+    def build():
+        return lambda score, b, h, q_idx, kv_idx: torch.where((q_idx == 3) & (kv_idx == 1), torch.inf, score)
+
+    judge_interpreted(build, Sizes(batch=1, queries=24, keys=24), (), None)
+
+
 def test_negative_indices_count_from_the_end():
     sizes = Sizes(batch=1)
 

@@ -17,6 +17,9 @@ from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
 
+# With 2.11 a float that was computed of changing floats is a constant, unless the sum or product is one of tensors.
+COMPUTED_FLOATS_ARE_CONSTANTS = torch.__version__ < (2, 12)
+
 
 def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:
     """`BlockMask.as_tuple()`, or the same among the arguments of torch's op, as (schedule, mask_mod).
@@ -154,6 +157,11 @@ def outside_graphs(function: Callable) -> Callable:
 def is_exporting() -> bool:
     """Whether torch.export is tracing what runs: no other tracer works above autograd."""
     return torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def needs_a_value(error: Exception) -> bool:
+    """Whether Dynamo gave up because Python asks for the value of a tensor."""
+    return any(text in str(error) for text in ("ata-dependent", "Indexing list with non-scalar tensor"))
 
 
 def is_untraced_number(error: Exception) -> bool:

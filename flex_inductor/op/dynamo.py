@@ -28,6 +28,7 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import compat, errors
@@ -86,7 +87,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
         except Exception as error:
             if ours := errors.own_error_in(error):
-                self._refuse(tx, ours)
+                _refuse(tx, ours)
             raise
 
     def _subgraph(self, tx, query, key, mod, name, lanes, given) -> tuple[Any, tuple]:
@@ -97,7 +98,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             self._check(tx, errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, key, lanes)
         try:
-            with LaneIndexing(), self._functions_kept(name):
+            with LaneIndexing(), self._functions_kept(name), _no_hooks(name):
                 (result, _), graph, lifted = speculate_subgraph(
                     tx,
                     mod,
@@ -108,12 +109,12 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     set_subgraph_inputs="flatten_manual",
                 )
         except TypeError as error:
-            self._refuse(tx, errors.cannot_be_called(name, lanes, error))
+            _refuse(tx, errors.cannot_be_called(name, lanes, error))
         except (Unsupported, UserError, GuardOnDataDependentSymNode) as error:
-            if "ata-dependent" in str(error):
-                self._refuse(tx, errors.needs_a_value(name, line_raising(error)))
+            if compat.needs_a_value(error):
+                _refuse(tx, errors.needs_a_value(name, line_raising(error)))
             if "Unsafe side effect" in str(error):
-                self._refuse(tx, errors.assigns_outside(name, line_raising(error)))
+                _refuse(tx, errors.assigns_outside(name, line_raising(error)))
             if "<class 'float'>" in str(error):  # the only number that no graph can return
                 self._check(tx, errors.check_mod_result, name, 0.0)
             raise
@@ -121,10 +122,9 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             if any(
                 text in str(error) for text in ("leaf Variable that requires grad", "functions with out=")
             ):
-                self._refuse(tx, errors.parameter_mutated(name, line_raising(error)))
+                _refuse(tx, errors.parameter_mutated(name, line_raising(error)))
             raise
         self._check(tx, _check_values, name, graph, len(lanes))
-        self._check(tx, _check_hooks, name, graph)
         self._check(tx, errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
@@ -179,15 +179,25 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         try:
             check(*args)
         except errors.FlexError as error:
-            self._refuse(tx, error)
+            _refuse(tx, error)
 
-    def _refuse(self, tx, error: errors.FlexError) -> None:
-        """A graph break, after which the op raises the same error eagerly; or the error where none is allowed."""
-        if compat.breaks_are_errors(tx):
-            raise compat.out_of_dynamo(tx, error)
-        unimplemented(
-            gb_type="flex_attention refused the call", context=str(error), explanation=str(error), hints=[]
-        )
+
+def _no_hooks(name: str) -> Any:
+    """Where Dynamo traces a mod: no hook would be in its graph, and the gradient is another trace."""
+
+    def refuse(_tensor, tx, *_):
+        _refuse(tx, errors.hook_in_mod(name))
+
+    return unittest.mock.patch.object(TensorVariable, "_method_register_hook", refuse)
+
+
+def _refuse(tx: Any, error: Exception) -> None:
+    """A graph break, after which the same error is raised eagerly; or the error where none is allowed."""
+    if compat.breaks_are_errors(tx):
+        raise compat.out_of_dynamo(tx, error)
+    unimplemented(
+        gb_type="flex_attention refused the call", context=str(error), explanation=str(error), hints=[]
+    )
 
 
 def _python_function(variable: Any) -> Any:
@@ -221,11 +231,6 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
     if (node := number_of_a_lane(graph, lanes)) is not None:
         raise errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
-
-
-def _check_hooks(name: str, graph: fx.Graph) -> None:
-    if any("register_hook" in (node.target, getattr(node.target, "__name__", "")) for node in graph.nodes):
-        raise errors.hook_in_mod(name)
 
 
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:
@@ -325,10 +330,8 @@ class RefusalVariable(TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flex_inductor.op.refusal"
 
     def _call_function(self, tx, args, kwargs):
-        if compat.breaks_are_errors(tx):
-            kind, *given = (arg.as_python_constant() for arg in args)
-            raise compat.out_of_dynamo(tx, kind(*given))
-        return compat.dynamo_constant(tx, None)
+        kind, *given = (arg.as_python_constant() for arg in args)
+        _refuse(tx, kind(*given))
 
 
 for _name in ("op", "mod_ir", "upward", "lowerings"):

@@ -7,7 +7,7 @@ What torch's dispatcher, tracers and transforms do with the ops is in `autograd`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,13 +47,13 @@ class AttentionBackward(HigherOrderOperator):
 
 
 class Refusal(HigherOrderOperator):
-    """Only ever met by Dynamo: where it may not break the graph, the user gets this error and not Dynamo's of it."""
+    """Raises an error; where Dynamo may not break the graph, the user gets this error and not Dynamo's of it."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_refusal")
 
-    def __call__(self, kind: type[errors.FlexError], *args: Any) -> None:
-        return super().__call__(kind, *args)
+    def __call__(self, kind: type[errors.FlexError], *args: Any) -> NoReturn:
+        raise kind(*args)
 
 
 attention = Attention()

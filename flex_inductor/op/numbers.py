@@ -64,13 +64,37 @@ def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
 
     Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
     """
-    if not isinstance(value, fx.Proxy) or not isinstance(value.node.meta["example_value"], torch.SymFloat):
+    if not isinstance(value, fx.Proxy) or not _is_float(value.node):
         return value
-    one = like.call_method(
-        tx, "new_ones", [compat.dynamo_constant(tx, [])], {"dtype": compat.dynamo_constant(tx, dtype)}
-    )
-    product = tx.output.create_proxy("call_function", operator.mul, (one.as_proxy(), value), {})
-    return wrap_fx_proxy(tx=tx, proxy=product).as_proxy()
+
+    def made(op: str, target: Any, *args: Any) -> fx.Proxy:
+        return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy(op, target, args, {})).as_proxy()
+
+    def as_tensor(number: fx.Node, dtype: torch.dtype) -> fx.Proxy:
+        kind = {"dtype": compat.dynamo_constant(tx, dtype)}
+        one = like.call_method(tx, "new_ones", [compat.dynamo_constant(tx, [])], kind)
+        return made("call_function", operator.mul, one.as_proxy(), fx.Proxy(number, value.tracer))
+
+    def computed(node: fx.Node) -> fx.Proxy:
+        """The same of tensors for each of the floats that it was computed of."""
+        if not _is_float(node):
+            return fx.Proxy(node, value.tracer)
+        if not _computes_with_floats(node):
+            return as_tensor(node, torch.float64)
+        return made("call_function", node.target, *fx.node.map_arg(node.args, computed))
+
+    if compat.COMPUTED_FLOATS_ARE_CONSTANTS and _computes_with_floats(value.node):
+        return made("call_method", "to", computed(value.node), dtype)
+    return as_tensor(value.node, dtype)
+
+
+def _is_float(node: fx.Node) -> bool:
+    return isinstance(_example(node), torch.SymFloat)
+
+
+def _computes_with_floats(node: fx.Node) -> bool:
+    of_operator = node.op == "call_function" and getattr(operator, node.target.__name__, None) is node.target
+    return of_operator and any(map(_is_float, node.all_input_nodes))
 
 
 def numbers_outside(

@@ -107,6 +107,7 @@ def prepare(namespace: dict[str, Any]) -> None:
     check_environment()
     _let_numbers_be_indices()
     _let_descriptors_add()
+    _keep_conditions()
     _patch_the_language_once()
     namespace["libdevice"] = _Libdevice()
     for name, same in (("each_alone", _itself), ("reciprocal", _reciprocal)):  # in place of assembly
@@ -175,6 +176,21 @@ def _let_descriptors_add() -> None:
         return builder.create_descriptor_store(descriptor, total, offsets)
 
     InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
+
+
+@functools.cache
+def _keep_conditions() -> None:
+    """Triton's interpreter gives the result of `a < b` the type of `a`, and makes floats of it when it fills a tile."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    fill = InterpreterBuilder.create_splat
+
+    def create_splat(builder: Any, kind: Any, number: Any) -> Any:
+        is_condition = number.data.dtype == bool
+        return fill(builder, kind, TensorHandle(number.data, tl.int1) if is_condition else number)
+
+    InterpreterBuilder.create_splat = create_splat
 
 
 class _Libdevice:

@@ -41,13 +41,13 @@ def test_verify_raises_no_alarm(program, several):
     check("cpu", program, several, verify=True)
 
 
-@a_fixed_few(25)
+@a_fixed_few(15)
 @given(program=packed.programs("eager"), several=packed.several_batches("eager", 1))
 def test_packed_eager(program, several):
     packed.check("eager", program, several)
 
 
-@a_fixed_few(2)
+@a_fixed_few(1)
 @given(program=packed.programs("cpu"), several=packed.several_batches("cpu", 3))
 def test_packed_on_cpu(program, several):
     packed.check("cpu", program, several)

@@ -61,6 +61,16 @@ def test_dead_lanes_neither_load_nor_scatter_out_of_range():
     judge_interpreted(windowed, sizes, captures, MASKS["sliding_window"](sizes), dense=attention_of(windowed))
 
 
+def test_one_number_beside_a_tile():
+    """Of a head, which is compared with itself for NaN, and of keys."""
+
+    def build(of_heads, of_keys):
+        return lambda score, b, h, q_idx, kv_idx: torch.maximum(of_heads[h], of_keys[kv_idx])
+
+    captures = torch.randn(4, dtype=torch.float64), torch.randn(24, dtype=torch.float64)
+    judge_interpreted(build, Sizes(batch=1, queries=24, keys=24), captures, None)
+
+
 def test_a_row_with_an_infinite_score_is_nan():
     def build():
         return lambda score, b, h, q_idx, kv_idx: torch.where((q_idx == 3) & (kv_idx == 1), torch.inf, score)

@@ -49,6 +49,13 @@ def in_range(index: Any, length: Any, sizes: dict[str, Any]) -> bool:
     return within and (known(length - 1, _LONGEST) or _fits(found, torch.int32))
 
 
+def may_wrap(node: fx.Node, sizes: dict[str, Any]) -> bool:
+    """Whether a sum or product of indices may be too large for its dtype. Lengths that change are taken for at most
+    2^30, so that distances with a number added are not."""
+    found = _range(node, sizes) if _RULES.get(node.target) in _MODULAR else None
+    return found is not None and not _fits(found, node.meta["val"].dtype, 2**30)
+
+
 def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
     if isinstance(value, int):
         return Range(sympy.Integer(value), sympy.Integer(value))
@@ -79,11 +86,11 @@ def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
     return ARITHMETIC[name](_ORDER, *operands)
 
 
-def _fits(found: Range, dtype: torch.dtype) -> bool:
-    """Whether nothing can have wrapped around, with sizes as long as indices may be."""
+def _fits(found: Range, dtype: torch.dtype, longest: int = _LONGEST) -> bool:
+    """Whether nothing can have wrapped around, with sizes that are at most `longest`."""
     info = torch.iinfo(dtype)
     least, most = (
-        bound_sympy(end, {size: ValueRanges(0, _LONGEST) for size in end.free_symbols}) for end in found
+        bound_sympy(end, {size: ValueRanges(0, longest) for size in end.free_symbols}) for end in found
     )
     return bool(least.lower >= info.min and most.upper <= info.max)
 

@@ -34,7 +34,7 @@ from flex_inductor.mod_ir.program import LaneProgram
 
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
-from .index_ranges import in_range
+from .index_ranges import in_range, may_wrap
 from .template import TemplateKernel
 
 aten = torch.ops.aten
@@ -80,6 +80,7 @@ class Lanes:
     def __init__(self, mod: Mod, sizes: dict[str, Any]):
         self.mod, self.sizes = mod, sizes
         self._drop_needless_guards()
+        self._wrap_around()
 
     @property
     def tensors(self) -> list[Any]:
@@ -122,6 +123,18 @@ class Lanes:
             if all(self.in_range(i, n) for i, n in zip(indices, lengths, strict=False)):
                 node.target, node.args = aten._unsafe_index.Tensor, (node.args[0], indices)
         lane.eliminate_dead_code()
+
+    def _wrap_around(self) -> None:
+        """Inductor computes with indices as with exact integers, unless an operation comes between that it cannot."""
+        lane = graph(self.mod.program.lane)
+        sizes = self.sizes or dict.fromkeys(("b", "h", "q_idx", "kv_idx"), 2**30)
+        for node in list(lane.nodes):
+            if not may_wrap(node, sizes):
+                continue
+            with lane.inserting_after(node):
+                wrapped = lane.call_function(aten.bitwise_or.Scalar, (node, 0))
+            wrapped.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(wrapped, lambda user, wrapped=wrapped: user is not wrapped)
 
 
 def _lane_at(i: Sequence[Any]) -> sympy.Expr:

@@ -84,6 +84,20 @@ def test_indices_of_64_bits(way):
     judge(attend, dense_of(build), SMALL.inputs(way.dtype), [normal(7)], mask)
 
 
+def test_indices_of_32_bits_wrap_around_wherever_they_are_computed(way):
+    def build_with(index):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            large = index(kv_idx) * 100_000_000
+            return (
+                score + 0.1 * torch.clamp(large, 0, 8) + 1e-9 * large + (index(q_idx) * -200_000_000) // 10**8
+            )
+
+        return lambda: score_mod
+
+    dense = dense_of(build_with(lambda index: index.int()))  # whose indices have 64
+    judge(way.compiled(attention_of(build_with(lambda index: index))), dense, SMALL.inputs(way.dtype))
+
+
 def test_mask_mod_reads_only_where_its_block_is_visited(way):
     """`visible` is too short for keys from 16 on, in blocks that are either whole or not visited."""
     visible = torch.arange(16) % 3 != 0

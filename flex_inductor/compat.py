@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as torch_flex
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
 
 # With 2.11 a float that was computed of changing floats is a constant, unless the sum or product is one of tensors.
-COMPUTED_FLOATS_ARE_CONSTANTS = torch.__version__ < (2, 12)
+COMPUTED_FLOATS_ARE_CONSTANTS = torch.__version__ < "2.12"
 
 
 def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:

@@ -36,7 +36,7 @@ from .errors import FlexError
 from .fingerprint import VERSION as __version__
 from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
 from .op.eager import set_eager_kernels
-from .sequences import Sequences, pad, unpad, varlen_attention
+from .sequences import Sequences, append_kv, pad, unpad, varlen_attention
 from .take_over import take_over
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Sequences",
     "__version__",
     "and_masks",
+    "append_kv",
     "create_block_mask",
     "decisions",
     "draw_mask",

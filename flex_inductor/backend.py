@@ -11,6 +11,7 @@ from torch import fx
 from . import compat, errors, upward
 from .op import AttentionCall, attention
 from .options import BackendOptions, backend_options, split_options
+from .sequences.append import verify_appends
 from .torch_calls import replace_torch_calls
 from .tuning import tell_tuner
 
@@ -57,6 +58,8 @@ def prepare_calls(module: fx.GraphModule, options: BackendOptions) -> None:
         node.args = call._replace(options=backend_options(call.options, options, number)).wire()
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
+            if options.verify:
+                verify_appends(inner)
             inner.recompile()
 
 

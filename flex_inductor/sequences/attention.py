@@ -129,11 +129,7 @@ def _check_sequences(
     for name, tensor in (("key", key), ("value", value)):
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise errors.cache_needs_grad(name)
-    length = key.size(2)
-    if sequences.page_size is not None and length != sequences.page_size:
-        raise errors.other_page_size("key", length, sequences.page_size)
-    if sequences.page_size is None and length < sequences.max_k:
-        raise errors.cache_too_short("key", length, sequences.max_k)
+    sequences.check_cache("key", key.size(2))
 
 
 def _same(one: Sequences, other: Sequences) -> bool:

@@ -197,10 +197,10 @@ def negative_row(sequence: int) -> SequencesError:
     return SequencesError(f"cache_rows: of sequence {sequence} is negative; expected a row of the cache.")
 
 
-def not_a_cache(name: str, tensor: Tensor, paged: bool) -> SequencesError:
+def not_a_cache(name: str, value: Any, paged: bool) -> SequencesError:
     shape = "[pages, page_size, heads, head_dim]" if paged else "[rows, length, heads, head_dim]"
     return SequencesError(
-        f"{name}: expected {shape} for these sequences, got shape {list(tensor.shape)}. Packed keys need cu_k."
+        f"{name}: expected {shape} for these sequences, got {_described(value)}. Packed keys need cu_k."
     )
 
 
@@ -219,6 +219,91 @@ def other_page_size(name: str, found: int, expected: int) -> SequencesError:
 def cache_needs_grad(name: str) -> SequencesError:
     return SequencesError(
         f"{name}: requires grad and lies in a cache, which has no gradient. Detach it, or pass packed keys with cu_k."
+    )
+
+
+def page_beyond(sequence: int, place: int, page: int, pages: int) -> SequencesError:
+    return SequencesError(
+        f"pages: sequence {sequence} has page {page} at place {place} of its table; expected one of the {pages} pages "
+        "of the pool. Mend the table, or what used_k says."
+    )
+
+
+def row_beyond(sequence: int, row: int, rows: int) -> SequencesError:
+    return SequencesError(
+        f"cache_rows: sequence {sequence} is in row {row}; expected one of the {rows} rows of the cache."
+    )
+
+
+def append_to_packed() -> SequencesError:
+    return SequencesError(
+        "sequences: have their keys packed; expected keys in a cache or in pages, where more have room. "
+        "Give used_k, and no cu_k."
+    )
+
+
+def not_new_tokens(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected a tensor [tokens, heads, head_dim] of new tokens, got {_described(value)}. "
+        "Keys and values are appended together."
+    )
+
+
+def not_as_the_cache(name: str, tensor: Tensor, cache: Tensor) -> SequencesError:
+    expected = f"{cache.dtype} of shape [tokens, {cache.size(2)}, {cache.size(3)}]"
+    return SequencesError(f"{name}: expected {expected} for its cache, got {_described(tensor)}.")
+
+
+def caches_differ(k_cache: Tensor, v_cache: Tensor) -> SequencesError:
+    return SequencesError(
+        f"v_cache: has shape {list(v_cache.shape)} and k_cache {list(k_cache.shape)}; expected the same but for the "
+        "last dimension."
+    )
+
+
+def new_tokens_differ(k: Tensor, v: Tensor) -> SequencesError:
+    return SequencesError(
+        f"v: has {v.size(0)} tokens and k has {k.size(0)}; expected as many. Append them together."
+    )
+
+
+def append_needs_grad(name: str) -> SequencesError:
+    return SequencesError(
+        f"{name}: requires grad, and there is no gradient through a cache. Detach it, or append under torch.no_grad()."
+    )
+
+
+def without_rotary() -> SequencesError:
+    return SequencesError("q: is given to be rotated, without rotary=(cos, sin). Give both or none.")
+
+
+def bad_rotary(value: Any) -> FlexTypeError:
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    found = ", ".join(map(_described, parts))
+    return FlexTypeError(f"rotary: expected (cos, sin), two float tensors [positions, pairs], got {found}.")
+
+
+def rotary_differ(cos: Tensor, sin: Tensor) -> SequencesError:
+    return SequencesError(
+        f"rotary: cos is {_described(cos)} and sin {_described(sin)}; expected the same of both."
+    )
+
+
+def rotary_too_wide(pairs: int, dim: int) -> SequencesError:
+    return SequencesError(
+        f"rotary: rotates {pairs} pairs, and heads have {dim} dimensions; expected at most {dim // 2} pairs."
+    )
+
+
+def rotary_too_short(positions: int, needed: int) -> SequencesError:
+    return SequencesError(
+        f"rotary: has {positions} positions, and sequences may have {needed} tokens; expected as many positions."
+    )
+
+
+def not_as_k(q: Tensor, k: Tensor) -> SequencesError:
+    return SequencesError(
+        f"q: has heads of {q.size(2)} dimensions and k of {k.size(2)}; expected the same where both are rotated."
     )
 
 

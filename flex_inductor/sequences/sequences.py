@@ -151,6 +151,13 @@ class Sequences:
     def device(self) -> torch.device:
         return self.cu_q.device
 
+    def check_cache(self, name: str, length: int) -> None:
+        """Refuse a cache whose rows or pages have another length."""
+        if self.page_size is not None and length != self.page_size:
+            raise errors.other_page_size(name, length, self.page_size)
+        if self.page_size is None and length < self.max_k:
+            raise errors.cache_too_short(name, length, self.max_k)
+
     @classmethod
     def unchecked(cls, cu_q: Tensor, cu_k: Tensor | None, **rest: Any) -> Sequences:
         """Of tensors whose values nobody looks at. `rest` has all other fields that are not None, with the totals."""

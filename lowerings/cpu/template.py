@@ -83,6 +83,10 @@ def add_node(
             with dynamo_timed("flex_inductor.render"):
                 source = finished(kernel, render)
             observer().kernel_rendered(node, kind, kernel, source)
+            # Inductor expects no users but outputs. Who writes into what the kernel reads is one: a weak one, for its
+            # place in the order, which is fixed by now.
+            buffer = V.graph.scheduler.name_to_buf[node.get_name()]
+            buffer.users = [user for user in buffer.users if not user.is_weak]
             return source
 
         return kernel, rendered

@@ -1,0 +1,198 @@
+"""The kernel of append_kv: an instance for each new token, and for each query that is rotated beside.
+
+    k_cache, v_cache  [rows, length, heads, D] and [..., V], or pages of a pool
+    k, v, q, turned   [tokens, heads, D or V], contiguous in the last dimension; `turned` is q rotated, and contiguous
+    cos, sin          [positions, R], contiguous; the first 2 R of a head's dimensions are rotated
+
+The other tensors, contiguous but for the page table, have an entry for each sequence, and offsets one more. Nothing
+that they hold leads to a place outside of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def sequence_of(starts, token, sequences):
+    """The first sequence that ends behind the token; `sequences` if none does."""
+    low = token * 0
+    high = low + sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle + 1) <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def length_of(starts, counts, sequence):
+    length = tl.load(starts + sequence + 1).to(tl.int64) - tl.load(starts + sequence)
+    if counts is not None:
+        length = tl.minimum(length, tl.load(counts + sequence))
+    return tl.maximum(length, 0)
+
+
+@triton.jit
+def loaded(x, head_stride, head, d, inside):
+    return tl.load(x + head * head_stride + d, mask=inside, other=0.0)
+
+
+@triton.jit
+def rotated(
+    x,
+    head_stride,
+    head,
+    d,
+    inside,
+    cos,
+    sin,
+    position,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    if INTERLEAVED:
+        pair, first, other = d // 2, d % 2 == 0, d ^ 1
+    else:
+        pair, first, other = d % R, d < R, tl.where(d < R, d + R, d - R)
+    turns = inside & (d < 2 * R)
+    here = loaded(x, head_stride, head, d, inside).to(WIDE)
+    partner = loaded(x, head_stride, head, other, turns).to(WIDE)
+    c = tl.load(cos + position * R + pair, mask=turns, other=1.0).to(WIDE)
+    s = tl.load(sin + position * R + pair, mask=turns, other=0.0).to(WIDE)
+    return here * c + tl.where(first, -partner, partner) * s
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "room", "cache_rows", "positions", "pages_sequence"])
+def append(
+    k_cache, v_cache, k, v, q, turned, cos, sin, starts, q_starts, counts, ends, pads, rows, pages,
+    sequences, tokens, room, cache_rows, positions,
+    k_row, k_place, k_head, k_dim, v_row, v_place, v_head, v_dim,
+    k_new_token, k_new_head, v_new_token, v_new_head, q_token, q_head, pages_sequence, pages_place,
+    HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    HEADS_PAD: tl.constexpr, Q_HEADS_PAD: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, Q_MOVES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    d = tl.arange(0, D_PAD)[None, :]
+    if program < tokens:
+        token = program
+        found = sequence_of(starts, token, sequences)
+        sequence = tl.minimum(found, sequences - 1)
+        length = length_of(starts, counts, sequence)
+        within = token - tl.load(starts + sequence).to(tl.int64)
+        position = tl.load(ends + sequence) - length + within
+        least = position * 0
+        if pads is not None:
+            least = tl.maximum(least, tl.load(pads + sequence))
+        there = (found < sequences) & (within >= 0) & (within < length)
+        there = there & (position >= least) & (position < room)
+        position = tl.minimum(tl.maximum(position, 0), room - 1)
+        if pages is not None:
+            entry = pages + sequence.to(tl.int64) * pages_sequence + position // PAGE * pages_place
+            row, place = tl.load(entry).to(tl.int64), position % PAGE
+        elif rows is not None:
+            row, place = tl.load(rows + sequence).to(tl.int64), position
+        else:
+            row, place = sequence.to(tl.int64), position
+        there = there & (row >= 0) & (row < cache_rows)
+        head = tl.arange(0, HEADS_PAD)[:, None]
+        inside = (head < HEADS) & (d < D) & there
+        from_k = k + token.to(tl.int64) * k_new_token
+        if R > 0:
+            turn = tl.minimum(position, positions - 1)
+            new = rotated(from_k, k_new_head, head, d, inside, cos, sin, turn, R, INTERLEAVED, WIDE)
+        else:
+            new = loaded(from_k, k_new_head, head, d, inside)
+        at_k = k_cache + row * k_row + place * k_place + head * k_head + d * k_dim
+        tl.store(at_k, new.to(k_cache.dtype.element_ty), mask=inside)
+        dv = tl.arange(0, V_PAD)[None, :]
+        inside_v = (head < HEADS) & (dv < V) & there
+        new_v = loaded(v + token.to(tl.int64) * v_new_token, v_new_head, head, dv, inside_v)
+        tl.store(v_cache + row * v_row + place * v_place + head * v_head + dv * v_dim, new_v, mask=inside_v)
+    elif q is not None:
+        token = program - tokens
+        sequence = tl.minimum(sequence_of(q_starts, token, sequences), sequences - 1)
+        position = tl.load(ends + sequence) - length_of(starts, counts, sequence)
+        if Q_MOVES:
+            position += token - tl.load(q_starts + sequence)
+        position = tl.minimum(tl.maximum(position, 0), positions - 1)
+        head_q = tl.arange(0, Q_HEADS_PAD)[:, None]
+        inside_q = (head_q < Q_HEADS) & (d < D)
+        from_q = q + token.to(tl.int64) * q_token
+        new_q = rotated(from_q, q_head, head_q, d, inside_q, cos, sin, position, R, INTERLEAVED, WIDE)
+        at_q = turned + token.to(tl.int64) * (Q_HEADS * D) + head_q * D + d
+        tl.store(at_q, new_q.to(turned.dtype.element_ty), mask=inside_q)
+
+
+def launch(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    starts: Tensor,
+    q_starts: Tensor | None,
+    counts: Tensor | None,
+    ends: Tensor,
+    pads: Tensor | None,
+    rows: Tensor | None,
+    pages: Tensor | None,
+    interleaved: bool,
+    q_moves: bool,
+) -> Tensor:
+    """As the op append_kv."""
+    k, v, q, cos, sin = (None if x is None else _lies_close(x) for x in (k, v, q, cos, sin))
+    turned = k.new_empty(0) if q is None else k.new_empty(q.shape)
+    sequences, (tokens, heads, d), length = starts.numel() - 1, k.shape, k_cache.size(1)
+    programs = tokens + (0 if q is None else q.size(0))
+    if programs and sequences:
+        arguments = (
+            *(k_cache, v_cache, k, v, q, turned, cos, sin),
+            *(starts, starts if q_starts is None else q_starts, counts, ends, pads, rows, pages),
+            *(sequences, tokens, length if pages is None else length * pages.size(1), k_cache.size(0)),
+            0 if cos is None else cos.size(0),
+            *k_cache.stride(),
+            *v_cache.stride(),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *((0, 0) if q is None else q.stride()[:2]),
+            *((0, 0) if pages is None else pages.stride()),
+        )
+        q_heads, width = 1 if q is None else q.size(1), v.size(2)
+        padded = {
+            f"{name}_PAD": triton.next_power_of_2(n)
+            for name, n in {"HEADS": heads, "Q_HEADS": q_heads, "D": d, "V": width}.items()
+        }
+        append[(programs,)](
+            *arguments,
+            HEADS=heads,
+            Q_HEADS=q_heads,
+            D=d,
+            V=width,
+            R=0 if cos is None else cos.size(1),
+            PAGE=length,
+            INTERLEAVED=interleaved,
+            Q_MOVES=q_moves,
+            WIDE=_WIDE.get(str(k.dtype), tl.float32),
+            **padded,
+        )
+    elif q is not None:
+        turned.copy_(q)
+    return turned
+
+
+_WIDE: dict[str, Any] = {"torch.float64": tl.float64}
+
+
+def _lies_close(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 and (x.dim() == 3 or x.is_contiguous()) else x.contiguous()

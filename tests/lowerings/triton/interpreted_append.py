@@ -1,0 +1,78 @@
+"""The Triton kernel of append_kv, in Triton's interpreter. See test_interpreted.py."""
+
+import pytest
+import torch
+
+from flex_inductor.sequences.append_kernel import launch
+from tests.sequences.appended import NEW, case, expected, int32
+
+KINDS = {"rows": torch.float64, "padding": torch.float32, "1": torch.float16, "16": torch.float32}
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}
+
+
+def run(given, rotary=True, interleaved=True, q_starts=None, q_moves=True):
+    own, (q, k, v) = given.sequences, given.new
+    cos, sin = given.rotary if rotary else (None, None)
+    return launch(
+        *given.caches, k, v, q if rotary else None, cos, sin, own.cu_q, q_starts, own.used_q, own.used_k,
+        own.left_pad_k, own.cache_rows, own.pages, interleaved, q_moves,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_tokens_go(kind, interleaved):
+    given = case(kind, KINDS[kind])
+    turned = run(given, True, interleaved)
+    wanted = expected(case(kind, KINDS[kind]), True, interleaved)
+    for got, want in zip([*given.caches, turned[: sum(NEW)]], wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=CLOSE[got.dtype], atol=CLOSE[got.dtype])
+
+
+def test_without_rotary_and_of_other_layouts():
+    given = case("16")
+    caches = [given.caches[0].transpose(1, 2).contiguous().transpose(1, 2), given.caches[1]]
+    wide = [torch.stack([x, x * torch.nan], -1)[..., 0] for x in given.new]
+    given = given._replace(caches=caches, new=wide)
+    assert run(given, rotary=False).numel() == 0
+    for got, want in zip(given.caches, expected(case("16"), False, True), strict=False):
+        assert torch.equal(got.double(), want)
+
+
+@pytest.mark.parametrize("q_moves", [False, True])
+def test_other_queries_than_keys(q_moves):
+    """As torch operations do it; each sequence has two queries."""
+    found = []
+    for launched in (run, on_cpu):
+        given = case("padding")
+        queries = given._replace(new=[given.new[0][:10], *given.new[1:]])
+        found.append([launched(queries, q_starts=int32([0, 2, 4, 6, 8, 10]), q_moves=q_moves), *given.caches])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+def on_cpu(given, q_starts, q_moves):
+    own, (q, k, v) = given.sequences, given.new
+    return torch.ops.flex_inductor.append_kv(
+        *given.caches, k, v, q, *given.rotary, own.cu_q, q_starts, own.used_q, own.used_k,
+        own.left_pad_k, own.cache_rows, own.pages, True, q_moves,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["padding", "16"])
+def test_what_is_copied_in_later_never_leads_out_of_the_cache(kind):
+    for lead in ("used_k", "cu_q", "table"):
+        given = case(kind)
+        whole = [torch.full((3 * len(x), *x.shape[1:]), torch.nan) for x in given.caches]
+        inside = [x[len(x) // 3 : len(x) // 3 * 2].zero_() for x in whole]
+        table = given.sequences.cache_rows if given.sequences.pages is None else given.sequences.pages
+        if lead == "table":
+            table.copy_(
+                torch.tensor([99, -1, 10**6, -(10**6)])[torch.arange(table.numel()) % 4].view_as(table)
+            )
+        else:
+            target = given.sequences.used_k if lead == "used_k" else given.sequences.cu_q[1:]
+            target.copy_(int32([400, -3, 2**31 - 1, -(2**31), 41]))
+        run(given._replace(caches=inside))
+        for cache, part in zip(whole, inside, strict=True):
+            assert part.isfinite().all() and cache.isnan().sum() == cache.numel() // 3 * 2
+            assert lead != "table" or not part.any()

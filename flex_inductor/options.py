@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 from . import compat, errors, fingerprint
 
+NUM_SPLITS = (
+    "num_splits"  # the one hint beside torch's: parts into which decoding kernels cut the keys; 0 for any
+)
+_MOST_SPLITS = 128
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
 
@@ -62,8 +66,11 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
         if (
             not isinstance(name, str)
             or name.removeprefix("fwd_").removeprefix("bwd_") not in compat.KERNEL_HINTS
-        ):
-            raise errors.unknown_option("kernel_options", name, compat.KERNEL_HINTS)
+        ) and name != NUM_SPLITS:
+            raise errors.unknown_option("kernel_options", name, {NUM_SPLITS, *compat.KERNEL_HINTS})
+    splits = kernel_options.get(NUM_SPLITS, 0)
+    if type(splits) is not int or not 0 <= splits <= _MOST_SPLITS:
+        raise errors.bad_option("kernel_options", NUM_SPLITS, splits, f"an integer from 0 to {_MOST_SPLITS}")
     backend = kernel_options.get("BACKEND", "AUTO")
     if backend not in _BACKENDS:
         raise errors.bad_option("kernel_options", "BACKEND", backend, f"one of {', '.join(_BACKENDS)}")

@@ -175,9 +175,9 @@ def pages_without_size() -> SequencesError:
     )
 
 
-def bad_pages(value: Any, count: int) -> FlexTypeError:
+def bad_table(name: str, value: Any, count: int) -> FlexTypeError:
     return FlexTypeError(
-        f"pages: expected an int32 tensor [sequences, pages of each] for {count} sequences, got {_described(value)}."
+        f"{name}: expected an int32 tensor [sequences, pages of each] for {count} sequences, got {_described(value)}."
     )
 
 

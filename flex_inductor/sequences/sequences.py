@@ -111,15 +111,7 @@ class Sequences:
                 raise errors.pages_with(name)
         table, size = self.pages, self.page_size
         assert size is not None
-        if (
-            not isinstance(table, Tensor)
-            or table.dtype != torch.int32
-            or table.dim() != 2
-            or len(table) != self.count
-        ):
-            raise errors.bad_pages(table, self.count)
-        if table.device != self.device:
-            raise errors.other_device("pages", table.device, self.device)
+        check_table("pages", table, self.cu_q)
         used = self._used("k", torch.full((self.count,), table.size(1) * size))
         needed = torch.arange(table.size(1)) * size < used[:, None]
         for at, place in ((table.cpu() < 0) & needed).nonzero().tolist():
@@ -226,14 +218,7 @@ def _summed(name: str, lengths: Sequence[int] | Tensor, device: Any) -> Tensor:
 
 def _offsets(name: str, offsets: Any, cu_q: Tensor) -> Tensor:
     """The offsets on the host, checked."""
-    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
-        raise errors.not_offsets(name, offsets)
-    if offsets.device != cu_q.device:
-        raise errors.other_device(name, offsets.device, cu_q.device)
-    if offsets.numel() == 0:
-        raise errors.no_first_offset(name)
-    if offsets.numel() != cu_q.numel():
-        raise errors.other_count(name, offsets.numel() - 1, cu_q.numel() - 1)
+    check_offsets(name, offsets, cu_q)
     found = offsets.cpu().long()  # differences of int32 may wrap around
     if found[0] != 0 or (found.diff() < 0).any():
         raise errors.bad_offsets(name, found.tolist())
@@ -242,12 +227,38 @@ def _offsets(name: str, offsets: Any, cu_q: Tensor) -> Tensor:
 
 def _by_sequence(name: str, values: Any, cu_q: Tensor) -> Tensor:
     """A number for each sequence, on the host, its form checked."""
+    check_numbers(name, values, cu_q)
+    return values.cpu()
+
+
+def check_offsets(name: str, offsets: Any, cu_q: Tensor) -> None:
+    """Their form; these three read no values."""
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.dim() != 1:
+        raise errors.not_offsets(name, offsets)
+    if offsets.device != cu_q.device:
+        raise errors.other_device(name, offsets.device, cu_q.device)
+    if offsets.numel() == 0:
+        raise errors.no_first_offset(name)
+    if offsets.numel() != cu_q.numel():
+        raise errors.other_count(name, offsets.numel() - 1, cu_q.numel() - 1)
+
+
+def check_numbers(name: str, values: Any, cu_q: Tensor) -> None:
+    """One for each sequence."""
     count = cu_q.numel() - 1
     if not isinstance(values, Tensor) or values.dtype != torch.int32 or values.shape != (count,):
         raise errors.not_lengths(name, values, count)
     if values.device != cu_q.device:
         raise errors.other_device(name, values.device, cu_q.device)
-    return values.cpu()
+
+
+def check_table(name: str, table: Any, cu_q: Tensor) -> None:
+    """Of the pages of each sequence."""
+    count = cu_q.numel() - 1
+    if not isinstance(table, Tensor) or table.dtype != torch.int32 or table.dim() != 2 or len(table) != count:
+        raise errors.bad_table(name, table, count)
+    if table.device != cu_q.device:
+        raise errors.other_device(name, table.device, cu_q.device)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -7,6 +7,7 @@ from typing import Any
 from torch._inductor.virtualized import V
 
 from ..buffers import realized
+from ..hints import splits_asked
 from ..problem import AttentionProblem
 from . import lanes, template
 from .call import add_node, fixed_layout, inlinable, rendered, tiles, visited
@@ -59,6 +60,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             bodies,
             **config._asdict(),
             packed_bytes=PACKED_BYTES,
+            splits=splits_asked(problem),
             walks=walked,
             heads_share_lists=all(lists[walk.counts].get_size()[1] == 1 for walk in walked),
         )

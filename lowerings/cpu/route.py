@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..hints import unused_hints
+from ..hints import unused_hints, unused_splits
 from ..problem import AttentionProblem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,7 +65,9 @@ class CpuRoute:
         return True, f"fused C++ {problem.direction}"
 
     def notes(self, problem: AttentionProblem) -> list[str]:
-        return unused_hints(problem)
+        from .forward import is_decode
+
+        return [*unused_hints(problem), *unused_splits(problem, is_decode(problem))]
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         from . import backward, forward

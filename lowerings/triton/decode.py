@@ -11,6 +11,7 @@ from torch._inductor.virtualized import V
 from flex_inductor.op.schedule import by_rows
 
 from ..choice import demanded
+from ..hints import splits_asked
 from ..lanes import Mods
 from ..problem import AttentionProblem
 from .configs import Config, current_device
@@ -52,7 +53,9 @@ def serves(problem: AttentionProblem) -> bool:
 
 
 def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
-    """How many parts fill the device, with so many heads in an instance; none is smaller than a tile."""
+    """How many parts were asked for, or fill the device with so many heads in an instance, none smaller than a tile."""
+    if asked := splits_asked(problem):
+        return asked
     hint = V.graph.sizevars.optimization_hint
     batches, keys = _batches(problem), hint(walked(problem)[2], fallback=0)
     if problem.map_tiles is not None:

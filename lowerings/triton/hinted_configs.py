@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flex_inductor.options import NUM_SPLITS
+
 from ..hints import says_something
 from .configs import Config
 
@@ -34,7 +36,7 @@ def hinted(config: Config, kind: str, hints: dict[str, Any]) -> Config:
 
 def without_effect(hints: dict[str, Any]) -> list[str]:
     """The hints that mean something to torch's kernels and nothing to these."""
-    known = {name for names in (*_TILES.values(), _LAUNCH) for name in names.values()}
+    known = {NUM_SPLITS, *(name for names in (*_TILES.values(), _LAUNCH) for name in names.values())}
     return sorted(
         name
         for name, value in hints.items()

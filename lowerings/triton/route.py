@@ -25,6 +25,8 @@ class TritonRoute:
         return (True, "fused Triton kernel") if reason is None else (False, reason)
 
     def notes(self, problem: AttentionProblem) -> list[str]:
+        from ..hints import unused_splits
+        from . import decode
         from .backward import kinds as of_keys
         from .hinted_configs import without_effect
         from .kernel_builder import refused_hint
@@ -33,6 +35,8 @@ class TritonRoute:
         refused = [refused_hint(kind, problem) for kind in kinds]
         ignored = without_effect(problem.options.hinted)
         notes = [f"{', '.join(ignored)}: for torch's kernels, without effect here"] if ignored else []
+        decodes = problem.direction == "forward" and decode.serves(problem)
+        notes += unused_splits(problem, decodes)
         return [*(reason for reason in refused if reason is not None), *notes]
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:

@@ -1,8 +1,4 @@
-"""FlashAttention's functions, on any device, with mods beside their own arguments. See docs/flash.md.
-
-As there, tensors are [batch, length, heads, head_dim] or packed [tokens, heads, head_dim], and causal masks and windows
-are aligned at the end: the last query stands at the last key. Mods see positions aligned in the same way.
-"""
+"""Attention of padded and of packed tensors, and what FlashAttention's arguments are here."""
 
 from __future__ import annotations
 
@@ -14,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
+from .. import errors as call_errors
+from ..attention import flex_attention, refused
+from ..masks import create_block_mask
+from ..options import NUM_SPLITS
+from ..sequences import Sequences, varlen_attention
+from ..sequences.closed_form import Window
+from ..sequences.mask import sequence_mask
+from ..sequences.sequences import check_numbers, check_offsets, check_table
 from . import errors
-from .attention import flex_attention, refused
-from .masks import create_block_mask
-from .sequences import Sequences, varlen_attention
-from .sequences.closed_form import Window
-from .sequences.mask import sequence_mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -37,6 +36,8 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Any:
@@ -44,12 +45,13 @@ def flash_attn_func(
 
     Returns [B, M, H, V], or with `return_attn_probs` (out, lse [B, H, M], None): probabilities are never made.
     """
-    _check(q, 4, dropout_p, window_size)
+    check(q, 4, dropout_p, window_size, attention_chunk)
     shift = k.size(1) - q.size(1)
-    window = _window(causal, window_size)
+    window = window_of(causal, window_size)
+    given = chunked(attention_chunk, mask_mod)
     mask: Any = None
-    if mask_mod is not None:
-        aligned = _aligned_mask(mask_mod, shift)
+    if given is not None:
+        aligned = _aligned_mask(given, shift)
         both = aligned if window == Window() else and_masks(window.mask_mod(shift), aligned)
         mask = create_block_mask(both, q.size(0), q.size(2), q.size(1), k.size(1), device=q.device)
     elif window != Window():
@@ -59,11 +61,12 @@ def flash_attn_func(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        _score_mod(softcap, alibi_slopes, shift, score_mod),
+        score_mod_of(softcap, alibi_slopes, shift, score_mod),
         mask,
         softmax_scale,
         enable_gqa=True,
         return_lse=True,
+        kernel_options=splits_option(num_splits),
     )
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
@@ -86,7 +89,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -99,6 +102,11 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 0,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Any:
@@ -107,31 +115,40 @@ def flash_attn_varlen_func(
     Offsets are not read on the host, and so not checked. Returns [T, H, V], or with `return_attn_probs`
     (out, lse [H, T], None).
     """
-    _check(q, 3, dropout_p, window_size)
-    paged = block_table is not None
+    check(q, 3, dropout_p, window_size, attention_chunk)
+    table = one_table(block_table, page_table)
+    check_packed(
+        q.device, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, seqused_q, seqused_k, table
+    )
+    paged = table is not None
+    if paged and seqused_k is None:
+        seqused_k = cu_seqlens_k.diff()
     sequences = Sequences.unchecked(
         cu_seqlens_q,
         None if paged else cu_seqlens_k,
-        used_k=cu_seqlens_k.diff() if paged else None,
-        pages=block_table,
+        used_q=seqused_q,
+        used_k=seqused_k,
+        pages=table,
         page_size=k.size(1) if paged else None,
         max_q=max_seqlen_q,
         max_k=max_seqlen_k,
         total_q=q.size(0),
         total_k=0 if paged else k.size(0),
     )
-    window = _window(causal, window_size)
-    mask = sequence_mask(sequences, mask_mod, q.size(1), None, window)
+    mask = sequence_mask(
+        sequences, chunked(attention_chunk, mask_mod), q.size(1), None, window_of(causal, window_size)
+    )
     out, lse = varlen_attention(
         q,
         k,
         v,
         sequences,
-        _score_mod(softcap, alibi_slopes, 0, score_mod),
+        score_mod_of(softcap, alibi_slopes, 0, score_mod),
         mask,
         softmax_scale,
         enable_gqa=True,
         return_lse=True,
+        kernel_options=splits_option(num_splits),
     )
     return (out, lse, None) if return_attn_probs else out
 
@@ -161,21 +178,64 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _check(q: Tensor, rank: int, dropout_p: float, window_size: Any) -> None:
+def check(q: Tensor, rank: int, dropout_p: float, window_size: Any, attention_chunk: Any) -> None:
     try:
         if isinstance(q, Tensor) and q.dim() != rank:
-            raise errors.flash_rank(q, rank)
+            raise call_errors.flash_rank(q, rank)
         if dropout_p:
-            raise errors.no_dropout(dropout_p)
+            raise call_errors.no_dropout(dropout_p)
         if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-            raise errors.bad_window(window_size)
-    except errors.FlexError as error:
+            raise call_errors.bad_window(window_size)
+        if type(attention_chunk) is not int or attention_chunk < 0:
+            raise errors.bad_chunk(attention_chunk)
+    except call_errors.FlexError as error:
         refused(error)
 
 
-def _window(causal: bool, window_size: tuple[int, int]) -> Window:
+def check_packed(
+    device: torch.device,
+    offsets: dict[str, Tensor | None],
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    table: Tensor | None,
+) -> None:
+    """Shapes and dtypes; values are not read."""
+    try:
+        cu_q = offsets["cu_seqlens_q"]
+        check_offsets("cu_seqlens_q", cu_q, cu_q)
+        if offsets["cu_seqlens_k"] is not None or table is None or seqused_k is None:
+            check_offsets("cu_seqlens_k", offsets["cu_seqlens_k"], cu_q)
+        for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+            if used is not None:
+                check_numbers(name, used, cu_q)
+        if table is not None:
+            check_table("block_table", table, cu_q)
+    except call_errors.FlexError as error:
+        refused(error)
+
+
+def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    """Of FlashAttention 2's name and of 3's."""
+    if block_table is not None and page_table is not None:
+        refused(errors.two_tables())
+    return page_table if block_table is None else block_table
+
+
+def splits_option(num_splits: int) -> dict[str, int] | None:
+    return {NUM_SPLITS: num_splits} if num_splits else None
+
+
+def window_of(causal: bool, window_size: tuple[int, int]) -> Window:
     left, right = (float("inf") if n is None or n < 0 else int(n) for n in window_size)
     return Window(left, 0 if causal else right)
+
+
+def chunked(size: int, mask_mod: MaskMod | None) -> MaskMod | None:
+    """`mask_mod` within chunks of `size` positions, 0 for any."""
+    if not size:
+        return mask_mod
+    within: MaskMod = lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size  # noqa: E731
+    return within if mask_mod is None else and_masks(within, mask_mod)
 
 
 def _window_mask(window: Window, queries: int, keys: int, device: torch.device) -> Any:
@@ -189,7 +249,7 @@ def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:
     return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + shift, kv_idx)
 
 
-def _score_mod(softcap: float, slopes: Tensor | None, shift: int, score_mod: Any) -> Any:
+def score_mod_of(softcap: float, slopes: Tensor | None, shift: int, score_mod: Any) -> Any:
     """First the softcap, then ALiBi, then the user's."""
     if not softcap and slopes is None and (score_mod is None or not shift):
         return score_mod

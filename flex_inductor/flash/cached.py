@@ -1,0 +1,181 @@
+"""Attention to keys in a cache, of which new ones are appended first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import refused
+from ..errors import FlexError
+from ..sequences import Sequences, varlen_attention
+from ..sequences.append import check_append, write
+from ..sequences.closed_form import Window
+from ..sequences.errors import cache_needs_grad, not_a_cache
+from ..sequences.mask import sequence_mask
+from ..sequences.sequences import check_numbers, check_offsets, check_table
+from . import errors
+from .functions import MaskMod, check, chunked, one_table, score_mod_of, splits_option, window_of
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    attention_chunk: int = 0,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Any:
+    """Attention of q [B, M, H, D] to a cache [rows, length, Hk, D], or to pages [pages, page_size, Hk, D].
+
+    New keys k and values v [B, new, Hk, D] are first written behind the `cache_seqlens` that each sequence has, in
+    place, rotated if cos and sin [positions, R] are given, and q with them. With `cu_seqlens_q`, q is packed [T, H, D],
+    and so are k and v, by `cu_seqlens_k_new` or else by the same offsets. No values of tensors are read on the host.
+
+    Returns [B, M, H, V], or with `return_softmax_lse` (out, lse [B, H, M]); of packed q [T, H, V] and [H, T].
+    """
+    packed = cu_seqlens_q is not None
+    check(q, 3 if packed else 4, 0.0, window_size, attention_chunk)
+    table = one_table(block_table, page_table)
+    given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    try:
+        _check(q, caches, given, cache_seqlens, cache_batch_idx, cache_leftpad, table, packed)
+        if packed and max_seqlen_q is None:
+            raise errors.without_lengths()
+        starts, most = (cu_seqlens_q, max_seqlen_q) if packed else (_evenly(q), q.size(1))
+        check_offsets("cu_seqlens_q", starts, starts)
+        room = k_cache.size(1) * (1 if table is None else table.size(1))
+        used = _used(cache_seqlens, room, starts)
+        new_starts = None
+        if k is not None:
+            new_starts = (
+                _evenly(k) if k.dim() == 4 else starts if cu_seqlens_k_new is None else cu_seqlens_k_new
+            )
+            check_offsets("cu_seqlens_k_new", new_starts, starts)
+            used = used + new_starts.diff()
+            if k.dim() == 4 and k.size(1) > room:
+                raise errors.too_long("k", k.size(1), room)
+        numbers = {"cache_seqlens": used, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+        for name, tensor in numbers.items():
+            if tensor is not None:
+                check_numbers(name, tensor, starts)
+        if table is not None:
+            check_table("block_table", table, starts)
+        sequences = Sequences.unchecked(
+            starts,
+            None,
+            used_k=used,
+            left_pad_k=cache_leftpad,
+            cache_rows=cache_batch_idx,
+            pages=table,
+            page_size=None if table is None else k_cache.size(1),
+            max_q=most,
+            max_k=room,
+            total_q=q.size(0) if packed else q.size(0) * q.size(1),
+            total_k=0,
+        )
+        tokens, k, v = (x if x is None or x.dim() == 3 else x.flatten(0, 1) for x in (q, k, v))
+        rotary = None if rotary_cos is None else (rotary_cos, rotary_sin)
+        if k is not None:
+            check_append(k_cache, v_cache, k, v, sequences, rotary, tokens if rotary else None)
+    except FlexError as error:
+        refused(error)
+    window = window_of(causal, window_size)
+    if k is not None:
+        turned = write(
+            k_cache, v_cache, k, v, sequences, new_starts, None, used, rotary, rotary_interleaved,
+            tokens if rotary else None, starts, q_moves=window != Window() or attention_chunk > 0,
+        )  # fmt: skip
+        tokens = turned if rotary else tokens
+    mask = sequence_mask(sequences, chunked(attention_chunk, mask_mod), q.size(-2), None, window)
+    out, lse = varlen_attention(
+        tokens,
+        k_cache,
+        v_cache,
+        sequences,
+        score_mod_of(softcap, alibi_slopes, 0, score_mod),
+        mask,
+        softmax_scale,
+        enable_gqa=True,
+        return_lse=True,
+        kernel_options=splits_option(num_splits),
+    )
+    if not packed:
+        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _check(
+    q: Any,
+    caches: dict[str, Any],
+    given: dict[str, Any],
+    cache_seqlens: Any,
+    cache_batch_idx: Any,
+    cache_leftpad: Any,
+    table: Any,
+    packed: bool,
+) -> None:
+    """What belongs together, and the ranks."""
+    for name, cache in caches.items():
+        if not isinstance(cache, Tensor) or cache.dim() != 4:
+            raise not_a_cache(name, cache, table is not None)
+        if torch.is_grad_enabled() and cache.requires_grad:
+            raise cache_needs_grad(name)
+    for name, other in (("k", "v"), ("v", "k")):
+        if given[name] is None and given[other] is not None:
+            raise errors.half_of_new(name, other)
+        if given[other] is not None and given[other].dim() != q.dim():
+            raise errors.other_rank(other, given[other], q)
+        if given[other] is not None and not packed and given[other].size(0) != q.size(0):
+            raise errors.other_batch(other, given[other], q.size(0))
+    if given["k"] is not None and cache_seqlens is None:
+        raise errors.new_without_lengths()
+    if (given["rotary_cos"] is None) != (given["rotary_sin"] is None):
+        raise errors.half_of_rotary("rotary_cos" if given["rotary_cos"] is None else "rotary_sin")
+    if given["rotary_cos"] is not None and given["k"] is None:
+        raise errors.rotary_without_new()
+    for name, rows in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if table is not None and rows is not None:
+            raise errors.with_table(name)
+
+
+def _evenly(tokens: Tensor) -> Tensor:
+    """Offsets of the sequences of [B, M, ...]."""
+    return torch.arange(tokens.size(0) + 1, dtype=torch.int32, device=tokens.device) * tokens.size(1)
+
+
+def _used(cache_seqlens: int | Tensor | None, room: int, starts: Tensor) -> Any:
+    """How many tokens each sequence has before new ones."""
+    if isinstance(cache_seqlens, Tensor):
+        check_numbers("cache_seqlens", cache_seqlens, starts)
+        return cache_seqlens
+    length = room if cache_seqlens is None else cache_seqlens
+    if type(length) is not int:
+        raise errors.not_lengths("cache_seqlens", length, starts.numel() - 1)
+    if not 0 <= length <= room:
+        raise errors.too_long("cache_seqlens", length, room)
+    return torch.full((starts.numel() - 1,), length, dtype=torch.int32, device=starts.device)

@@ -1,0 +1,95 @@
+"""The errors about FlashAttention's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import FlexTypeError, FlexValueError
+
+
+def half_of_new(name: str, other: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: is not given, and {other} is; expected both or none. New keys have new values."
+    )
+
+
+def new_without_lengths() -> FlexValueError:
+    return FlexValueError(
+        "cache_seqlens: expected the lengths before the new keys, got None. Without them there is no room for k and v."
+    )
+
+
+def half_of_rotary(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected rotary_cos and rotary_sin, got only one of them. Give both or none."
+    )
+
+
+def rotary_without_new() -> FlexValueError:
+    return FlexValueError(
+        "rotary_cos: expected new keys k and v with it; those in the cache are rotated. Give them, or rotate q before."
+    )
+
+
+def with_table(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected none with block_table; where sequences lie is in the table. Leave it out."
+    )
+
+
+def two_tables() -> FlexValueError:
+    return FlexValueError("page_table: is another name of block_table, and both are given. Leave one out.")
+
+
+def too_long(name: str, tokens: int, room: int) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: {tokens} tokens do not fit into a room of {room}. Shorten it, or make the cache longer."
+    )
+
+
+def not_lengths(name: str, value: Any, count: int) -> FlexTypeError:
+    found = (
+        f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    )
+    return FlexTypeError(f"{name}: expected an int32 tensor of {count} entries, got {found}.")
+
+
+def other_batch(name: str, tensor: Tensor, batch: int) -> FlexValueError:
+    return FlexValueError(f"{name}: has batch {tensor.size(0)}, and q has {batch}; expected the same.")
+
+
+def without_lengths() -> FlexValueError:
+    return FlexValueError(
+        "cu_seqlens_q: expected max_seqlen_q with it, the most queries that a sequence has. Give both or none."
+    )
+
+
+def bad_chunk(value: Any) -> FlexValueError:
+    return FlexValueError(f"attention_chunk: expected a number of tokens, 0 for any, got {value!r}.")
+
+
+def not_floats(name: str, value: Any) -> FlexTypeError:
+    found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    return FlexTypeError(f"{name}: expected a float tensor, got {found}.")
+
+
+def parts_differ(out: Tensor, lse: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"lse_partial: expected the shape of out_partial without its last dimension, and a part or more, got "
+        f"{list(lse.shape)} and {list(out.shape)}. FlashAttention has [parts, batch, length, heads]."
+    )
+
+
+def bad_out(out: Tensor, parts: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"out: expected shape {list(parts.shape[1:])}, that of a part, got {list(out.shape)}."
+    )
+
+
+def other_rank(name: str, tensor: Tensor, q: Tensor) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: has shape {list(tensor.shape)} and q {list(q.shape)}; expected both padded, or both packed with "
+        "cu_seqlens_q."
+    )

@@ -69,7 +69,7 @@ def flash_attn_with_kvcache(
         starts, most = (cu_seqlens_q, max_seqlen_q) if packed else (_evenly(q), q.size(1))
         check_offsets("cu_seqlens_q", starts, starts)
         room = k_cache.size(1) * (1 if table is None else table.size(1))
-        used = _used(cache_seqlens, room, starts)
+        used = _used(cache_seqlens, room, 0 if k is None or packed else k.size(1), starts)
         new_starts = None
         if k is not None:
             new_starts = (
@@ -77,8 +77,6 @@ def flash_attn_with_kvcache(
             )
             check_offsets("cu_seqlens_k_new", new_starts, starts)
             used = used + new_starts.diff()
-            if k.dim() == 4 and k.size(1) > room:
-                raise errors.too_long("k", k.size(1), room)
         numbers = {"cache_seqlens": used, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
         for name, tensor in numbers.items():
             if tensor is not None:
@@ -146,12 +144,13 @@ def _check(
         if torch.is_grad_enabled() and cache.requires_grad:
             raise cache_needs_grad(name)
     for name, other in (("k", "v"), ("v", "k")):
-        if given[name] is None and given[other] is not None:
+        new = given[name]
+        if new is None and given[other] is not None:
             raise errors.half_of_new(name, other)
-        if given[other] is not None and given[other].dim() != q.dim():
-            raise errors.other_rank(other, given[other], q)
-        if given[other] is not None and not packed and given[other].size(0) != q.size(0):
-            raise errors.other_batch(other, given[other], q.size(0))
+        if new is not None and new.dim() != q.dim():
+            raise errors.other_rank(name, new, q)
+        if new is not None and not packed and new.size(0) != q.size(0):
+            raise errors.other_batch(name, new, q.size(0))
     if given["k"] is not None and cache_seqlens is None:
         raise errors.new_without_lengths()
     if (given["rotary_cos"] is None) != (given["rotary_sin"] is None):
@@ -168,14 +167,16 @@ def _evenly(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.size(0) + 1, dtype=torch.int32, device=tokens.device) * tokens.size(1)
 
 
-def _used(cache_seqlens: int | Tensor | None, room: int, starts: Tensor) -> Any:
-    """How many tokens each sequence has before new ones."""
+def _used(cache_seqlens: int | Tensor | None, room: int, new: int, starts: Tensor) -> Any:
+    """How many tokens each sequence has before `new` ones."""
+    if new > room:
+        raise errors.too_long("k", new, room)
     if isinstance(cache_seqlens, Tensor):
         check_numbers("cache_seqlens", cache_seqlens, starts)
         return cache_seqlens
     length = room if cache_seqlens is None else cache_seqlens
     if type(length) is not int:
         raise errors.not_lengths("cache_seqlens", length, starts.numel() - 1)
-    if not 0 <= length <= room:
-        raise errors.too_long("cache_seqlens", length, room)
+    if not 0 <= length <= room - new:
+        raise errors.too_long("cache_seqlens", length + new, room)
     return torch.full((starts.numel() - 1,), length, dtype=torch.int32, device=starts.device)

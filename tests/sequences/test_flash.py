@@ -1,13 +1,12 @@
 """FlashAttention's functions against what its documentation says, written out densely."""
 
-import math
-
 import pytest
 import torch
 from support import served_by
 
 from flex_inductor import flash
 from flex_inductor.errors import FlexError
+from tests.sequences.flash_dense import dense
 
 HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
 CASES = {  # queries, keys, the arguments
@@ -37,35 +36,6 @@ def with_slopes(arguments):
         return arguments
     slopes = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return {**arguments, "alibi_slopes": slopes}
-
-
-def dense(
-    q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, seen=None
-):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    score = q @ k.transpose(-1, -2) * (softmax_scale or q.size(-1) ** -0.5)
-    if softcap:
-        score = softcap * torch.tanh(score / softcap)
-    i = torch.arange(q.size(2))[:, None] + k.size(2) - q.size(2)
-    j = torch.arange(k.size(2))
-    if alibi_slopes is not None:
-        score = score - alibi_slopes[..., None, None] * (i - j).abs()
-    live = torch.ones_like(score[0, 0], dtype=torch.bool)
-    left, right = window_size
-    if causal:
-        right = 0
-    if left >= 0:
-        live &= j >= i - left
-    if right >= 0:
-        live &= j <= i + right
-    if seen is not None:
-        live &= seen(i, j)
-    dead = ~live.any(-1)
-    score = score.masked_fill(~live, -math.inf)
-    lse = torch.logsumexp(score.masked_fill(dead[:, None], 0), -1).masked_fill(dead, -math.inf)
-    weight = torch.softmax(score.masked_fill(dead[:, None], 0), -1).masked_fill(dead[:, None], 0)
-    return (weight @ v).transpose(1, 2), lse
 
 
 def same(found, wanted, leaves, **close):

@@ -7,6 +7,7 @@ were checked may be anything: what they say is cut to what there is room for.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -159,4 +160,5 @@ Places = Packed | Cached | Paged
 def block_within(places: Places, block: int) -> int:
     """The most tokens up to `block` that a tile may have, so that none lies in two pages."""
     most = places.largest_block()
-    return block if most is None else math.gcd(most, block)
+    # An index is a constant to torch.compile, also where it takes page sizes for numbers that change.
+    return block if most is None else math.gcd(operator.index(most), block)

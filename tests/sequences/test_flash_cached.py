@@ -50,28 +50,31 @@ CASES = [
 class Case:
     """The call's arguments, and what each sequence's keys and values then are."""
 
-    def __init__(self, kind, queries, new, interleaved, mask, scores, splits, dtype=torch.float64, used=USED):
+    def __init__(
+        self, kind, queries, new, interleaved, mask, scores, splits, dtype=torch.float64, used=USED, room=ROOM
+    ):
         generator = torch.Generator().manual_seed(1)
 
         def drawn(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        self.mask, self.kind, self.used, self.new = MASKS[mask], kind, used, new
+        self.mask, self.kind, self.used, self.new, batch = MASKS[mask], kind, used, new, len(used)
         self.scores = dict(SCORES[scores])
         if "alibi_slopes" in self.scores:
-            self.scores["alibi_slopes"] = drawn(*self.scores["alibi_slopes"]).abs().float()
-        self.pads = PADS if kind == "padded" else [0] * BATCH
-        self.q, self.tables = drawn(BATCH, queries, HEADS, DIM), None
-        self.k, self.v = (drawn(BATCH, new, KV_HEADS, d) if new else None for d in (DIM, VALUE_DIM))
+            slopes = drawn(*self.scores["alibi_slopes"]).abs().float()
+            self.scores["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes.repeat(2, 1)[:batch]
+        self.pads = PADS if kind == "padded" else [0] * batch
+        self.q, self.tables = drawn(batch, queries, HEADS, DIM), None
+        self.k, self.v = (drawn(batch, new, KV_HEADS, d) if new else None for d in (DIM, VALUE_DIM))
         where = {}
         if kind in ("rows", "padded"):
             self.rows = [2, 4, 0] if kind == "padded" else [0, 1, 2]
-            shape = (5, ROOM)
+            shape = (5, room)
             if kind == "padded":
                 where = {"cache_batch_idx": int32(self.rows), "cache_leftpad": int32(PADS)}
         else:
-            pages = torch.randperm(BATCH * ROOM // kind, generator=generator)
-            self.rows = pages.view(BATCH, -1)
+            pages = torch.randperm(batch * room // kind, generator=generator)
+            self.rows = pages.view(batch, -1)
             shape = (pages.numel(), kind)
             where = {"page_table" if kind == 64 else "block_table": self.rows.int()}
         self.k_cache, self.v_cache = (drawn(*shape, KV_HEADS, d) for d in (DIM, VALUE_DIM))
@@ -84,7 +87,7 @@ class Case:
         }
         self.arguments["cache_seqlens"] = int32(used)
         if interleaved is not None:
-            angle = drawn(ROOM, 4).double()
+            angle = drawn(room, 4).double()
             self.tables = (angle.cos().to(dtype), angle.sin().to(dtype))
             rotary = dict(zip(("rotary_cos", "rotary_sin"), self.tables, strict=True))
             self.arguments |= rotary | {"rotary_interleaved": interleaved}
@@ -176,17 +179,27 @@ def test_compiled():
     compiled = torch.compile(flash.flash_attn_with_kvcache, backend="flex_inductor", fullgraph=True)
     made = []
     with served_by("cpu"), torch.no_grad():
-        for used in (USED, [0, 200, 31], [5, 6, 7]):
-            case = Case(16, 1, 1, True, "causal", "both", 3, torch.bfloat16, used)
+        for used, room in ((USED, 256), ([0, 200], 272), ([5, 6, 7, 90, 80], 96), ([1] * 4, 112)):
+            case = Case(16, 1, 1, True, "causal", "both", 3, torch.bfloat16, used, room)
             gold, same_dtype = case.dense(), case.dense(torch.bfloat16)
             found = (*case.run(compiled), case.k_cache, case.v_cache)
             for got, right, other in zip(found, gold, same_dtype, strict=True):
                 off = [(x.double() - right).abs().max() for x in (got, other)]
                 assert off[0] <= 2 * off[1] + 1e-5
             made.append(len(decisions()))
-    assert made[1:] == made[1:2] * 2, made
+    assert made[1:] == made[1:2] * 3, made
     (choice,) = {config for kernel in decisions()[-1].kernels for config in [kernel.kernel]}
     assert choice == "decode" and not any("num_splits" in note for note in decisions()[-1].notes)
+
+
+def test_in_a_graph_for_any_sizes():
+    """Sizes of pages too are numbers that change, as far as Dynamo knows."""
+    compiled = torch.compile(flash.flash_attn_with_kvcache, backend="eager", fullgraph=True, dynamic=True)
+    cases = [Case(16, 4, 4, True, "causal", "softcap", 0) for _ in range(2)]
+    found = [
+        case.run(run) for case, run in zip(cases, (compiled, flash.flash_attn_with_kvcache), strict=True)
+    ]
+    torch.testing.assert_close(*found)
 
 
 def test_eager_calls_get_kernels():

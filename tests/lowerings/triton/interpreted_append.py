@@ -1,9 +1,14 @@
 """The Triton kernel of append_kv, in Triton's interpreter. See test_interpreted.py."""
 
+import contextlib
+
 import pytest
 import torch
+from support import served_by
 
+from flex_inductor.flash import flash_attn_with_kvcache
 from flex_inductor.sequences.append_kernel import launch
+from flex_inductor.tools import interpret
 from tests.sequences.appended import NEW, case, expected, int32
 
 KINDS = {"rows": torch.float64, "padding": torch.float32, "1": torch.float16, "16": torch.float32}
@@ -76,3 +81,31 @@ def test_what_is_copied_in_later_never_leads_out_of_the_cache(kind):
         for cache, part in zip(whole, inside, strict=True):
             assert part.isfinite().all() and cache.isnan().sum() == cache.numel() // 3 * 2
             assert lead != "table" or not part.any()
+
+
+def test_a_step_with_a_cache(kinds):
+    """New keys, rotary and attention to pages by the kernels for few queries, in as many parts as asked for."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, k_cache, v_cache = (
+        torch.randn(shape, generator=generator)
+        for shape in ((2, 1, 4, 16), *[(2, 1, 2, 16)] * 2, *[(9, 16, 2, 16)] * 2)
+    )
+    angle = torch.randn(64, 4, generator=generator)
+    given = {
+        "rotary_cos": angle.cos(),
+        "rotary_sin": angle.sin(),
+        "cache_seqlens": int32([39, 7]),
+        "block_table": int32([[6, 2, 5, 0], [1, 8, 7, 3]]),
+        "causal": True,
+        "softcap": 3.0,
+        "num_splits": 2,
+        "return_softmax_lse": True,
+    }
+    found = []
+    for run, dtype in ((interpret.compiled(flash_attn_with_kvcache), torch.float32), (flash_attn_with_kvcache, torch.float64)):
+        caches = [x.to(dtype) for x in (k_cache, v_cache)]
+        with torch.no_grad(), served_by("triton") if dtype == torch.float32 else contextlib.nullcontext():
+            found.append([*run(q.to(dtype), *caches, k.to(dtype), v.to(dtype), **given), *caches])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
+    assert kinds == ["decode", "combine"]

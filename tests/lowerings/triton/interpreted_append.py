@@ -102,7 +102,10 @@ def test_a_step_with_a_cache(kinds):
         "return_softmax_lse": True,
     }
     found = []
-    for run, dtype in ((interpret.compiled(flash_attn_with_kvcache), torch.float32), (flash_attn_with_kvcache, torch.float64)):
+    for run, dtype in (
+        (interpret.compiled(flash_attn_with_kvcache), torch.float32),
+        (flash_attn_with_kvcache, torch.float64),
+    ):
         caches = [x.to(dtype) for x in (k_cache, v_cache)]
         with torch.no_grad(), served_by("triton") if dtype == torch.float32 else contextlib.nullcontext():
             found.append([*run(q.to(dtype), *caches, k.to(dtype), v.to(dtype), **given), *caches])

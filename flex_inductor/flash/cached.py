@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention import refused
-from ..errors import FlexError
+from ..errors import FlexError, not_a_tensor
 from ..sequences import Sequences, varlen_attention
 from ..sequences.append import check_append, write
 from ..sequences.closed_form import Window
@@ -147,6 +147,8 @@ def _check(
         new = given[name]
         if new is None and given[other] is not None:
             raise errors.half_of_new(name, other)
+        if new is not None and not isinstance(new, Tensor):
+            raise not_a_tensor(name, new)
         if new is not None and new.dim() != q.dim():
             raise errors.other_rank(name, new, q)
         if new is not None and not packed and new.size(0) != q.size(0):

@@ -180,7 +180,9 @@ def flash_attn_varlen_kvpacked_func(
 
 def check(q: Tensor, rank: int, dropout_p: float, window_size: Any, attention_chunk: Any) -> None:
     try:
-        if isinstance(q, Tensor) and q.dim() != rank:
+        if not isinstance(q, Tensor):
+            raise call_errors.not_a_tensor("q", q)
+        if q.dim() != rank:
             raise call_errors.flash_rank(q, rank)
         if dropout_p:
             raise call_errors.no_dropout(dropout_p)

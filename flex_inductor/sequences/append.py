@@ -117,7 +117,7 @@ def check_append(
             raise errors.other_device(name, tensor.device, sequences.device)
         if torch.is_grad_enabled() and tensor is not None and tensor.requires_grad:
             raise errors.append_needs_grad(name)
-    sequences.check_cache("k_cache", k_cache.size(1))
+    sequences.check_cache("k_cache", *k_cache.shape[:2])
     if rotary is not None:
         check_rotary(rotary, k, q, sequences)
 
@@ -209,9 +209,10 @@ def _with_torch(
     room = k_cache.size(1) * (1 if pages is None else pages.size(1))
     least = 0 if pads is None else pads.clamp(min=0)[sequence]
     there &= (within >= 0) & (within < lengths[sequence]) & (position >= least) & (position < room)
-    position = position.clamp_(0, room - 1)
+    if not there.all():
+        sequence, position, k, v = (x[there] for x in (sequence, position, k, v))
     row, place = _in_cache(sequence, position, k_cache.size(1), rows, pages)
-    there &= (row >= 0) & (row < k_cache.size(0))
+    there = (row >= 0) & (row < k_cache.size(0))
     if not there.all():
         row, place, position, k, v = (x[there] for x in (row, place, position, k, v))
     k_cache[row, place] = k if cos is None else _rotated(k, cos, sin, position, interleaved)

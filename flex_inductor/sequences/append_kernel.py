@@ -154,12 +154,15 @@ def launch(
     k, v, q, cos, sin = (None if x is None else _lies_close(x) for x in (k, v, q, cos, sin))
     turned = k.new_empty(0) if q is None else k.new_empty(q.shape)
     sequences, (tokens, heads, d), length = starts.numel() - 1, k.shape, k_cache.size(1)
+    room = length if pages is None else length * pages.size(1)
+    if 0 in (room, k_cache.size(0)):
+        tokens = 0  # there is no place for any
     programs = tokens + (0 if q is None else q.size(0))
     if programs and sequences:
         arguments = (
             *(k_cache, v_cache, k, v, q, turned, cos, sin),
             *(starts, starts if q_starts is None else q_starts, counts, ends, pads, rows, pages),
-            *(sequences, tokens, length if pages is None else length * pages.size(1), k_cache.size(0)),
+            *(sequences, tokens, room, k_cache.size(0)),
             0 if cos is None else cos.size(0),
             *k_cache.stride(),
             *v_cache.stride(),

@@ -129,7 +129,7 @@ def _check_sequences(
     for name, tensor in (("key", key), ("value", value)):
         if torch.is_grad_enabled() and tensor.requires_grad:
             raise errors.cache_needs_grad(name)
-    sequences.check_cache("key", key.size(2))
+    sequences.check_cache("key", key.size(0), key.size(2))
 
 
 def _same(one: Sequences, other: Sequences) -> bool:

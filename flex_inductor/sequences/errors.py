@@ -210,6 +210,12 @@ def cache_too_short(name: str, length: int, needed: int) -> SequencesError:
     )
 
 
+def too_few_rows(name: str, rows: int, needed: int) -> SequencesError:
+    return SequencesError(
+        f"{name}: has {rows} rows for {needed} sequences; expected at least as many, or cache_rows to say which."
+    )
+
+
 def other_page_size(name: str, found: int, expected: int) -> SequencesError:
     return SequencesError(
         f"{name}: its pages have {found} tokens, and page_size is {expected}; expected the same."

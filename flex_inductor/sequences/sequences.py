@@ -143,8 +143,10 @@ class Sequences:
     def device(self) -> torch.device:
         return self.cu_q.device
 
-    def check_cache(self, name: str, length: int) -> None:
-        """Refuse a cache whose rows or pages have another length."""
+    def check_cache(self, name: str, rows: int, length: int) -> None:
+        """Refuse a cache without a row for each sequence, or whose rows or pages have another length."""
+        if self.pages is None and self.cache_rows is None and rows < self.count:
+            raise errors.too_few_rows(name, rows, self.count)
         if self.page_size is not None and length != self.page_size:
             raise errors.other_page_size(name, length, self.page_size)
         if self.page_size is None and length < self.max_k:

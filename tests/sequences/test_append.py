@@ -93,6 +93,20 @@ def test_what_is_copied_in_later_never_leads_out_of_the_cache(kind):
                 assert lead != "table" or not part.any()
 
 
+@pytest.mark.parametrize("kind", ["rows", "16"])
+def test_nothing_to_append_and_no_place_for_it(kind):
+    given = case(kind)
+    caches = [cache.clone() for cache in given.caches]
+    none = Sequences(int32([0]), used_k=int32([]), max_k=1)
+    without_pages = Sequences(
+        int32([0, 1]), used_k=int32([0]), pages=int32([]).view(1, 0), page_size=caches[0].size(1)
+    )
+    for sequences in (none, without_pages):
+        q = append_kv(*caches, *given.new[1:], sequences, given.rotary, q=given.new[0])
+        assert q.shape == given.new[0].shape
+    assert all(map(torch.equal, caches, given.caches))
+
+
 def test_autograd_knows_that_a_cache_has_changed():
     given = case("rows")
     q = given.new[0].requires_grad_()
@@ -181,6 +195,11 @@ def refusals():
     )
     yield right, {"rotary": (cos[1:], cos[1:])}, "^rotary: has 39 positions, and sequences may have 40 tokens"
     yield right, {"rotary": (cos, cos), "q": q[..., 1:]}, "^q: has heads of 11 dimensions and k of 12"
+    yield (
+        right,
+        {"k_cache": right["k_cache"][:0], "v_cache": right["v_cache"][:0]},
+        "^k_cache: has 0 rows for 1 sequences",
+    )
     yield right, {"sequences": pages}, "^k_cache: its pages have 40 tokens, and page_size is 4"
     yield (
         right,

@@ -285,6 +285,9 @@ def refusals():
     grad = case.k_cache.clone().requires_grad_()
     for changed, text in (
         ({"v": None}, "^v: is not given, and k is; expected both or none"),
+        ({"q": [1]}, "^q must be a torch.Tensor"),
+        ({"k": [1]}, "^k must be a torch.Tensor"),
+        ({"cache_batch_idx": None, "k_cache": case.k_cache[:2], "v_cache": case.v_cache[:2]}, "^k_cache: has 2 rows for 3 sequences"),
         ({"k": None}, "^k: is not given, and v is"),
         ({"cache_seqlens": None}, "^cache_seqlens: expected the lengths before the new keys"),
         ({"cache_seqlens": int32([1])}, r"^cache_seqlens: expected an int32 tensor with an entry for each of 3 sequences"),

@@ -1,6 +1,7 @@
 """The Triton kernel of append_kv, in Triton's interpreter. See test_interpreted.py."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -81,6 +82,16 @@ def test_what_is_copied_in_later_never_leads_out_of_the_cache(kind):
         for cache, part in zip(whole, inside, strict=True):
             assert part.isfinite().all() and cache.isnan().sum() == cache.numel() // 3 * 2
             assert lead != "table" or not part.any()
+
+
+def test_no_place_for_any():
+    given = case("16")
+    before = [cache.clone() for cache in given.caches]
+    none = dataclasses.replace(
+        given.sequences, used_k=int32([0] * 5), pages=torch.empty(5, 0, dtype=torch.int32)
+    )
+    assert run(given._replace(sequences=none)).shape == given.new[0].shape
+    assert all(map(torch.equal, given.caches, before))
 
 
 def test_a_step_with_a_cache(kinds):

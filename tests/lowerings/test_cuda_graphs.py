@@ -7,7 +7,14 @@ from torch._inductor.output_code import CompiledFxGraph
 import flex_inductor.lowerings.lower  # noqa: F401 - defines the ops of verify
 from flex_inductor import decisions, flex_attention
 
-OPS = ("chunked_forward", "chunked_backward", "verified_forward", "verified_backward", "block_lists")
+OPS = (
+    "chunked_forward",
+    "chunked_backward",
+    "verified_forward",
+    "verified_backward",
+    "verified_append_kv",
+    "block_lists",
+)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -165,7 +165,7 @@ mask device:
 sliced mask:
   block_mask was sliced, which drops its mask_mod, because row i of the slice is no longer q_idx i. Set block_mask.mask_mod to a function with the offset added to q_idx before the call.
 kernel option:
-  kernel_options has no option 'BLOCK_Q'. Known: BACKEND, BLOCKS_ARE_CONTIGUOUS, BLOCK_M, BLOCK_M1, BLOCK_M2, BLOCK_N, BLOCK_N1, BLOCK_N2, FORCE_USE_FLEX_ATTENTION, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, WRITE_DQ, kpack, matrix_instr_nonkdim, num_stages, num_warps, waves_per_eu.
+  kernel_options has no option 'BLOCK_Q'. Known: BACKEND, BLOCKS_ARE_CONTIGUOUS, BLOCK_M, BLOCK_M1, BLOCK_M2, BLOCK_N, BLOCK_N1, BLOCK_N2, FORCE_USE_FLEX_ATTENTION, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, WRITE_DQ, kpack, matrix_instr_nonkdim, num_splits, num_stages, num_warps, waves_per_eu.
 backend option:
   kernel_options['BACKEND'] is 'CUTLASS'; expected one of AUTO, TRITON, TRITON_DECODE, FLASH.""",
         )

@@ -238,8 +238,6 @@ def _verified(k_cache, v_cache, *rest):
     return torch.ops.flex_inductor.append_kv.default(k_cache, v_cache, *rest)
 
 
-@torch.library.register_fake("flex_inductor::append_kv", lib=_library)
-@torch.library.register_fake("flex_inductor::verified_append_kv", lib=_library)
 def _fake(k_cache, v_cache, k, v, q, *_):
     return k.new_empty(0) if q is None else q.new_empty(q.shape)
 
@@ -254,6 +252,7 @@ def _noting_the_change(op, keys, k_cache, v_cache, *rest):
 for _name in ("append_kv", "verified_append_kv"):
     _op = getattr(torch.ops.flex_inductor, _name).default
     _library.impl(_name, functools.partial(_noting_the_change, _op), "ADInplaceOrView", with_keyset=True)
+    _library.impl(_name, _fake, "Meta")
 
 
 def _places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from .functions import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from .torch_varlen import varlen_attn
 
 __all__ = [
     "flash_attn_combine",
@@ -24,4 +25,5 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "varlen_attn",
 ]

@@ -1,0 +1,61 @@
+"""The errors about other libraries."""
+
+from __future__ import annotations
+
+from ..errors import FlexNotImplementedError, FlexValueError
+
+INSTEAD = 'Use attn_implementation="eager" or "sdpa" for it.'
+
+
+def no_transformers(error: ImportError) -> ImportError:
+    return ImportError(
+        f"flex_inductor.integrations.transformers needs transformers 5 with its attention and mask interfaces: {error}. "
+        "Install flex_inductor[transformers]."
+    )
+
+
+def untested(version: str, tested: str) -> str:
+    return (
+        f"transformers {version}: flex_inductor.integrations.transformers is tested with {tested} alone. "
+        'Compare your model with attn_implementation="eager" first.'
+    )
+
+
+def own_attention(model: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f'attn_implementation: got "flex_inductor" for {model}, which has attention of its own and does not ask for '
+        f"another. {INSTEAD}"
+    )
+
+
+def dropout(module: str, probability: float) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"dropout: {module} has {probability}, and attention has no dropout here. Set the attention dropout in the "
+        "model's config to 0 (attention_dropout, attention_probs_dropout_prob, attn_pdrop or dropout_rate), or call "
+        "model.eval()."
+    )
+
+
+def not_served(module: str, argument: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(f"{argument}: {module} passes it, and it is not served. {INSTEAD}")
+
+
+def weights_once(module: str) -> str:
+    return (
+        f"output_attentions=True: attention here has no weights to give, so {module} computes these calls as with "
+        'attn_implementation="eager".'
+    )
+
+
+def no_weights(module: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"output_attentions: attention here has no weights to give, and {module} has no eager attention to ask for "
+        'them. Use attn_implementation="eager", or output_attentions=False.'
+    )
+
+
+def mask_shape(given: tuple[int, ...], wanted: tuple[int, ...]) -> FlexValueError:
+    return FlexValueError(
+        f"attention_mask: expected a mask that broadcasts to [batch, heads, queries, keys] = {list(wanted)}, got "
+        f"{list(given)}. A mask of 4 dimensions is for the keys in the cache too."
+    )

@@ -1,0 +1,388 @@
+"""Hugging Face transformers: once this is imported, attn_implementation="flex_inductor" is a choice.
+
+Transformers asks for two functions: `make_mask`, once in each step for each kind of mask, and `attend`, in each layer.
+A mask for few queries is a plain tensor of booleans, one for many is a BlockMask.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from ..attention import check_options, check_tensors, mark_sizes, refused
+from ..errors import FlexError
+from ..masks import create_block_mask, intersect
+from ..masks.schedule import schedule_parts
+from ..op import Inputs, attention
+from ..options import call_options
+from . import errors
+
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+except ImportError as error:
+    raise errors.no_transformers(error) from error
+
+NAME = "flex_inductor"
+TESTED = "5.23"
+FEW = 32  # queries: their mask is quicker to compute than to analyse
+MOST_KEPT = 64  # masks
+
+
+# ---- Masks ----------------------------------------------------------------------------------------
+
+
+class Mask(BlockMask):
+    """A BlockMask where `generate` treats masks as tensors."""
+
+    ndim = 4
+    documents: tuple[Any, ...] | None = None  # what `_within_documents` made of it last
+
+    @classmethod
+    def of(cls, block_mask: BlockMask) -> Mask:
+        mask = cls.__new__(cls)
+        mask.__dict__.update(block_mask.__dict__)
+        return mask
+
+    def contiguous(self) -> Mask:
+        return self
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | BlockMask | None:
+    """The mask of a step, in the form that `attend` takes. The arguments are those of transformers' `sdpa_mask`."""
+    if q_length <= FEW:
+        return masking_utils.sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size,
+            allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            device=device,
+            **kwargs,
+        )
+    tracing = torch.compiler.is_dynamo_compiling()
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None and not tracing and bool(padding.all()):
+        padding = None
+    if allow_is_bidirectional_skip and padding is None and (local_size is None or kv_length < local_size):
+        return None
+    if padding is not None:
+        mask_function = masking_utils.and_masks(mask_function, masking_utils.padding_mask_function(padding))
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts on in it before the mask is read
+    mask_mod = masking_utils.add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
+    sizes = (batch_size, q_length, kv_length, str(device))
+    if tracing:
+        return _block_mask(mask_mod, *sizes)
+    key = _meaning(mask_mod)
+    return Mask.of(_block_mask(mask_mod, *sizes)) if key is None else _kept(_Keyed(mask_mod, key), *sizes)
+
+
+def _block_mask(mask_mod: Callable, batch: int, queries: int, keys: int, device: str) -> BlockMask:
+    return create_block_mask(mask_mod, batch, None, queries, keys, device)
+
+
+class _Keyed:
+    """A mask_mod that is equal to those of the same meaning."""
+
+    def __init__(self, mask_mod: Callable, key: Any):
+        self.mask_mod, self.key = mask_mod, key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and self.key == other.key
+
+
+@functools.lru_cache(MOST_KEPT)
+def _kept(keyed: _Keyed, *sizes: Any) -> Mask:
+    return Mask.of(_block_mask(keyed.mask_mod, *sizes))
+
+
+def _meaning(value: Any) -> Any:
+    """Equal for mask functions that mean the same; None where that is not known, as with a tensor inside."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tuple):
+        parts = tuple(map(_meaning, value))
+    elif getattr(value, "__module__", None) == masking_utils.__name__ and hasattr(value, "__code__"):
+        parts = (value.__code__, *(_meaning(cell.cell_contents) for cell in value.__closure__ or ()))
+    else:
+        return None
+    return None if None in parts else parts
+
+
+# ---- Attention ------------------------------------------------------------------------------------
+
+NOT_SERVED = {"cache": "continuous batching (cache)", "block_indices": "block_indices"}
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """One layer's attention, as transformers calls it: query [B, H, M, D], the result [B, M, H, V]."""
+    mask = attention_mask
+    try:
+        check_tensors(query, key, value, enable_gqa=True)
+        check_options(query, None, scaling, False, None, None)
+        _check_arguments(module, query, key, mask, dropout, kwargs)
+    except FlexError as error:
+        refused(error)
+    if mask is None and query.size(2) > 1 and (module.is_causal if is_causal is None else is_causal):
+        mask = _mask_of_lengths(masking_utils.causal_mask_function, query, key)
+    if kwargs.get("cu_seq_lens_q") is not None:
+        mask = _within_documents(mask, query, key, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+    if kwargs.get("output_attentions"):
+        given = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+        given = {name: argument for name, argument in given.items() if argument is not None}
+        return _with_weights(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given, **kwargs)
+    scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
+    biases = [] if position_bias is None else [position_bias]
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        biases, mask = [*biases, mask], None
+    if _is_small(query, key, value, mask, s_aux, *biases):
+        out = _few_queries(query, key, value, mask, biases, scale, softcap, s_aux)
+    else:
+        out = _call(query, key, value, mask, biases, scale, softcap, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | BlockMask | None,
+    biases: list[Tensor],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """By the op."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        for bias in biases:
+            score = score + _entry(bias, b, h, q_idx, kv_idx)
+        return score
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return _entry(mask, b, h, q_idx, kv_idx)
+
+    if isinstance(mask, BlockMask):
+        schedule, inner = schedule_parts(mask)
+    else:
+        schedule, inner = None, None if mask is None else mask_mod
+    mark_sizes(query, key, value)
+    out, lse, _ = attention(
+        query,
+        key,
+        value,
+        score_mod if biases or softcap is not None else None,
+        inner,
+        scale,
+        Inputs(schedule=schedule),
+        call_options(None, lse=sinks is not None, max_scores=False),
+    )
+    if sinks is not None:  # what a score without a value leaves to the keys
+        out = (out * torch.sigmoid(lse - sinks.view(-1, 1)).unsqueeze(-1)).to(out.dtype)
+    return out
+
+
+def _entry(table: Tensor, *indices: Tensor) -> Tensor:
+    """Of a table that broadcasts."""
+    return table[tuple(0 if size == 1 else index for size, index in zip(table.shape, indices, strict=True))]
+
+
+def _is_small(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Tensor | None) -> bool:
+    """Whether a call is a few operations: the op's own rules and checks would take longer than its arithmetic."""
+    if query.size(2) > FEW or isinstance(mask, BlockMask) or torch.compiler.is_dynamo_compiling():
+        return False
+    tensors = (query, key, value, *others)
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+
+
+def _few_queries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    biases: list[Tensor],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """By torch's own operations. The query heads that share keys lie one after the other, as more queries of one."""
+    batch, heads, queries, _ = query.shape
+    groups = heads // key.size(1)
+
+    def folded(table: Tensor) -> Tensor:
+        if groups == 1 or (queries == 1 and table.size(1) == 1):
+            return table
+        table = table.expand(-1, heads, queries, -1)
+        return table.reshape(table.size(0), key.size(1), groups * queries, -1)
+
+    bias = functools.reduce(torch.add, map(folded, biases)) if biases else None
+    mask = None if mask is None else folded(mask)
+    if bias is not None and mask is not None:
+        bias = bias.masked_fill(~mask, -math.inf)
+    if softcap is None and sinks is None:
+        given = mask if bias is None else bias.to(query.dtype)
+        out = F.scaled_dot_product_attention(folded(query), key, value, given, scale=scale)
+        return out.reshape(batch, heads, queries, -1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = folded(query).to(wide) @ key.to(wide).mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    elif mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        column = folded(sinks.to(wide).view(1, -1, 1, 1)).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.ops.aten._safe_softmax(scores, -1)[..., : key.size(2)]  # 0 where a query sees nothing
+    return (weights @ value.to(wide)).to(query.dtype).reshape(batch, heads, queries, -1)
+
+
+def _check_arguments(
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    name = type(module).__name__
+    if dropout > 0:
+        raise errors.dropout(name, dropout)
+    for argument, meaning in NOT_SERVED.items():
+        if kwargs.get(argument) is not None:
+            raise errors.not_served(name, meaning)
+    wanted = (query.size(0), query.size(1), query.size(2), key.size(2))
+    if isinstance(mask, Tensor) and (
+        mask.dim() != 4
+        or any(own != 1 and own != size for own, size in zip(mask.shape, wanted, strict=True))
+    ):
+        raise errors.mask_shape(tuple(mask.shape), wanted)
+
+
+def _mask_of_lengths(function: Callable, query: Tensor, key: Tensor) -> Any:
+    """For models that ask for no mask: the first query at the first key, the same for the whole batch."""
+    return make_mask(
+        1,
+        query.size(2),
+        key.size(2),
+        mask_function=function,
+        allow_is_causal_skip=False,
+        device=query.device,
+    )
+
+
+def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor | None) -> Any:
+    """`mask` where query and key are of one document. Made once for all layers that share the mask."""
+    cu_k = cu_q if cu_k is None else cu_k
+    if mask is None:
+        mask = _mask_of_lengths(masking_utils.bidirectional_mask_function, query, key)
+    queries, keys = (
+        torch.bucketize(torch.arange(side.size(2), device=query.device), cu[1:], right=True)
+        for side, cu in ((query, cu_q), (key, cu_k))
+    )
+    if isinstance(mask, Tensor):
+        same = queries[:, None] == keys
+        return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -math.inf)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return mask.mask_mod(b, h, q_idx, kv_idx) & (queries[q_idx] == keys[kv_idx])
+
+    sizes = mask.kv_num_blocks.size(0), query.size(2), key.size(2), str(query.device)
+    if torch.compiler.is_dynamo_compiling() or cu_q.is_inference() or not isinstance(mask, Mask):
+        return _block_mask(mask_mod, *sizes)
+    of = (id(cu_q), cu_q._version, id(cu_k), cu_k._version)
+    if mask.documents is None or mask.documents[0] != of:
+        mask.documents = of, _block_mask(mask_mod, *sizes), (cu_q, cu_k)  # which keep their ids
+    return mask.documents[1]
+
+
+# ---- Weights, which only the models' own attention gives -----------------------------------------
+
+
+def _with_weights(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    name = type(module).__name__
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        refused(errors.no_weights(name))
+    if not torch.compiler.is_dynamo_compiling():
+        _warn_once(errors.weights_once(name))
+    if isinstance(mask, BlockMask):
+        mask = create_mask(mask.mask_mod, query.size(0), 1, query.size(2), key.size(2), query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return eager(module, query, key, value, mask, **kwargs)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+# ---- Registration ---------------------------------------------------------------------------------
+
+
+def _has_own_attention(model: type[PreTrainedModel]) -> bool:
+    """By its source, as transformers finds it; a model without a file is taken at its word."""
+    has_file = getattr(sys.modules.get(model.__module__), "__file__", None) is not None
+    return has_file and not model._can_set_attn_implementation()
+
+
+_choose = PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_choose)
+def _choose_or_refuse(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    if requested_attention == NAME and _has_own_attention(type(self)):
+        raise errors.own_attention(type(self).__name__)
+    return _choose(self, requested_attention, *args, **kwargs)
+
+
+if not transformers.__version__.startswith(f"{TESTED}."):
+    warnings.warn(errors.untested(transformers.__version__, TESTED), stacklevel=2)
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)
+PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse

@@ -100,6 +100,7 @@ def rendered(
         profile=kernel.maybe_codegen_profile(),
         scale=f"{float(call.scale)!r}f",
         schedule=problem.schedule,
+        masked=call.mask_mod is not None,
         blocks=problem.blocks,
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={body: lanes.loops(stores, kernel) for body, stores in bodies.items()},

@@ -17,6 +17,8 @@ from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings.cpu import forward
 from flex_inductor.lowerings.cpu.route import CpuRoute
+from flex_inductor.op import Inputs, attention
+from flex_inductor.options import call_options
 from tests.lowerings.cpu.helpers import SIZES, check, fused
 from tests.support import MASKS, MODS, Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
 
@@ -146,3 +148,18 @@ def test_the_matrix_with_avx2():
 def test_without_vector_instructions_the_route_is_not_available():
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         assert CpuRoute().available() == (False, "no vector instructions that torch knows")
+
+
+@pytest.mark.parametrize("queries", [150, 1])
+def test_a_mask_without_a_schedule_decides_everywhere(queries):
+    """No block is listed: all are visited, by mask_mod."""
+    sizes = SIZES._replace(queries=queries)
+    mask = MASKS["per_batch"](sizes)
+
+    @fused
+    def attend(query, key, value, captures, block_mask):
+        options = call_options(None, lse=True, max_scores=True)
+        scale = query.size(-1) ** -0.5
+        return attention(query, key, value, None, block_mask.mask_mod, scale, Inputs(), options)
+
+    judge(attend, dense_of(None), sizes.inputs(torch.float32), (), mask)

@@ -381,8 +381,12 @@ def _choose_or_refuse(self: PreTrainedModel, requested_attention: str | None, *a
     return _choose(self, requested_attention, *args, **kwargs)
 
 
-if not transformers.__version__.startswith(f"{TESTED}."):
-    warnings.warn(errors.untested(transformers.__version__, TESTED), stacklevel=2)
+def _check_version(version: str) -> None:
+    if not version.startswith(f"{TESTED}."):
+        warnings.warn(errors.untested(version, TESTED), stacklevel=2)
+
+
+_check_version(transformers.__version__)
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
 PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+
 import pytest
 import torch
+import transformers
+from transformers import DynamicCache, masking_utils
 
+from flex_inductor import FlexError
 from flex_inductor.integrations import transformers as integration
-from tests.integrations.families import CAUSAL, FAMILIES, inputs, model_of
+from tests.integrations.families import CAUSAL, FAMILIES, LENGTH, WINDOW, inputs, model_of, tokens
 
 NAME = integration.NAME
 CLOSE = 1e-5  # of the largest magnitude, or absolute below 1
@@ -46,3 +52,221 @@ def test_families_train_as_with_eager_attention(family, form):
     seen = given.get("attention_mask") if "decoder_input_ids" not in given else None
     eager = trained(model, given, "eager", seen)
     assert_same(trained(model, given, NAME, seen), eager)
+
+
+# ---- One mask a step ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The block masks that are made."""
+    made = []
+    create = integration.create_block_mask
+
+    def count(*args, **kwargs):
+        made.append(create(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(integration, "create_block_mask", count)
+    integration._kept.cache_clear()
+    yield made
+    integration._kept.cache_clear()
+
+
+def test_masks_are_made_once_a_step_and_kind(made):
+    model, given = model_of("Gemma 2", num_hidden_layers=4), inputs("Gemma 2", "packed")
+    model.set_attn_implementation(NAME)
+    model(**given)
+    assert len(made) == 2  # of the window, and of the rest
+    model(**given)
+    assert len(made) == 4  # documents change
+
+
+def test_masks_that_stay_the_same_are_kept(made):
+    model, given = model_of("Gemma 2"), inputs("Gemma 2", "plain")
+    model.set_attn_implementation(NAME)
+    model(**given), model(**given)
+    assert len(made) == 2
+    model.config.sliding_window = WINDOW + 1
+    model(**given)
+    assert len(made) == 3
+
+
+def test_masks_with_tensors_or_functions_of_users_are_not_kept(made):
+    limit = 5
+
+    def near(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < limit
+
+    def mask():
+        return integration.make_mask(1, 40, 40, mask_function=masking_utils.and_masks(near))
+
+    first, limit = mask(), 6
+    assert first is not mask()
+    assert [m.mask_mod(0, 0, torch.tensor(5), torch.tensor(0)).item() for m in (first, mask())] == [True, True]
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decode_step_makes_its_mask_in_half_a_millisecond(padded):
+    model = model_of("Llama")
+    model.set_attn_implementation(NAME)
+    past = DynamicCache(config=model.config)
+    attention_mask = torch.ones(2, 513, dtype=torch.int64)
+    attention_mask[0, :100] = 1 - padded
+    with torch.no_grad():
+        model(tokens(length=512), past_key_values=past)
+
+    def seconds():
+        start = time.process_time()
+        masking_utils.create_causal_mask(model.config, torch.empty(2, 1, 0), attention_mask, past)
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(20)) < 5e-4
+
+
+# ---- What callers hand in -------------------------------------------------------------------------
+
+
+def with_mask(kind):
+    seen = torch.rand(2, 1, LENGTH, LENGTH) < 0.5
+    seen |= torch.eye(LENGTH, dtype=torch.bool)
+    if kind == "boolean":
+        return seen, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    added = torch.randn(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return added, added
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("family", ["Llama", "BERT"])
+def test_masks_of_four_dimensions(family, kind):
+    model, given = model_of(family), inputs(family, "plain")
+    mask, eagers = with_mask(kind)
+    eager = trained(model, {**given, "attention_mask": eagers}, "eager")
+    assert_same(trained(model, {**given, "attention_mask": mask}, NAME), eager)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 2"])
+@pytest.mark.parametrize("length", [LENGTH, 20])
+def test_documents_by_their_offsets(family, length, made):
+    """As they come for FlashAttention: cu_seq_lens, with positions that say nothing of documents."""
+    model, ids = model_of(family), tokens(batch=1, length=length)
+    lengths = torch.tensor([7, 1, length - 8])
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    packed = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    eager = trained(model, {"input_ids": ids, "position_ids": packed, "use_cache": False}, "eager")
+    model.set_attn_implementation(NAME)
+    given = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": length, "max_length_k": length}
+    by_offsets = model(ids, position_ids=packed, **given).logits
+    assert_same({"logits": by_offsets}, {"logits": eager["logits"]})
+    # Rotary positions count from the start of the sequence: the documents alone are the same.
+    query, key, value = (torch.randn(1, 4, length, 8) for _ in range(3))
+    attention = model.model.layers[0].self_attn
+    integration._kept.cache_clear()
+    del made[:]
+    masks = [integration.make_mask(1, length, length, allow_is_causal_skip=False) for _ in range(2)]
+    outs = [integration.attend(attention, query, key, value, mask, **given)[0] for mask in masks]
+    document = torch.repeat_interleave(lengths)
+    seen = (document[:, None] == document) & torch.ones(length, length).tril().bool()
+    dense = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2)
+    for out in outs:
+        torch.testing.assert_close(out, dense, rtol=0, atol=1e-5)
+    assert len(made) == (2 if length > integration.FEW else 0)  # causal, and within documents
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model, given = model_of("gpt-oss"), inputs("gpt-oss", "packed")
+    eager = trained(model, given, "eager")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    assert_same(trained(model, {**given, "use_cache": False}, NAME), eager)
+
+
+# ---- What is refused, and what warns --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["BERT", "Llama"])
+def test_attention_weights_come_from_eager_attention(family):
+    model, given = model_of(family), inputs(family, "padded")
+    model.set_attn_implementation("eager")
+    want = model(**given, output_attentions=True).attentions
+    model.set_attn_implementation(NAME)
+    integration._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"output_attentions=True: .* {family.title()}.*Attention computes"):
+        got = model(**given, output_attentions=True).attentions
+    assert len(got) == len(want) == 2
+    for ours, eager in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, eager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**given, output_attentions=True)
+
+
+def test_dropout_is_refused_by_name():
+    model = model_of("BERT", attention_probs_dropout_prob=0.1).train()
+    model.set_attn_implementation(NAME)
+    with pytest.raises(FlexError, match=r"^dropout: BertSelfAttention has 0.1, and .* attention_probs_dropout_prob"):
+        model(tokens())
+    assert model.eval()(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Falcon"])
+def test_models_with_attention_of_their_own_are_refused(name):
+    config = getattr(transformers, f"{name}Config")(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(FlexError, match=rf'^attn_implementation: got "flex_inductor" for {name}Model, which has'):
+        getattr(transformers, f"{name}Model")._from_config(config, attn_implementation=NAME)
+
+
+def test_models_from_a_prompt_are_taken_at_their_word():
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+    Own.__module__ = "__main__of_a_prompt"
+    assert Own(transformers.LlamaConfig(attn_implementation=NAME)).config._attn_implementation == NAME
+
+
+def test_other_arguments_that_change_attention_are_refused():
+    attention = model_of("Llama").model.layers[0].self_attn
+    query = torch.randn(1, 4, 8, 8)
+    with pytest.raises(FlexError, match=r"^continuous batching \(cache\): LlamaAttention passes it"):
+        integration.attend(attention, query, query, query, None, cache=object())
+    with pytest.raises(FlexError, match=r"^attention_mask: .* \[1, 4, 8, 8\], got \[1, 1, 8, 9\]"):
+        integration.attend(attention, query, query, query, torch.ones(1, 1, 8, 9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("version, warned", [("5.23.1", False), ("5.24.0", True), ("5.2.3", True)])
+def test_other_versions_of_transformers_warn(version, warned):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        integration._check_version(version)
+    assert [f"transformers {version}: " in str(w.message) for w in seen] == [True] * warned
+
+
+# ---- Few queries: torch's operations ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_few_queries_are_as_the_op_has_them(queries, biased, softcap, with_sinks):
+    query, key, value = torch.randn(2, 8, queries, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 24)
+    mask = torch.rand(2, 1, queries, 40) < 0.5
+    mask[0, :, 0] = False  # sees nothing
+    biases = [torch.randn(1, 8, queries, 40)] if biased else []
+    sinks = torch.randn(8) if with_sinks else None
+    rest = (mask, biases, 0.25, softcap, sinks)
+    assert integration._is_small(query, key, value, mask, sinks, *biases)
+    few, op = integration._few_queries(query, key, value, *rest), integration._call(query, key, value, *rest)
+    assert few[0, :, 0].abs().max() == 0
+    torch.testing.assert_close(few, op, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_few_queries_keep_scores_in_single_precision(softcap):
+    query, key, value = (torch.randn(1, 4, n, 64, dtype=torch.bfloat16) for n in (1, 512, 512))
+    few = integration._few_queries(query, key, value, None, [], 1.0, softcap, None)
+    wide = integration._few_queries(query.double(), key.double(), value.double(), None, [], 1.0, softcap, None)
+    assert few.dtype == torch.bfloat16
+    torch.testing.assert_close(few, wide.to(few.dtype), rtol=2**-7, atol=1e-3)

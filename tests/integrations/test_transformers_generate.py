@@ -1,0 +1,67 @@
+"""generate with attn_implementation="flex_inductor": the same tokens as with eager attention."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from flex_inductor.integrations import transformers as integration
+from tests.integrations.families import CAUSAL, ENCODER_DECODER, model_of, padding, tokens
+
+NAME = integration.NAME
+QUICK = (("Llama", 3, "dynamic"), ("Llama", 1, "static"), ("gpt-oss", 1, "dynamic"), ("T5", 1, "dynamic"))
+
+
+def both(family, generate):
+    """What `generate(model)` gives with eager attention and with ours."""
+    model, results = model_of(family), []
+    for implementation in ("eager", NAME):
+        model.set_attn_implementation(implementation)
+        results.append(generate(model))
+    return results
+
+
+def generated(model, ids, **given):
+    settings = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, **{**settings, **given})
+
+
+@pytest.mark.parametrize(
+    "family, beams, cache",
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product((*CAUSAL, *ENCODER_DECODER), (1, 3), ("dynamic", "static"))
+    ],
+)
+def test_the_same_tokens(family, beams, cache):
+    ids = tokens()
+    given = {"attention_mask": padding(), "num_beams": beams, "cache_implementation": cache}
+    eager, ours = both(family, lambda model: generated(model, ids, **given))
+    assert torch.equal(ours, eager)
+
+
+def test_assisted_decoding():
+    ids, assistant = tokens(batch=1), model_of("Gemma 2", num_hidden_layers=1)
+    assistant.set_attn_implementation(NAME)
+    eager, ours = both("Gemma 2", lambda model: generated(model, ids, assistant_model=assistant))
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("chunk", [40, 16])
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("family", ["Llama", "Gemma 2"])
+def test_a_prompt_in_chunks(family, cache, chunk):
+    """A static cache counts in place how far it is filled, between a step's mask and the layers that read it."""
+    ids = tokens(length=80)
+
+    @torch.no_grad()
+    def prefill(model):
+        room = {"max_cache_len": 100} if cache is StaticCache else {}
+        past = cache(config=model.config, **room)
+        return torch.cat([model(part, past_key_values=past).logits for part in ids.split(chunk, 1)], 1)
+
+    eager, ours = both(family, prefill)
+    torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "op": ("mod_ir", "errors", "compat", "options", "upward"),
     "masks": ("op", "mod_ir", "errors", "compat"),
     "sequences": ("attention", "masks", "op", "errors", "options"),
+    "integrations": ("attention", "masks", "op", "errors", "options"),
     "attention": ("masks", "op", "mod_ir", "errors", "compat", "options", "upward"),
 }
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.

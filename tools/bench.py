@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from . import bench_compile, bench_cpu, bench_gpu, bench_masks, bench_static, bench_varlen
+from . import (
+    bench_compile,
+    bench_cpu,
+    bench_gpu,
+    bench_huggingface,
+    bench_masks,
+    bench_static,
+    bench_varlen,
+)
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -17,6 +25,7 @@ def _register_kinds(kinds: argparse._SubParsersAction) -> None:
     bench_compile.register(kinds)
     bench_cpu.register(kinds)
     bench_gpu.register(kinds)
+    bench_huggingface.register(kinds)
     bench_masks.register(kinds)
     bench_static.register(kinds)
     bench_varlen.register(kinds)

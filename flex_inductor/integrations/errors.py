@@ -9,7 +9,7 @@ INSTEAD = 'Use attn_implementation="eager" or "sdpa" for it.'
 
 def no_transformers(error: ImportError) -> ImportError:
     return ImportError(
-        f"flex_inductor.integrations.transformers needs transformers 5 with its attention and mask interfaces: {error}. "
+        f"flex_inductor.integrations.transformers needs transformers 5, with its interfaces for attention: {error}. "
         "Install flex_inductor[transformers]."
     )
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..errors import FlexError
-from ..masks import create_block_mask, intersect
+from ..masks import create_block_mask
 from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
 from ..options import call_options
@@ -61,7 +61,7 @@ def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,  # an integer, or the live counter of a static cache
     kv_offset: int = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -160,7 +160,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """One layer's attention, as transformers calls it: query [B, H, M, D], the result [B, M, H, V]."""
-    mask = attention_mask
+    mask: Any = attention_mask
     try:
         check_tensors(query, key, value, enable_gqa=True)
         check_options(query, None, scaling, False, None, None)
@@ -174,7 +174,9 @@ def attend(
     if kwargs.get("output_attentions"):
         given = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
         given = {name: argument for name, argument in given.items() if argument is not None}
-        return _with_weights(module, query, key, value, mask, scaling=scaling, dropout=dropout, **given, **kwargs)
+        return _with_weights(
+            module, query, key, value, mask, scaling=scaling, dropout=dropout, **given, **kwargs
+        )
     scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
     biases = [] if position_bias is None else [position_bias]
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
@@ -190,7 +192,7 @@ def _call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: Any,
     biases: list[Tensor],
     scale: float,
     softcap: float | None,
@@ -295,8 +297,7 @@ def _check_arguments(
             raise errors.not_served(name, meaning)
     wanted = (query.size(0), query.size(1), query.size(2), key.size(2))
     if isinstance(mask, Tensor) and (
-        mask.dim() != 4
-        or any(own != 1 and own != size for own, size in zip(mask.shape, wanted, strict=True))
+        mask.dim() != 4 or any(own != 1 and own != size for own, size in zip(mask.shape, wanted, strict=True))
     ):
         raise errors.mask_shape(tuple(mask.shape), wanted)
 
@@ -375,7 +376,9 @@ _choose = PreTrainedModel.get_correct_attn_implementation
 
 
 @functools.wraps(_choose)
-def _choose_or_refuse(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+def _choose_or_refuse(
+    self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
     if requested_attention == NAME and _has_own_attention(type(self)):
         raise errors.own_attention(type(self).__name__)
     return _choose(self, requested_attention, *args, **kwargs)
@@ -389,4 +392,4 @@ def _check_version(version: str) -> None:
 _check_version(transformers.__version__)
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
-PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse
+PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse  # type: ignore[method-assign]

@@ -35,7 +35,11 @@ def assert_same(ours, eager):
     assert ours.keys() == eager.keys()
     for name, want in eager.items():
         torch.testing.assert_close(
-            ours[name], want, rtol=0, atol=CLOSE * max(1.0, want.abs().max().item()), msg=lambda m, n=name: f"{n}: {m}"
+            ours[name],
+            want,
+            rtol=0,
+            atol=CLOSE * max(1.0, want.abs().max().item()),
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -103,7 +107,10 @@ def test_masks_with_tensors_or_functions_of_users_are_not_kept(made):
 
     first, limit = mask(), 6
     assert first is not mask()
-    assert [m.mask_mod(0, 0, torch.tensor(5), torch.tensor(0)).item() for m in (first, mask())] == [True, True]
+    assert [m.mask_mod(0, 0, torch.tensor(5), torch.tensor(0)).item() for m in (first, mask())] == [
+        True,
+        True,
+    ]
     assert len(made) == 3
 
 
@@ -206,15 +213,21 @@ def test_attention_weights_come_from_eager_attention(family):
 def test_dropout_is_refused_by_name():
     model = model_of("BERT", attention_probs_dropout_prob=0.1).train()
     model.set_attn_implementation(NAME)
-    with pytest.raises(FlexError, match=r"^dropout: BertSelfAttention has 0.1, and .* attention_probs_dropout_prob"):
+    with pytest.raises(
+        FlexError, match=r"^dropout: BertSelfAttention has 0.1, and .* attention_probs_dropout_prob"
+    ):
         model(tokens())
     assert model.eval()(tokens()).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Falcon"])
 def test_models_with_attention_of_their_own_are_refused(name):
-    config = getattr(transformers, f"{name}Config")(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(FlexError, match=rf'^attn_implementation: got "flex_inductor" for {name}Model, which has'):
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    with pytest.raises(
+        FlexError, match=rf'^attn_implementation: got "flex_inductor" for {name}Model, which has'
+    ):
         getattr(transformers, f"{name}Model")._from_config(config, attn_implementation=NAME)
 
 
@@ -267,6 +280,8 @@ def test_few_queries_are_as_the_op_has_them(queries, biased, softcap, with_sinks
 def test_few_queries_keep_scores_in_single_precision(softcap):
     query, key, value = (torch.randn(1, 4, n, 64, dtype=torch.bfloat16) for n in (1, 512, 512))
     few = integration._few_queries(query, key, value, None, [], 1.0, softcap, None)
-    wide = integration._few_queries(query.double(), key.double(), value.double(), None, [], 1.0, softcap, None)
+    wide = integration._few_queries(
+        query.double(), key.double(), value.double(), None, [], 1.0, softcap, None
+    )
     assert few.dtype == torch.bfloat16
     torch.testing.assert_close(few, wide.to(few.dtype), rtol=2**-7, atol=1e-3)

@@ -31,7 +31,9 @@ def test_models_are_traced_whole(form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, form", [("Llama", "packed"), ("Gemma 2", "padded"), ("T5", "padded"), ("BERT", "plain")])
+@pytest.mark.parametrize(
+    "family, form", [("Llama", "packed"), ("Gemma 2", "padded"), ("T5", "padded"), ("BERT", "plain")]
+)
 def test_training_is_compiled(family, form):
     model, given = model_of(family), {**inputs(family, form), "use_cache": False}
     seen = given.get("attention_mask") if family == "Gemma 2" else None
@@ -60,7 +62,11 @@ def decoded(model, step, steps=6):
     mask = torch.cat([padding(40), torch.ones(2, 24, dtype=torch.int64)], 1)
     logits, graphs = [], []
     with torch.no_grad():
-        ids = model(ids, attention_mask=mask[:, :40], past_key_values=past).logits[:, -1].argmax(-1, keepdim=True)
+        ids = (
+            model(ids, attention_mask=mask[:, :40], past_key_values=past)
+            .logits[:, -1]
+            .argmax(-1, keepdim=True)
+        )
         for _ in range(steps):
             found = step(ids, attention_mask=mask, past_key_values=past)
             logits.append(found.logits[:, -1].clone())

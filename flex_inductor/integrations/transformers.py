@@ -35,7 +35,7 @@ except ImportError as error:
 NAME = "flex_inductor"
 TESTED = "5.23"
 FEW = 32  # queries: their mask is quicker to compute than to analyse
-MOST_KEPT = 64  # masks
+MOST_KEPT = 16  # masks
 
 
 # ---- Masks ----------------------------------------------------------------------------------------
@@ -167,7 +167,8 @@ def attend(
         _check_arguments(module, query, key, mask, dropout, kwargs)
     except FlexError as error:
         refused(error)
-    if mask is None and query.size(2) > 1 and (module.is_causal if is_causal is None else is_causal):
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if mask is None and causal and query.size(2) > 1:
         mask = _mask_of_lengths(masking_utils.causal_mask_function, query, key)
     if kwargs.get("cu_seq_lens_q") is not None:
         mask = _within_documents(mask, query, key, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from flex_inductor.integrations import transformers as integration
 from tests.integrations.families import CAUSAL, ENCODER_DECODER, model_of, padding, tokens
 
 NAME = integration.NAME
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = (("Llama", 3, "dynamic"), ("Llama", 1, "static"), ("gpt-oss", 1, "dynamic"), ("T5", 1, "dynamic"))
 
 
@@ -65,3 +69,21 @@ def test_a_prompt_in_chunks(family, cache, chunk):
 
     eager, ours = both(family, prefill)
     torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
+
+
+def test_the_snippet_of_the_docs(capsys):
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/huggingface.md").read_text(), re.DOTALL)
+    names = {}
+    exec(snippet, names)
+    assert names["model"].config._attn_implementation == NAME
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in names["model"].parameters())
+
+
+@pytest.mark.slow
+def test_the_example(capsys):
+    runpy.run_path(str(ROOT / "examples/huggingface.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    apart = [
+        float(number) for number in re.findall(r"losses at most (\S+) apart; the same tokens: True", shown)
+    ]
+    assert len(apart) == 2 and max(apart) < 1e-5

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from . import compat, errors, upward
+from .masks.planned import PlannedMask, Wants, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
 from .op.hop import refusal
@@ -34,7 +35,7 @@ def flex_attention(
     key: Tensor,
     value: Tensor,
     score_mod: Callable[..., Tensor] | None = None,
-    block_mask: BlockMask | RunSchedule | None = None,
+    block_mask: BlockMask | RunSchedule | PlannedMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -56,7 +57,8 @@ def flex_attention(
         value: [B or 1, H, N, V]; V may differ from D.
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)` on 0-d tensors returns the new score.
         block_mask: which blocks to visit and the mask_mod inside them, as torch's BlockMask or as a
-            RunSchedule; see create_block_mask.
+            RunSchedule; see create_block_mask. With one that context_parallel has planned, the call is on the
+            part of the sequence that this rank has.
         scale: multiplies the scores before score_mod; 1/sqrt(D) by default.
         return_lse: return `(out, logsumexp)`.
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
@@ -66,29 +68,40 @@ def flex_attention(
         options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
         return _of_nested[0](query, key, value, score_mod, block_mask, *options)
     try:
+        if isinstance(block_mask, PlannedMask):
+            query, key, value, like_query, head = block_mask.local(query, key, value)
         check_tensors(query, key, value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
-        if block_mask is not None:
+        if isinstance(block_mask, PlannedMask):
+            block_mask.check(query, key)
+        elif needs_plan():
+            raise errors.unplanned("flex_attention")
+        elif block_mask is not None:
             _check_block_mask(block_mask, query, key)
     except errors.FlexError as error:
         refused(error)
-    schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
-    if mask_mod is noop_mask:
-        mask_mod = None
-
     mark_sizes(query, key, value)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
-    out, lse, max_scores = attention(
-        query,
-        key,
-        value,
-        score_mod,
-        mask_mod,
-        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=schedule),
-        call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
-    )
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask_mod: Any, inputs: Inputs) -> Any:
+        return attention(
+            query,
+            key,
+            value,
+            score_mod,
+            None if mask_mod is noop_mask else mask_mod,
+            1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+            inputs,
+            call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
+        )
+
+    if isinstance(block_mask, PlannedMask):
+        results = block_mask.attend(query, key, value, call, Wants(wants_lse, wants_max), head)
+        out, lse, max_scores = (like_query(result) for result in results)
+    else:
+        schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
+        out, lse, max_scores = call(query, key, value, mask_mod, Inputs(schedule=schedule))
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out

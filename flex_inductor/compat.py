@@ -36,6 +36,13 @@ def is_sliced(block_mask: Any) -> bool:
     return block_mask.mask_mod is None or (marker is not None and block_mask.mask_mod is marker)
 
 
+def mark_changing(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """`tensor`, whose size in `dim` may change in compiled code: Dynamo's maybe_mark_dynamic, without its import."""
+    tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+    return tensor
+
+
 def allows_tf32() -> bool:
     """Whether the user lets GPUs multiply float32 matrices in TF32.
 

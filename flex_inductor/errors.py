@@ -634,3 +634,13 @@ def bad_window(value: Any) -> FlexValueError:
     return FlexValueError(
         f"window_size: expected a pair (left, right) of token counts, -1 for any, got {value!r}."
     )
+
+
+# Context parallelism.
+
+
+def unplanned(what: str) -> FlexValueError:
+    return FlexValueError(
+        f"{what}: called inside of `with context_parallel(...)` without a planned mask, it would attend to this rank's "
+        "tokens alone. Pass block_mask=cp.plan(mask), or call it outside."
+    )

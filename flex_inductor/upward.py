@@ -1,4 +1,4 @@
-"""The one place from which this package calls its lowerings and tools, which import it: imported at the call."""
+"""The one place from which this package calls what imports it: lowerings, tools and rings, imported at the call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from . import compat
 
-_LOWERINGS, _TOOLS = "flex_inductor.lowerings", "flex_inductor.tools"
+_PACKAGE = "flex_inductor"
+_LOWERINGS, _TOOLS = f"{_PACKAGE}.lowerings", f"{_PACKAGE}.tools"
 
 
 def register_lowerings() -> None:
@@ -35,17 +36,23 @@ def record_eager(call: Any, why: str) -> None:
     import_module(f"{_LOWERINGS}.decision_log").record_eager(call, why)
 
 
+def ring() -> Any:
+    """What calls around a ring of ranks are computed by."""
+    return import_module(f"{_PACKAGE}.distributed.ring")
+
+
 def imported_tuning() -> str:
     """Changes with every import of tuning results."""
     return import_module(f"{_LOWERINGS}.winners").stamp()
 
 
 def public(name: str) -> Any:
-    """The names that `flex_inductor` exports from its lowerings and tools."""
+    """The names that `flex_inductor` exports from what imports it, or is imported late."""
     return getattr(import_module(PUBLIC[name]), name)
 
 
 PUBLIC = {
+    "context_parallel": f"{_PACKAGE}.distributed.context",
     "decisions": f"{_LOWERINGS}.decision_log",
     "inspect": f"{_TOOLS}.inspector",
     "trace_mod": f"{_TOOLS}.trace_mod",

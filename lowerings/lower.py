@@ -70,7 +70,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         outputs=outputs,
         options=call.options,
     )
-    route, decision = registry.decide(problem, registry.ROUTES)
+    route, decision = registry.decide(problem, registry.ROUTES if inputs.ring is None else registry.RING)
     before = len(V.graph.operations)
     outputs = route.lower(problem, call)
     decision = decision._replace(kernels=tuple(problem.kernels))

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.mod_ir.split import Programs
 from flex_inductor.options import CallOptions
 
@@ -46,6 +47,11 @@ class AttentionProblem:
     outputs: tuple[str, ...]  # forward: which of lse, max_scores; backward: which of query, key, value
     options: CallOptions
     kernels: list[Choice] = field(default_factory=list, compare=False)  # what lowering the call made
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the output and of the gradients of query, key and value."""
+        return score_dtype(self.dtype) if "partial" in self.inputs else self.dtype
 
     def describe(self) -> str:
         """The call in a line."""

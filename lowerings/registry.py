@@ -10,10 +10,12 @@ from .chunked import ChunkedRoute
 from .cpu.route import CpuRoute
 from .decision import Decision
 from .problem import AttentionProblem
+from .ring import RingRoute
 from .route import Route
 from .triton.route import TritonRoute
 
 ROUTES: tuple[Route, ...] = (TritonRoute(), CpuRoute(), ChunkedRoute())
+RING: tuple[Route, ...] = (RingRoute(),)  # for calls whose keys are spread over ranks
 
 
 def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, Decision]:

@@ -43,7 +43,7 @@ def draw_mask(
     their own. `zoom=(row, column)` adds the tokens of that tile. Beyond 512 tiles a side, a cell of the
     picture stands for several tiles and mixes their colours.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     if path is not None and Path(path).suffix not in FORMATS:
         raise MaskArgumentError(
             f"draw_mask: path: expected a name ending in .png or .svg, got {str(path)!r}."
@@ -61,7 +61,7 @@ def draw_mask(
     figure.tight_layout()
     if path is None:
         return figure
-    _save(pyplot, figure, path, Path(path).suffix[1:])
+    save(pyplot, figure, path, Path(path).suffix[1:])
     return None
 
 
@@ -70,7 +70,7 @@ def to_html(mask: BlockMask | RunSchedule) -> str:
     if find_spec("matplotlib") is None:
         return f"<pre style='line-height:1'>{mask}</pre>"
     picture = io.StringIO()
-    _save(_pyplot(), draw_mask(mask), picture, "svg")
+    save(load_pyplot(), draw_mask(mask), picture, "svg")
     return picture.getvalue()[picture.getvalue().index("<svg") :]
 
 
@@ -82,21 +82,21 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython.display_formatter.formatters["text/html"].for_type(BlockMask, to_html)
 
 
-def _save(pyplot: Any, figure: Any, to: Any, form: str) -> None:
+def save(pyplot: Any, figure: Any, to: Any, form: str) -> None:
     # A fixed salt and no date make the same mask the same file; text stays text.
     with pyplot.rc_context({"svg.hashsalt": "flex_inductor", "svg.fonttype": "none"}):
         figure.savefig(to, format=form, metadata={"Date": None} if form == "svg" else None, dpi=150)
     pyplot.close(figure)
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
     try:
         import matplotlib
 
         matplotlib.use("Agg", force=False)
         from matplotlib import pyplot
     except ImportError as error:
-        raise FlexError("draw_mask needs matplotlib: pip install 'flex-inductor[draw]'.") from error
+        raise FlexError("A picture needs matplotlib: pip install 'flex-inductor[draw]'.") from error
     return pyplot
 
 

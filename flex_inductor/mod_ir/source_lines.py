@@ -32,9 +32,10 @@ class Frame(NamedTuple):
     @property
     def is_wrapper(self) -> bool:
         """Whether this is flex_attention itself, ours or torch's."""
-        return (
+        named = (
             self.line.file in ("attention.py", "flex_attention.py") and "flex_attention" in self.line.function
         )
+        return named or self.path == f"{_OWN}/attention.py"
 
     @property
     def is_users(self) -> bool:

@@ -14,6 +14,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import errors
+from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import joint_graph
 from .call import QKV, AttentionCall, BackwardCall
 from .hop import attention, attention_backward
@@ -27,7 +28,7 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(query, key, value, call, joint, *tensors):
         with torch._C._AutoDispatchBelowAutograd():
-            return attention(*_with_tensors(call, query, key, value, tensors))
+            return attention(*_with_tensors(call, query, key, value, tensors).with_inputs(stand_ins=()))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -44,11 +45,20 @@ class _AttentionFunction(torch.autograd.Function):
             return (None,) * (5 + len(tensors))
         call = ctx.call
         inputs = call.inputs.filled(tensors)
-        wants = tuple(name for name, needed in zip(QKV, ctx.needs_input_grad, strict=False) if needed)
+        needed = [*ctx.needs_input_grad[:3]]
+        if inputs.stand_ins:
+            needed[1:] = [True, True]
+        wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
+        wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
+        given = inputs._replace(stand_ins=(), partial=inputs.partial or wide)
         d_query, d_key, d_value, d_inputs = attention_backward(
             query, key, value, out, lse, grad_out, grad_lse,
-            call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, inputs, call.options,
+            call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, given, call.options,
         )  # fmt: skip
+        if inputs.stand_ins:
+            d_inputs, d_key, d_value = (*d_inputs, d_key, d_value), None, None
+        if wide and d_query is not None:
+            d_query = d_query.to(query.dtype)
         return d_query, d_key, d_value, None, None, *inputs.by_tensor(d_inputs)
 
     @staticmethod
@@ -93,9 +103,9 @@ def _autograd(*args):
     if any(unpack_dual(t).tangent is not None for t in inputs):
         raise errors.forward_mode_derivative()
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        wants_score = call.query.requires_grad or call.key.requires_grad
+        wants_score = any(t.requires_grad for t in (call.query, call.key, *call.inputs.stand_ins))
         return _differentiable(call, [wants_score, *(c.requires_grad for c in call.inputs.score_captures)])
-    call = with_score_graph(call)
+    call = with_score_graph(call).with_inputs(stand_ins=())
     with torch._C._AutoDispatchBelowAutograd():
         return attention(*call)
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import errors
 from ..mod_ir.serialise import graph_key
 from ..options import CallOptions
+from .ring import Ring
 from .schedule import FORMS, RowBounds, Schedule
 from .tile_map import TileMap
 
@@ -34,7 +35,9 @@ class Inputs(NamedTuple):
     value_scale: Tensor | None = None
     external_lse: Tensor | None = None  # backward: of whole rows, where this call has a part of their keys
     external_delta: Tensor | None = None
+    ring: Ring | None = None  # of ranks, each of which has a part of the keys
     partial: bool = False  # outputs and gradients in fp32, to be added to those of other calls
+    stand_ins: tuple[Tensor, ...] = ()  # for key and value, whose gradients these get, in fp32; not read
 
     def given(self) -> list[str]:
         """The names of those that the call has."""
@@ -47,6 +50,8 @@ class Inputs(NamedTuple):
             found["schedule"] = (self.schedule.form, *self.schedule)
         if self.tile_map is not None:
             found["tile_map"] = tuple(self.tile_map)
+        if self.ring is not None:
+            found["ring"] = tuple(self.ring)
         return found
 
     @classmethod
@@ -60,6 +65,8 @@ class Inputs(NamedTuple):
             found["schedule"] = FORMS[form or own_form](*fields)
         if "tile_map" in found:
             found["tile_map"] = TileMap(*found["tile_map"])
+        if "ring" in found:
+            found["ring"] = Ring(*found["ring"])
         return cls(**found)
 
     def parts(self) -> tuple[Inputs, list[Tensor]]:
@@ -90,7 +97,7 @@ class Inputs(NamedTuple):
         ]
 
 
-DIFFERENTIABLE = ("score_captures",)
+DIFFERENTIABLE = ("score_captures", "stand_ins")
 
 _TENSOR = object()
 

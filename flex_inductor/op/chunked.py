@@ -33,7 +33,7 @@ MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
-SERVES = ("score_captures", "mask_captures", "schedule", "tile_map")
+SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "partial")
 
 
 class _Tile(NamedTuple):
@@ -64,7 +64,7 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
-    out, lse, row_max = empty_outputs(query, value)
+    out, lse, row_max = empty_outputs(query, value, inputs.partial)
     run = _run(query, key, value, inputs, mods, scale, (value,))
     if inputs.tile_map is not None:  # which may leave rows out
         out.zero_(), lse.fill_(-math.inf), row_max.fill_(-math.inf)
@@ -135,19 +135,24 @@ def backward(
             if d_key is not None:
                 run.add_per_kv_head(d_key, tile, d_score, scaled_query, live)
     grads = [
-        None if grad is None else empty_like_layout(like, like.shape).copy_(grad)
+        None if grad is None else empty_gradient(like, inputs.partial).copy_(grad)
         for grad, like in zip((d_query, d_key, d_value), (query, key, value), strict=True)
     ]
     captured = leaves.gradients() if leaves is not None else (None,) * len(captures)
     return grads[0], grads[1], grads[2], captured
 
 
-def empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs(query: Tensor, value: Tensor, partial: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled output (in the query's memory layout), logsumexp and row maximum."""
     rows = query.shape[:3]
-    out = empty_like_layout(query, (*rows, value.size(-1)))
     dtype = score_dtype(query.dtype)
+    out = empty_like_layout(query, (*rows, value.size(-1)), dtype if partial else None)
     return out, query.new_empty(rows, dtype=dtype), query.new_empty(rows, dtype=dtype)
+
+
+def empty_gradient(tensor: Tensor, partial: bool = False) -> Tensor:
+    """Unfilled, in the tensor's memory layout."""
+    return empty_like_layout(tensor, tensor.shape, score_dtype(tensor.dtype) if partial else None)
 
 
 class _Run:

@@ -6,7 +6,6 @@ import torch
 
 from . import call_text, chunked
 from .call import QKV
-from .layout import empty_like_layout
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
@@ -28,8 +27,8 @@ def _forward(query, key, value, tensors, call):
 
 
 @torch.library.register_fake("flex_inductor::chunked_forward", lib=_library)
-def _forward_fake(query, key, value, *_):
-    return chunked.empty_outputs(query, value)
+def _forward_fake(query, key, value, tensors, call):
+    return chunked.empty_outputs(query, value, call_text.load(call, tensors).inputs.partial)
 
 
 @torch.library.impl(_library, "chunked_backward", "CompositeExplicitAutograd")
@@ -46,7 +45,7 @@ def _backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
 def _backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
     call = call_text.load(call, tensors)
     grads = [
-        empty_like_layout(tensor, tensor.shape)
+        chunked.empty_gradient(tensor, call.inputs.partial)
         for name, tensor in zip(QKV, (query, key, value), strict=True)
         if name in call.wants
     ]

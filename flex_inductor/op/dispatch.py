@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from .. import errors
+from .. import errors, upward
 from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, example_lanes
 from ..mod_ir.checks import mark_checked, random_op
 from ..mod_ir.indexing import LaneIndexing
@@ -29,7 +29,6 @@ from ..mod_ir.split import programs
 from . import chunked, eager
 from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
 from .hop import attention, attention_backward
-from .layout import empty_like_layout
 from .prepare import prepare, with_score_graph
 
 
@@ -37,6 +36,8 @@ from .prepare import prepare, with_score_graph
 @torch.no_grad()
 def _eager(*args):
     call = with_score_graph(prepare(AttentionCall.read(*args)))
+    if call.inputs.ring is not None:
+        return upward.ring().forward(call)
     check_served(call.inputs, chunked.SERVES)
 
     def in_chunks() -> Any:
@@ -50,6 +51,8 @@ def _eager(*args):
 @torch.no_grad()
 def _eager_backward(*args):
     call = BackwardCall.read(*args)
+    if call.inputs.ring is not None:
+        return upward.ring().backward(call)
     check_served(call.inputs, chunked.SERVES)
 
     def in_chunks() -> Any:
@@ -70,14 +73,14 @@ def _functionalize(op: HigherOrderOperator, ctx, *args):
 @register_fake(attention)
 def _fake(*args):
     call = AttentionCall.read(*args)
-    return chunked.empty_outputs(call.query, call.value)
+    return chunked.empty_outputs(call.query, call.value, call.inputs.partial)
 
 
 @register_fake(attention_backward)
 def _fake_backward(*args):
     call = BackwardCall.read(*args)
     grads = [
-        empty_like_layout(tensor, tensor.shape) if name in call.wants else None
+        chunked.empty_gradient(tensor, call.inputs.partial) if name in call.wants else None
         for name, tensor in zip(QKV, (call.query, call.key, call.value), strict=True)
     ]
     captures = call.inputs.score_captures

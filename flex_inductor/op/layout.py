@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def empty_like_layout(like: Tensor, shape: Sequence[int]) -> Tensor:
+def empty_like_layout(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """An unfilled tensor whose dimensions lie in memory in `like`'s order, the last one innermost."""
     strides = like.stride()
     order = sorted(range(like.dim() - 1), key=lambda dim: -strides[dim])
@@ -19,4 +19,4 @@ def empty_like_layout(like: Tensor, shape: Sequence[int]) -> Tensor:
     for dim in reversed(order):
         new_strides[dim] = step
         step = step * shape[dim]
-    return torch.empty_strided(tuple(shape), new_strides, dtype=like.dtype, device=like.device)
+    return torch.empty_strided(tuple(shape), new_strides, dtype=dtype or like.dtype, device=like.device)

@@ -37,7 +37,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
-    if inputs.tile_map is not None:
+    if inputs.tile_map is not None and inputs.ring is None:
         _check_tile_map(inputs)
     if not _is_literal(call.scale, score_dtype(call.query.dtype)):
         call = _scale_as_capture(call)

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
+from ..masks.planned import needs_plan
 from ..op import Inputs, attention
 from ..op.tile_map import TileMap
 from ..options import call_options
@@ -60,6 +61,8 @@ def varlen_attention(
         check_tensors(query, first_key, first_value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
         _check_sequences(query, key, value, sequences, block_mask)
+        if needs_plan():
+            raise call_errors.unplanned("varlen_attention")
     except call_errors.FlexError as error:
         refused(error)
     mark_sizes(query, key, value)

@@ -64,7 +64,7 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
             sums = captured.with_units(sums, measured)
         if "query" in problem.outputs or sums:
             if "query" in problem.outputs:
-                grads["d_query"] = unwritten(problem, fakes["d_query"], problem.dtype, 0.0)
+                grads["d_query"] = unwritten(problem, fakes["d_query"], problem.result_dtype, 0.0)
             _dq(problem, call, found, tensors, grads["d_query"], sums)
     for kind, wanted in of_keys.items():
         grads.update(_dkdv(problem, call, found, tensors, fakes, kind, wanted, sums if one_pass else ()))
@@ -192,7 +192,7 @@ def _dkdv(
             size = [problem.B, parts, problem.N, width]
             outputs[name] = empty(size, None, torch.float32, problem.device)
         else:
-            outputs[name] = empty(*layout_of(fakes[name]), problem.dtype, problem.device)
+            outputs[name] = empty(*layout_of(fakes[name]), problem.result_dtype, problem.device)
         written[name] = builder.tensor(name, outputs[name], written=True)
     if kind == ONE_PASS:
         size = [problem.B, problem.H, problem.M, problem.D]
@@ -227,7 +227,7 @@ def _dkdv(
         outputs |= {name: _sum_parts(outputs[name], problem) for name in written}
     if kind == ONE_PASS:
         d_query = lowerings[aten.mul](outputs["d_query"], float(call.scale))
-        outputs["d_query"] = to_dtype(d_query, problem.dtype)
+        outputs["d_query"] = to_dtype(d_query, problem.result_dtype)
     return outputs
 
 
@@ -263,7 +263,7 @@ def _sum_parts(parts: Any, problem: AttentionProblem) -> Any:
     total = lowerings[aten.sum](grouped, [2])
     if one_kv_batch(problem):
         total = lowerings[aten.sum](total, [0], True)
-    return to_dtype(total, problem.dtype)
+    return to_dtype(total, problem.result_dtype)
 
 
 def _values(

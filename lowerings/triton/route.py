@@ -13,7 +13,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map"))
+    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "partial"))
 
     def available(self) -> tuple[bool, str]:
         if torch.cuda.is_available():

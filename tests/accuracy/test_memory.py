@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from flex_inductor import and_masks, create_block_mask, flex_attention, set_eager_kernels
 from flex_inductor.backend import flex_inductor
 from flex_inductor.tools.bench_masks import above_start
+from tests.memory import peak_allocated
 from tests.support import causal
 
 pytestmark = pytest.mark.usefixtures("optimized")  # lengths are long
@@ -21,18 +21,6 @@ pytestmark = pytest.mark.usefixtures("optimized")  # lengths are long
 ROOT = Path(__file__).parents[2]
 LENGTH = 8192
 LIMIT = 512 * 2**20  # dense attention would take over 4 GiB
-
-
-def peak_allocated(fn) -> int:
-    """The most bytes that `fn` holds at a time in tensors it allocates, on the CPU."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        fn()
-    held = peak = 0
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 @pytest.fixture(autouse=True)

@@ -299,3 +299,15 @@ def test_deterministic_gradients_of_keys_are_refused():
         torch.use_deterministic_algorithms(False)
     reason = dict(decisions()[-1].rejected)["triton"]
     assert reason.startswith("adds to d(key) and d(value) by atomics where a map has the tiles")
+
+
+def test_partial_output():
+    """It is not rounded to fp16."""
+    inputs, _ = packed(causal, PARTS, (16, 32), "runs", HEAD)
+    rows = tensors(*lengths(PARTS, 0), torch.float16)
+    attend = attention_of(inputs._replace(partial=True), causal, None)
+    with torch.no_grad(), served_by("triton"):
+        out, *_ = attend(*rows, (), None)
+    gold, *_ = attention(*(t.double() for t in rows), None, causal, SCALE, inputs, ALL)
+    assert out.dtype == torch.float32 and (out != out.half()).any()
+    torch.testing.assert_close(out.double(), gold, rtol=2e-3, atol=2e-3)

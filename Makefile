@@ -5,7 +5,7 @@ MINUTES ?= 30
 
 bin := $(VENV)/bin
 
-.PHONY: help demo test test-all test-2.11 test-browser fuzz lint clean
+.PHONY: help demo demo-distributed test test-all test-2.11 test-browser fuzz lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -13,6 +13,10 @@ help:
 demo: $(VENV)/.ready  ## train a small transformer on the CPU
 	$(bin)/python examples/train_demo.py
 	@echo "flex_inductor: demo finished"
+
+demo-distributed: $(VENV)/.ready  ## train one over four processes
+	$(bin)/python -m torch.distributed.run --nproc-per-node 4 examples/context_parallel.py
+	@echo "flex_inductor: distributed demo finished"
 
 test: $(VENV)/.ready  ## the tests, without the long matrix
 	$(bin)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"

@@ -49,6 +49,7 @@ __all__ = [
     "__version__",
     "and_masks",
     "append_kv",
+    "context_parallel",
     "create_block_mask",
     "decisions",
     "draw_mask",

@@ -20,6 +20,17 @@ MAY_IMPORT = {
     "masks": ("op", "mod_ir", "errors", "compat"),
     "sequences": ("attention", "masks", "op", "errors", "options"),
     "integrations": ("attention", "masks", "op", "errors", "options"),
+    "distributed": (
+        "attention",
+        "sequences",
+        "masks",
+        "op",
+        "mod_ir",
+        "errors",
+        "compat",
+        "options",
+        "upward",
+    ),
     "attention": ("masks", "op", "mod_ir", "errors", "compat", "options", "upward"),
 }
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.
@@ -27,7 +38,7 @@ COMPUTES_NAMES = {
     "flex_inductor.compat",
     "flex_inductor.upward",
     "flex_inductor.tools.cli",
-    "flex_inductor.tools.inspect_command",
+    "flex_inductor.tools.users_code",
 }
 
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from flex_inductor import __version__
 
 # Imported on every call, --version included: these modules import torch inside their functions.
-COMMANDS = ("bench", "env", "inspect_command", "mask", "tune")
+COMMANDS = ("bench", "env", "inspect_command", "mask", "plan", "tune")
 
 
 class Parser(argparse.ArgumentParser):

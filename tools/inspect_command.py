@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
 import inspect as signatures
 import io
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 from flex_inductor.errors import FlexError
 
 from .files import to_write
+from .users_code import Refused, found, running
 
 DTYPES = {
     "f16": "float16",
@@ -28,10 +26,6 @@ DTYPES = {
     "i64": "int64",
     "bool": "bool",
 }
-
-
-class Refused(Exception):
-    """What the user gave cannot be inspected; the message is one line."""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -147,7 +141,7 @@ def _saved(path: str) -> dict[str, Any]:
 def _called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, Any]]:
     """The function to inspect and its arguments."""
     given = dict(map(_input, inputs))
-    function = _found(where)
+    function = found(where)
     if given:
         parameters = signatures.signature(function.forward if hasattr(function, "forward") else function)
         try:
@@ -164,7 +158,7 @@ def _called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, A
         raise Refused(
             f"{where} takes {', '.join(needed)}: give them with --input, such as --input {needed[0]}=1x8x1024x64:bf16"
         )
-    with _running(where):
+    with running(where):
         made = function()
     if (
         not isinstance(made, tuple)
@@ -179,53 +173,10 @@ def _called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, A
     return made[0], made[1], {}
 
 
-def _found(where: str) -> Callable:
-    place, colon, name = where.rpartition(":")
-    if not colon or not place or not name:
-        raise Refused(f"expected path/to/script.py:function or module:function, got {where!r}")
-    with _running(place):
-        module = _script(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    function = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
-    if not callable(function):
-        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise Refused(f"{place} has no function {name!r}; it has {', '.join(known[:20]) or 'none'}")
-    return function
-
-
-def _script(path: Path) -> Any:
-    if not path.is_file():
-        raise Refused(f"{path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _running(what: str) -> Iterator[None]:
-    """The user's code: what it raises becomes one line, and what it prints goes to stderr."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except (FlexError, Refused):
-        raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        frames = traceback.extract_tb(error.__traceback__)
-        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        raise Refused(f"{what} fails: {type(error).__name__}: {error}{at}") from None
-
-
 @contextlib.contextmanager
 def _inspecting(what: str) -> Iterator[None]:
     """Hides what torch prints on the way; an error that ends the inspection is still shown."""
-    with _running(what), contextlib.redirect_stderr(io.StringIO()):
+    with running(what), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 

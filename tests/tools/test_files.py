@@ -18,6 +18,8 @@ from flex_inductor.tools import cli
         ("bench cpu --json", "--json"),
         ("bench cpu --plot", "--plot"),
         ("bench static --json", "--json"),
+        ("plan causal --out", "--out"),
+        ("plan causal --json", "--json"),
     ],
 )
 def test_a_folder_that_is_not_there(command, argument, tmp_path, capsys):

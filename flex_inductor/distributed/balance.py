@@ -1,0 +1,200 @@
+"""Which rank gets which tile: a balancer takes the work of the tiles and the number of ranks.
+
+Those here give each rank as many tiles as any other, or one more, so that the rest of a model is balanced too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import planning_errors as errors
+from .cost import CostModel
+from .paired import paired
+from .simulate import estimate
+from .work import TileWork, on_host
+
+Balancer = Callable[[TileWork, int], Sequence[int]]
+
+
+def contiguous(work: TileWork, ranks: int) -> list[int]:
+    """Neighbouring tiles together."""
+    return torch.repeat_interleave(_shares(work.tiles, ranks)).tolist()
+
+
+def head_tail(work: TileWork, ranks: int) -> list[int]:
+    """Rank r has the r-th part from the front and the r-th from the back: a causal mask gives all the same work."""
+    shares = _shares(work.tiles, ranks)
+    ends = shares.cumsum(0)
+    before = ends - shares
+    front, back = (ends + 1) // 2 - (before + 1) // 2, ends // 2 - before // 2
+    order = torch.arange(ranks)
+    owner = torch.cat([torch.repeat_interleave(order, front), torch.repeat_interleave(order, back).flip(0)])
+    return owner.tolist()
+
+
+def documents(work: TileWork, ranks: int) -> list[int]:
+    """Each document by itself head-tail over all ranks. A document is a stretch of rows that begin at one column."""
+    document, place, length = stretches(work)
+    folded = fold(place, length)
+    # Each rank has `least` tiles of a document, and those after `turn` one more, so that these go around.
+    sizes = torch.bincount(document)
+    turn = ((sizes % ranks).cumsum(0) - sizes % ranks)[document] % ranks
+    least, more = length // ranks, length % ranks
+    long = more * (least + 1)
+    late = more + (folded - long) // least.clamp(min=1)
+    owner = torch.where(folded < long, folded // (least + 1), late)
+    return ((owner + turn) % ranks).tolist()
+
+
+def work(work: TileWork, ranks: int) -> list[int]:
+    """The longest tiles first, each to the rank that has the least to do: even, and blind to what is sent."""
+    room = _shares(work.tiles, ranks).tolist()
+    cost = work.cost.tolist()
+    waiting = [(0.0, rank) for rank in range(ranks) if room[rank]]
+    owner = [0] * work.tiles
+    for tile in work.cost.argsort(descending=True, stable=True).tolist():
+        load, rank = waiting[0]
+        owner[tile] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heapreplace(waiting, (load + cost[tile], rank))
+        else:
+            heapq.heappop(waiting)
+    return owner
+
+
+def work_and_bytes(work: TileWork, ranks: int) -> list[int]:
+    """Even work in few pieces: each rank has neighbouring tiles of a long document, and of short ones to fill up."""
+    first, stop = work.hull
+    part = components(first, stop)
+    density = torch.zeros_like(work.cost).index_add_(0, part, work.cost)
+    density = (density / torch.bincount(part, minlength=work.tiles).clamp(min=1))[part]
+    _, place, length = stretches(work)
+    # Within a document by head and tail in turn: then what is sent is as even as what is received.
+    order = (torch.arange(work.tiles) - place + fold(place, length)).argsort()
+    order = order[density[order].argsort(descending=True, stable=True)]
+    return paired(work.cost, part, order, _shares(work.tiles, ranks).tolist())
+
+
+def auto(work: TileWork, ranks: int) -> Sequence[int]:
+    """The one that takes the least time by the model, with cast; the simplest of those that are close."""
+    return best(work, ranks)[1]
+
+
+@on_host
+def best(
+    work: TileWork, ranks: int, model: CostModel | None = None, method: str = "cast"
+) -> tuple[str, Sequence[int]]:
+    """The name and the owners that `auto` takes, for a method and a model."""
+    model = CostModel() if model is None else model
+    method = "ring" if method == "ring_ulysses" else method  # its ranks wait for one another in the same way
+    found: list[tuple[float, str, Sequence[int]]] = []
+    for name in ("contiguous", "head_tail", "documents", "work_and_bytes"):
+        owner = BALANCERS[name](work, ranks)
+        found.append((estimate(work, owner, ranks, method, model).seconds, name, owner))
+    least = min(seconds for seconds, _, _ in found)
+    return next((name, owner) for seconds, name, owner in found if seconds <= 1.02 * least)
+
+
+BALANCERS: dict[str, Balancer] = {
+    "auto": auto,
+    "contiguous": contiguous,
+    "head_tail": head_tail,
+    "documents": documents,
+    "work": work,
+    "work_and_bytes": work_and_bytes,
+}
+
+
+@on_host
+def owners(
+    balance: Any, work: TileWork, ranks: int, model: CostModel | None = None, method: str = "cast"
+) -> tuple[int, ...]:
+    """The rank of each tile, by a name, a function (work, ranks) -> owners, or one of torch's load balancers.
+
+    "auto" weighs work and bytes by `model`, for `method`.
+    """
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise errors.bad_ranks(ranks)
+    if isinstance(balance, str):
+        if balance not in BALANCERS:
+            raise errors.unknown_balance(balance, BALANCERS)
+        return tuple(
+            best(work, ranks, model, method)[1] if balance == "auto" else BALANCERS[balance](work, ranks)
+        )
+    name = type(balance).__name__
+    if hasattr(balance, "_generate_indices"):
+        return _by_order(name, balance._generate_indices(), work, ranks)
+    if not callable(balance):
+        raise errors.unknown_balance(balance, BALANCERS)
+    name = getattr(balance, "__name__", name)
+    given = balance(work, ranks)
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise errors.bad_owners(name, repr(given)[:80], work.tiles, ranks) from None
+    whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    if found.dim() != 1 or (found.numel() and not whole):
+        raise errors.bad_owners(name, f"{found.dtype} of shape {list(found.shape)}", work.tiles, ranks)
+    if found.numel() != work.tiles or (found.numel() and not (found.min() >= 0 and found.max() < ranks)):
+        ends = [int(x) for x in found.aminmax()] if found.numel() else []
+        raise errors.bad_owners(name, f"{found.numel()} entries, least and most {ends}", work.tiles, ranks)
+    return tuple(found.tolist())
+
+
+def _by_order(name: str, order: Tensor | None, work: TileWork, ranks: int) -> tuple[int, ...]:
+    """As torch takes it: each rank has as many tokens of `order` [1 or batch, tokens] as the others."""
+    if order is None or order.dim() != 2 or order.size(1) != work.length or (order != order[:1]).any():
+        what = "none" if order is None else f"{list(order.shape)}"
+        raise errors.other_order(name, what, work.length)
+    at = order[0].long().cpu()
+    if work.length % ranks or not torch.equal(at.sort().values, torch.arange(work.length)):
+        raise errors.other_order(
+            name, f"{work.length} tokens for {ranks} ranks, or not each once", work.length
+        )
+    rank = torch.empty_like(at)
+    rank[at] = torch.arange(work.length) // (work.length // ranks)
+    tile = torch.arange(work.length) // work.tile
+    owner = rank[:: work.tile]
+    split = (rank != owner[tile]).nonzero()
+    if split.numel():
+        low, high = sorted((int(rank[split[0]]), int(owner[tile[split[0]]])))
+        raise errors.splits_tiles(name, work.tile, low, high)
+    return tuple(owner.tolist())
+
+
+def stretches(work: TileWork) -> tuple[Tensor, Tensor, Tensor]:
+    """Stretches of rows that begin at the same column: of each row the stretch, the place in it, and its length."""
+    first, _ = work.hull
+    opens = torch.ones_like(first, dtype=torch.bool)
+    opens[1:] = first[1:] != first[:-1]
+    stretch = opens.cumsum(0) - 1
+    place = torch.arange(first.numel()) - opens.nonzero().squeeze(1)[stretch]
+    return stretch, place, torch.bincount(stretch)[stretch] if first.numel() else first
+
+
+def fold(place: Tensor, length: Tensor) -> Tensor:
+    """The place in the order first, last, second, second but one, and so on."""
+    return torch.where(2 * place < length, 2 * place, 2 * (length - 1 - place) + 1)
+
+
+def components(first: Tensor, stop: Tensor) -> Tensor:
+    """Which rows belong together. A part ends where no row reads across, or only the row of one tile that is shared."""
+    tiles = first.numel()
+    own = torch.arange(tiles)
+    below = torch.nn.functional.pad(first.flip(0).cummin(0).values.flip(0), (0, 1), value=tiles)
+    above = torch.nn.functional.pad(stop.cummax(0).values, (1, 0))[:-1]
+    opens = (below[:-1] >= own) & (above <= own)
+    shared = (below[1:] >= own) & (above <= own + 1) & (first < own)
+    opens[1:] |= shared[:-1]
+    return (opens.cumsum(0) - 1).clamp(min=0)
+
+
+def _shares(tiles: int, ranks: int) -> Tensor:
+    """How many tiles each rank gets."""
+    return (torch.arange(ranks + 1) * tiles // ranks).diff()

@@ -1,0 +1,258 @@
+"""context_parallel: one sequence over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..attention import flex_attention
+from ..masks import RunSchedule, causal, create_block_mask, document
+from ..masks.ordinary import ordinary_tensors
+from ..masks.planned import PlannedMask, enter, leave
+from ..sequences import Sequences
+from . import errors
+from .balance import BALANCERS, owners
+from .choose import MethodChoice, choose_method
+from .cost import CostModel
+from .layout import Layout
+from .masks import Place, Sharded
+from .methods import METHODS, Groups
+from .unshard import unshard
+from .work import TileWork
+
+BLOCK = 128
+
+
+class ContextParallel:
+    """Made by `context_parallel`. Planned once for all masks of a model, before the tensors are sharded."""
+
+    def __init__(self, group: dist.ProcessGroup, method: str, balance: Any, mesh: DeviceMesh | None = None):
+        self.groups = Groups(group.group_name, *(_place(mesh, dim) for dim in (0, 1) if mesh is not None))
+        self.group, self.rank, self.ranks = group.group_name, dist.get_rank(group), dist.get_world_size(group)
+        self.method, self.balance = method, balance
+        self.layout: Layout | None = None
+        self.choice: MethodChoice | None = None  # why `method="auto"` took what it took
+        self.device: torch.device | str | None = None
+        self.dense: dict[bool, Any] = {}  # masks of scaled_dot_product_attention: causal, and not
+        self._modes: list[_Serving] = []
+
+    @ordinary_tensors
+    def plan(
+        self,
+        masks: Any,
+        length: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        weights: Any = None,
+        block: int = BLOCK,
+        model: CostModel | None = None,
+        device: torch.device | str | None = None,
+    ) -> Any:
+        """This rank's parts of masks, under one layout.
+
+        Args:
+            masks: a BlockMask, a RunSchedule, Sequences, a mask_mod or None for no mask; or a dict, list or tuple of
+                these.
+            length: of the whole sequence, where no mask says it.
+            batch, heads: that mask_mods tell apart.
+            weights: in the form of `masks`, how many layers use each; 1 by default.
+            block: tokens of a tile, for masks that are made here.
+            model: the sizes of the model, by which method "auto" and the balancers weigh bytes and work.
+            device: of the tensors; that of the masks by default.
+        """
+        paths, spec = pytree.tree_flatten_with_path(masks, is_leaf=_is_mask)
+        found = {
+            name: _schedule(name, mask, length, batch, heads, block, device)
+            for name, mask in ((f"masks{pytree.keystr(path)}", mask) for path, mask in paths)
+        }
+        lengths = {name: mask.seq_lengths for name, mask in found.items()}
+        if len({size for pair in lengths.values() for size in pair} | ({length} - {None})) != 1:
+            raise errors.lengths_differ(lengths)
+        counts = [1] * len(found) if weights is None else pytree.tree_leaves(weights)
+        if len(counts) != len(found):
+            raise errors.other_form("plan: weights", len(counts), len(found))
+        work = TileWork.of(found, weights=dict(zip(found, counts, strict=True)))
+        owner = owners(
+            self.balance, work, self.ranks, model, "cast" if self.method == "auto" else self.method
+        )
+        self.layout = Layout(work.length, work.tile, self.ranks, owner)
+        make = METHODS[self._method(work, owner, model)]
+        planned = [make(mask, self.layout, self.rank, self.groups).to(mask.device) for mask in found.values()]
+        self.device = next(iter(found.values())).device
+        if self._modes:
+            self._make_dense()
+        return pytree.tree_unflatten(planned, spec)
+
+    def _method(self, work: TileWork, owner: Sequence[int], model: CostModel | None) -> str:
+        if self.method != "auto":
+            return self.method
+        self.choice = choose_method(work, owner, self.ranks, model)
+        return self.choice.chosen
+
+    def shard(self, tensors: Any, dims: Any, layout: Layout | PlannedMask | None = None) -> Any:
+        """This rank's parts of tensors that have the whole sequence in the dimensions `dims`, or in one for all.
+
+        The layout is that of the last plan made here, or of a mask that was planned in another process.
+        """
+        own = self._layout("shard", layout)
+        leaves, spec = pytree.tree_flatten(tensors)
+        given = [dims] * len(leaves) if isinstance(dims, int) else pytree.tree_leaves(dims)
+        if len(given) != len(leaves):
+            raise errors.other_form("shard: dims", len(given), len(leaves))
+        positions = own.positions(self.rank)
+        parts = []
+        for i, (tensor, dim) in enumerate(zip(leaves, given, strict=True)):
+            if tensor.size(dim) != own.length:
+                raise errors.wrong_length(f"shard: tensor {i}", tensor.size(dim), dim, own.length)
+            parts.append(tensor.index_select(dim, positions.to(tensor.device)))
+        return pytree.tree_unflatten(parts, spec)
+
+    def unshard(self, tensor: Tensor, dim: int, layout: Layout | PlannedMask | None = None) -> Tensor:
+        """The whole sequence, on every rank.
+
+        Its gradient is taken to be the same on every rank, as of a loss that each computes alike: a rank keeps its
+        own part of it.
+        """
+        own = self._layout("unshard", layout)
+        expected = own.local_length(self.rank)
+        if tensor.size(dim) != expected:
+            raise errors.wrong_local_length(
+                "unshard: tensor", tensor.size(dim), expected, self.rank, own.length
+            )
+        return unshard(tensor, dim, own, self.rank, self.group)
+
+    def next_tokens(self, tokens: Tensor, dim: int = -1, ignore: int = -100) -> Tensor:
+        """The labels of this rank's tokens, given the whole sequence: the token after each, `ignore` after the last.
+
+        Shift before sharding, never after: a rank's next token may be on another rank. A mean over all labels is the
+        sum of the ranks' sums over the number of labels of all ranks that are not `ignore`.
+        """
+        length = self._layout("next_tokens", None).length
+        if tokens.size(dim) != length:
+            raise errors.wrong_length("next_tokens: tokens", tokens.size(dim), dim, length)
+        after = tokens.roll(-1, dim)
+        after.select(dim, -1).fill_(ignore)
+        return self.shard(after, dim)
+
+    def _layout(self, what: str, given: Any) -> Layout:
+        found = given.layout if isinstance(given, Sharded) else given
+        found = self.layout if found is None else found
+        if found is None:
+            raise errors.no_plan(what)
+        return found
+
+    def __enter__(self) -> ContextParallel:
+        """Calls of this thread without a planned mask raise; scaled_dot_product_attention is served."""
+        self._make_dense()
+        mode = _Serving(self)
+        mode.__enter__()
+        self._modes.append(mode)
+        enter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        leave()
+        self._modes.pop().__exit__(*error)
+
+    def _make_dense(self) -> None:
+        layout = self._layout("with context_parallel(...)", None)
+        make = METHODS["cast" if self.method == "auto" else self.method]
+        for is_causal, mask_mod in ((True, causal()), (False, noop_mask)):
+            mask = create_block_mask(
+                mask_mod, None, None, layout.length, layout.length, self.device, layout.tile, compact=True
+            )
+            self.dense[is_causal] = make(mask, layout, self.rank, self.groups).to(mask.device)
+
+
+class _Serving(TorchFunctionMode):
+    """Serves scaled_dot_product_attention on what this rank has."""
+
+    def __init__(self, context: ContextParallel):
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise errors.attention_mask()
+        if dropout_p:
+            raise errors.dropout(dropout_p)
+        mask = self.context.dense[is_causal]
+        return flex_attention(query, key, value, None, mask, scale, enable_gqa)
+
+
+def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") -> ContextParallel:
+    """One sequence over the ranks of `group`, a DeviceMesh or a process group.
+
+    Args:
+        group: the ranks that share each sequence; of a mesh of two dimensions, all of them.
+        method: "cast" sends each rank the keys that it reads, "all_gather" all of them; "ring" sends them from rank
+            to rank; "ulysses" shares out heads; "ring_ulysses" does so along the second dimension of a mesh, and is a
+            ring along the first. "auto" chooses by the plan's work and bytes.
+        balance: "auto", "contiguous", "head_tail", "documents", "work" or "work_and_bytes"; a function of the work and
+            the number of ranks that gives the rank of each tile; or one of torch's load balancers.
+    """
+    mesh = group if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+    if isinstance(group, DeviceMesh) and group.ndim <= 2:
+        group = (group if mesh is None else group._flatten()).get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise errors.not_a_group(group)
+    if method not in ("auto", *METHODS):
+        raise errors.unknown("method", method, ("auto", *METHODS))
+    if isinstance(balance, str) and balance not in BALANCERS:
+        raise errors.unknown("balance", balance, BALANCERS)
+    if method == "ring_ulysses" and mesh is None:
+        raise errors.needs_two_dimensions()
+    return ContextParallel(group, method, balance, mesh)
+
+
+def _place(mesh: DeviceMesh, dim: int) -> Place:
+    return Place(mesh.get_group(dim).group_name, mesh.get_local_rank(dim), mesh.size(dim))
+
+
+def _is_mask(value: Any) -> bool:
+    return value is None or isinstance(value, (BlockMask, RunSchedule, PlannedMask, Sequences))
+
+
+def _schedule(
+    name: str, mask: Any, length: Any, batch: Any, heads: Any, block: int, device: Any
+) -> RunSchedule:
+    if isinstance(mask, RunSchedule):
+        return mask if device is None else mask.to(device)
+    if isinstance(mask, BlockMask):
+        return _schedule(name, RunSchedule.from_block_mask(mask), length, batch, heads, block, device)
+    if isinstance(mask, PlannedMask):
+        raise errors.planned_twice(name)
+    if isinstance(mask, Sequences):
+        length, device = mask.total_q, mask.device if device is None else device
+        mask, batch, heads = document(cu_seqlens=mask.cu_q, causal=False), None, None
+    elif mask is None:
+        mask, batch, heads = noop_mask, None, None
+    elif not callable(mask) or isinstance(mask, Mapping):
+        raise errors.not_a_mask(name, mask)
+    if length is None:
+        raise errors.no_length(name)
+    return create_block_mask(mask, batch, heads, length, length, device, block, compact=True)

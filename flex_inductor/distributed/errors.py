@@ -1,0 +1,172 @@
+"""The errors about context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
+
+
+class ContextParallelError(FlexValueError):
+    pass
+
+
+def unknown(name: str, value: Any, known: Iterable[str]) -> ContextParallelError:
+    return ContextParallelError(
+        f"context_parallel: {name}: expected one of {', '.join(known)}, got {value!r}."
+    )
+
+
+def not_a_group(value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        "context_parallel: expected a DeviceMesh of one or two dimensions or a process group, got "
+        f"{_described(value)}. "
+        'Pass the dimension of a larger mesh, mesh["cp"].'
+    )
+
+
+def bad_placement(name: str, placements: Any, mesh: Any) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name}: a DTensor with placements {tuple(placements)} on {mesh}; expected Shard(2), the sequence, on "
+        "the plan's mesh dimension, and Shard(0), Shard(1) or Replicate() on others, the same for query, key and "
+        f"value. Redistribute it, or pass {name}.to_local()."
+    )
+
+
+def not_a_dtensor(name: str) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected a DTensor like the others of query, key and value, got a plain tensor. "
+        "Pass all three as DTensors, or their to_local()."
+    )
+
+
+def heads_under_tp(heads: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"block_mask: planned for {heads} heads, of which tensor parallelism gives this rank some. "
+        "Plan a mask that is the same for all heads, or plan those of this rank."
+    )
+
+
+def local_capture(length: int, local: int) -> ContextParallelError:
+    return ContextParallelError(
+        "a mod looked up a captured tensor beyond its end. Mods see indices of the whole sequence, "
+        f"{length} tokens, of which this rank has {local}: captures need the length of the whole. "
+        "Do not shard what mods look up."
+    )
+
+
+def needs_two_dimensions() -> ContextParallelError:
+    return ContextParallelError(
+        'context_parallel: method "ring_ulysses": expected a DeviceMesh of two dimensions, the ring and the ranks that '
+        'share heads. Pass one, or method="ring".'
+    )
+
+
+def not_a_mask(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"plan: {name}: expected a BlockMask, a RunSchedule, a mask_mod or None, got {_described(value)}."
+    )
+
+
+def no_length(name: str) -> ContextParallelError:
+    return ContextParallelError(
+        f"plan: {name}: a mask_mod or None does not say how long the sequence is. Pass length=, of all ranks together."
+    )
+
+
+def lengths_differ(found: dict[str, tuple[int, int]]) -> ContextParallelError:
+    listed = ", ".join(f"{name} {q} x {kv}" for name, (q, kv) in found.items())
+    return ContextParallelError(
+        f"plan: expected masks of one length, with as many queries as keys, got {listed}. "
+        "Plan sequences of other lengths by themselves."
+    )
+
+
+def planned_twice(name: str) -> FlexTypeError:
+    return FlexTypeError(f"plan: {name} is planned already. Plan the mask that it was made from.")
+
+
+def no_plan(what: str) -> ContextParallelError:
+    return ContextParallelError(
+        f"{what}: nothing is planned yet, so no layout is known. Call plan first, or pass layout=."
+    )
+
+
+def wrong_length(name: str, length: Any, dim: int, expected: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name}: expected {expected} in dimension {dim}, the whole sequence, got {length}."
+    )
+
+
+def wrong_local_length(name: str, got: Any, expected: Any, rank: int, length: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name}: the mask was planned for a sequence of {length}, of which rank {rank} has {expected}, but {name} has "
+        f"length {got}. Shard the model's inputs with the shard() of the plan's layout."
+    )
+
+
+def other_ranks(planned: tuple[int, int], here: tuple[int, int]) -> ContextParallelError:
+    return ContextParallelError(
+        f"block_mask was planned for rank {planned[0]} of {planned[1]}, but this is rank {here[0]} of {here[1]}. "
+        "Each rank plans with its own context_parallel object, of the same mesh."
+    )
+
+
+def batch(name: str, planned: int, got: Any) -> ContextParallelError:
+    return ContextParallelError(f"block_mask was planned for {planned} {name}, but query has {got}.")
+
+
+def heads_do_not_divide(heads: Any, ranks: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"ulysses: query has {heads} heads, which {ranks} ranks cannot share alike. Use a number of ranks that divides "
+        f'{heads}, or method="cast", which does not divide heads.'
+    )
+
+
+def attention_mask() -> ContextParallelError:
+    return ContextParallelError(
+        "scaled_dot_product_attention: attn_mask: got a tensor inside of `with context_parallel(...)`, where it would "
+        "be this rank's part alone. Write it as a mask_mod or score_mod and call flex_attention with a planned mask."
+    )
+
+
+def dropout(probability: float) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"scaled_dot_product_attention: dropout_p: got {probability} inside of `with context_parallel(...)`, which has "
+        "no dropout yet. Pass 0.0."
+    )
+
+
+def other_group(group: str) -> ContextParallelError:
+    return ContextParallelError(
+        f"block_mask was planned for the process group {group!r}, which this process does not have. "
+        "Plan with a context_parallel object of this run's mesh."
+    )
+
+
+def ranks_differ(what: str, found: list[Any]) -> FlexRuntimeError:
+    listed = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found))
+    return FlexRuntimeError(
+        f"context_parallel: ranks call with different {what}: {listed}. "
+        "All ranks must make the same calls, with masks that are planned from the same mask."
+    )
+
+
+def peer_gone(group: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"context_parallel: an exchange in the process group {group!r} failed: a rank is gone, or makes other calls "
+        "than this one. The error of torch.distributed is above."
+    )
+
+
+def other_form(name: str, count: int, expected: int) -> ContextParallelError:
+    return ContextParallelError(f"{name}: expected one for each of {expected}, got {count}.")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"[:120]

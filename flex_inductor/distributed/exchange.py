@@ -1,0 +1,169 @@
+"""Rows that go to the ranks that need them, and their gradients that come back.
+
+What goes where is data, so that other numbers of rows need no other graph. Gradients of a row that went to several
+ranks are added in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from . import errors
+
+_library = torch.library.Library("flex_inductor", "FRAGMENT")
+_library.define(
+    "send_rows(Tensor rows, Tensor sent, Tensor received, SymInt count, Tensor? plan, str group) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+
+
+class Traffic(NamedTuple):
+    """How many rows go to each rank and come from each: int64, on the CPU, where torch.distributed reads them."""
+
+    sent: Tensor
+    received: Tensor
+    came: Tensor  # int32, an entry for each row that comes: where it is in the whole sequence
+
+    def back(self, rows: Tensor) -> Traffic:
+        """The other way; `rows` has an entry for each row that was sent."""
+        return Traffic(self.received, self.sent, rows)
+
+
+class Picked(NamedTuple):
+    """The rows of a tensor that are sent: first those to rank 0, then those to rank 1, and so on."""
+
+    rows: Tensor  # int64
+    home: Tensor  # int64, the order in which copies of one row are neighbours
+    copies: Tensor  # int64, how many copies there are of each row of the tensor
+
+
+def picked(rows: Tensor, length: int) -> Picked:
+    """Of a tensor with `length` rows."""
+    return Picked(rows, torch.argsort(rows, stable=True), torch.bincount(rows, minlength=length))
+
+
+def process_group(name: Any) -> dist.ProcessGroup:
+    return _resolve_process_group(name)
+
+
+def cast(
+    key: Tensor, value: Tensor, chosen: Picked, traffic: Traffic, group: str, plan: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The keys and values [B, H, rows, dim] that come to this rank, and stand-ins for them.
+
+    Those have the gradients, in fp32 until all ranks' are added.
+    """
+    both = torch.cat([key, value], -1).permute(2, 0, 1, 3)
+    came, *stand_ins = _Cast.apply(both, key.size(-1), *chosen, *traffic, plan, group)
+    key, value = came.permute(1, 2, 0, 3).split([key.size(-1), value.size(-1)], -1)
+    return key, value, tuple(t.permute(1, 2, 0, 3) for t in stand_ins)
+
+
+def move(rows: Tensor, traffic: Traffic, group: str, plan: Tensor | None = None) -> Tensor:
+    """The rows that come to this rank: those of rank 0 first, then those of rank 1, and so on.
+
+    Ranks compare what they send, and the `plan` that it is sent by, when they first meet it.
+    """
+    return _Move.apply(rows, *traffic, plan, group)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, width, rows, home, copies, sent, received, came, plan, group):
+        ctx.save_for_backward(home, copies, sent, received)
+        ctx.group, ctx.dtype = group, tensor.dtype
+        out = exchanged(tensor.index_select(0, rows), sent, received, came.size(0), group, plan)
+        ctx.mark_non_differentiable(out)
+        # Dynamo does not trace into mod_ir, which has a function for it.
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        zero = out.new_zeros((), dtype=wide)
+        return out, *(zero.expand(*out.shape[:-1], size) for size in (width, out.size(-1) - width))
+
+    @staticmethod
+    def backward(ctx, _, d_key, d_value):
+        home, copies, sent, received = ctx.saved_tensors
+        grad = torch.cat([d_key, d_value], -1)
+        back = exchanged(grad, received, sent, home.size(0), ctx.group)
+        ordered = back.index_select(0, home).flatten(1)
+        summed = torch.segment_reduce(ordered, "sum", lengths=copies, axis=0, initial=0, unsafe=True)
+        summed = summed.view(copies.size(0), *grad.shape[1:]).to(ctx.dtype)
+        return summed, None, None, None, None, None, None, None, None, None
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, sent, received, came, plan, group):
+        ctx.save_for_backward(sent, received)
+        ctx.group, ctx.count = group, rows.size(0)
+        return exchanged(rows, sent, received, came.size(0), group, plan)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received = ctx.saved_tensors
+        return exchanged(grad, received, sent, ctx.count, ctx.group), None, None, None, None, None
+
+
+def exchanged(
+    rows: Tensor, sent: Tensor, received: Tensor, count: Any, group: str, plan: Tensor | None = None
+) -> Tensor:
+    out = torch.ops.flex_inductor.send_rows(rows.contiguous(), sent, received, count, plan, group)
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops._c10d_functional.wait_tensor(out)
+    with named(group):
+        return torch.ops._c10d_functional.wait_tensor(out)
+
+
+@torch.library.impl(_library, "send_rows", "CompositeExplicitAutograd")
+def _send_rows(rows, sent, received, count, plan, group):
+    """Begins to send; whoever reads the result waits for it first."""
+    if plan is not None:
+        agree(plan, rows.shape[1:], rows.dtype, group)
+    out = rows.new_empty((count, *rows.shape[1:]))
+    with named(group):
+        work = dist.all_to_all_single(
+            out, rows, received.tolist(), sent.tolist(), group=process_group(group), async_op=True
+        )
+    torch._C._distributed_c10d._register_work(out, work)
+    return out
+
+
+@torch.library.register_fake("flex_inductor::send_rows", lib=_library)
+def _send_rows_fake(rows, sent, received, count, plan, group):
+    return rows.new_empty((count, *rows.shape[1:]))
+
+
+_agreed: dict[tuple[str, int], None] = {}  # groups and plans on which all ranks agree
+MOST_PLANS = 4096
+
+
+def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
+    """Raise unless all ranks have this plan and tensors like these. Asked once for each plan."""
+    key = (group, int(plan))
+    if key in _agreed:
+        return
+    found: list[Any] = [None] * dist.get_world_size(process_group(group))
+    with named(group):
+        mine = (f"{key[1]:x}", str([*shape]), str(dtype))
+        dist.all_gather_object(found, mine, group=process_group(group))
+    for what, values in zip(("plans", "shapes", "dtypes"), zip(*found, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise errors.ranks_differ(what, list(values))
+    if len(_agreed) >= MOST_PLANS:
+        del _agreed[next(iter(_agreed))]
+    _agreed[key] = None
+
+
+@contextlib.contextmanager
+def named(group: str) -> Iterator[None]:
+    """A line of ours on top of torch.distributed's errors."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        raise errors.peer_gone(group) from error

@@ -1,0 +1,164 @@
+"""What one rank reads, sends and receives of a mask: made on the host, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks.cut import cut_runs
+from ..masks.runs import Runs, counted, merged
+from ..masks.schedule import RunSchedule
+from ..masks.tables import Extent
+from ..op.schedule import BlockRuns
+from ..op.tile_map import TileMap
+from .exchange import Picked, Traffic, picked
+from .layout import Layout
+
+LEAST = 2  # tiles of each side, and runs: torch compiles what has one of something, or none, by itself
+
+
+class Side(NamedTuple):
+    """The blocks of one side of a mask under a layout."""
+
+    layout: Layout
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.layout.length // self.block)
+
+    def owner(self) -> Tensor:
+        """The rank of each block."""
+        per_tile = self.layout.tile // self.block
+        return torch.tensor(self.layout.owner, dtype=torch.int64).repeat_interleave(per_tile)[: self.blocks]
+
+    def tokens(self) -> Tensor:
+        """How many tokens each block has."""
+        return (self.layout.length - torch.arange(self.blocks) * self.block).clamp(max=self.block)
+
+    def places(self) -> Tensor:
+        """The row at which each block begins on its rank."""
+        owner = self.owner()
+        order = torch.argsort(owner, stable=True)
+        _, within = counted(torch.bincount(owner, minlength=self.layout.ranks))
+        return torch.empty_like(within).index_copy_(0, order, within * self.block)
+
+    def lines(self, blocks: Tensor, rows: Tensor, count: int) -> Tensor:
+        """`count` of a tile map for these blocks, which begin at these rows, and for none."""
+        zero = torch.zeros_like(blocks)
+        lines = torch.stack([zero, rows, zero, zero, blocks * self.block, self.tokens()[blocks]], 1)
+        return torch.nn.functional.pad(lines, (0, 0, 0, count - blocks.numel())).to(torch.int32)
+
+
+class Sides(NamedTuple):
+    queries: Side
+    keys: Side
+
+    @staticmethod
+    def of(mask: RunSchedule, layout: Layout) -> Sides:
+        return Sides(*(Side(layout, block) for block in mask.BLOCK_SIZE))
+
+
+def reads(mask: RunSchedule, sides: Sides) -> Tensor:
+    """Whether each rank reads each block of keys, in any batch and head: bool [ranks, blocks]."""
+    runs = mask.row_runs()
+    ranks, columns = sides.keys.layout.ranks, sides.keys.blocks
+    reader = sides.queries.owner()[runs.line.cpu() % sides.queries.blocks]
+    edges = torch.zeros(ranks * (columns + 1), dtype=torch.int64)
+    edges += torch.bincount(reader * (columns + 1) + runs.start.cpu(), minlength=edges.numel())
+    edges -= torch.bincount(reader * (columns + 1) + runs.stop.cpu(), minlength=edges.numel())
+    return edges.view(ranks, columns + 1).cumsum(1)[:, :-1] > 0
+
+
+class Part(NamedTuple):
+    """What one rank computes."""
+
+    schedule: BlockRuns
+    tile_map: TileMap
+
+
+class Cast(NamedTuple):
+    """The blocks of keys that come to one rank, and its own that go to others."""
+
+    picked: Picked
+    traffic: Traffic
+    rows: Tensor  # at which each block that is read begins, in ascending order of the blocks
+
+
+def cast(side: Side, needs: Tensor, rank: int) -> Cast:
+    """`needs` says of each rank whether it gets each block; its own blocks are among them."""
+    owner, tokens, ranks = side.owner(), side.tokens(), side.layout.ranks
+    mine = (owner == rank).nonzero().squeeze(1)
+    to, which = needs[:, mine].nonzero(as_tuple=True)
+    entry, within = counted(tokens[mine[which]])
+    rows = side.places()[mine[which]][entry] + within
+    sent = torch.zeros(ranks, dtype=torch.int64).index_add_(0, to, tokens[mine[which]])
+    # Blocks come in the order of their ranks, and of one rank in ascending order.
+    read = needs[rank].nonzero().squeeze(1)
+    order = torch.argsort(owner[read], stable=True)
+    coming = read[order]
+    begins = tokens[coming].cumsum(0) - tokens[coming]
+    entry, within = counted(tokens[coming])
+    came = (coming[entry] * side.block + within).to(torch.int32)
+    received = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner[coming], tokens[coming])
+    return Cast(
+        picked(rows, side.layout.local_length(rank)),
+        Traffic(sent, received, came),
+        torch.empty_like(begins).index_copy_(0, order, begins),
+    )
+
+
+def part(
+    mask: RunSchedule,
+    sides: Sides,
+    rows: Tensor,
+    row_places: Tensor,
+    columns: Tensor,
+    column_places: Tensor,
+    least: int = LEAST,
+) -> Part:
+    """The queries of these rows of blocks and the keys of these columns, which begin at these places in memory.
+
+    There are entries for `least` columns at least.
+    """
+    runs, grids = _cpu(mask.row_runs()), mask.grids[0] * mask.grids[1]
+    counts = [max(LEAST, rows.numel()), max(least, columns.numel())]
+    if rows.numel() and columns.numel():
+        cut = cut_runs(runs, grids, rows, columns)
+        line = cut.line // rows.numel() * counts[0] + cut.line % rows.numel()
+        chosen = merged(grids * counts[0], counts[1], line, cut.start, cut.stop, cut.kind)
+    else:
+        none = runs.line[:0]
+        chosen = Runs(grids * counts[0], counts[1], none, none, none, runs.kind[:0])
+    lengths = (counts[0] * mask.BLOCK_SIZE[0], counts[1] * mask.BLOCK_SIZE[1])
+    extent = Extent(mask.batch, mask.heads, lengths, mask.BLOCK_SIZE)
+    schedule = RunSchedule.from_runs(chosen, mask.grids, extent, mask.mask_mod)
+    lines = TileMap(
+        sides.queries.lines(rows, row_places, counts[0]), sides.keys.lines(columns, column_places, counts[1])
+    )
+    tables = [table if table.dim() == 3 else _with_room(table) for table in schedule.tensors]
+    return Part(BlockRuns(*mask.BLOCK_SIZE, *tables), lines)
+
+
+def stacked(parts: Sequence[Part]) -> Part:
+    """Parts of the same rows as one, in the order given along the schedule's batches and the map's keys."""
+    tables: list[Tensor] = []
+    schedules = [schedule for schedule, _ in parts]
+    for at in range(2, len(schedules[0]), 2):
+        offsets, runs = zip(*(schedule[at : at + 2] for schedule in schedules), strict=True)
+        before = torch.tensor([0, *(r.size(0) for r in runs[:-1])]).cumsum(0).tolist()
+        tables.append(torch.cat([o + first for o, first in zip(offsets, before, strict=True)]))
+        tables.append(torch.cat(runs))
+    keys = torch.cat([tile_map.keys for _, tile_map in parts])
+    return Part(BlockRuns(*schedules[0][:2], *tables), TileMap(parts[0].tile_map.queries, keys))
+
+
+def _with_room(runs: Tensor) -> Tensor:
+    return torch.nn.functional.pad(runs, (0, 0, 0, max(0, LEAST - runs.size(0))))
+
+
+def _cpu(runs: Runs) -> Runs:
+    return Runs(runs.lines, runs.columns, *(t.cpu() for t in (runs.line, runs.start, runs.stop, runs.kind)))

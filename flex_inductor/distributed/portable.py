@@ -1,0 +1,43 @@
+"""mask_mods that another process can read: those that pickle cannot name, as graphs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mod_ir import serialise
+from ..mod_ir.arguments import MASK_LANES
+from ..mod_ir.capture import lift
+from ..mod_ir.checks import lane_graph
+
+
+class PortableMask:
+    """A mask_mod as text, and the tensors that it captures."""
+
+    def __init__(self, text: str, captures: tuple[Tensor, ...]):
+        self.text, self.captures = text, captures
+        (graph,) = serialise.fields(serialise.load(text), "graph")
+        self.function = serialise.graph_function(graph)
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.function(b, h, q_idx, kv_idx, *self.captures)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PortableMask, (self.text, self.captures)
+
+
+def portable(mask_mod: Callable | None, like: Tensor) -> Callable | None:
+    """`mask_mod`, or the same where it is a closure or a lambda; `like` says on which device."""
+    try:
+        pickle.dumps(mask_mod)
+        return mask_mod
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    query = torch.empty(0, device=like.device)
+    lifted, captures = lift(mask_mod, MASK_LANES, query)
+    graph = lane_graph(lifted, "mask_mod", query, captures)
+    return PortableMask(serialise.dump({"graph": serialise.graph_data(graph)}), tuple(captures))

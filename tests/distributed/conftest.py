@@ -1,0 +1,19 @@
+import pytest
+import torch
+
+from tests.distributed.group import processes
+
+
+@pytest.fixture(scope="session")
+def group():
+    with processes(4) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: several threads only wait for one another on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,72 @@
+"""Compiled: one graph, fused kernels, and plans are data."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from flex_inductor import create_block_mask, decisions, flex_attention
+from flex_inductor.distributed.context import context_parallel
+
+LENGTH = 256
+
+
+def documents(seed):
+    ends = torch.randint(0, LENGTH, (3 + 2 * seed,), generator=torch.Generator().manual_seed(seed))
+    ids = (torch.arange(LENGTH)[:, None] >= ends).sum(1)
+    return create_block_mask(
+        lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv),
+        None,
+        None,
+        LENGTH,
+        LENGTH,
+        "cpu",
+        16,
+        compact=True,
+    )
+
+
+def layer(query, key, value, gate, mask):
+    def gated(score, b, h, q_idx, kv_idx):
+        return score * torch.sigmoid(gate[q_idx]) + gate[kv_idx]
+
+    return flex_attention(query * 2, key, value, gated, mask, enable_gqa=True).sin()
+
+
+def compiled(group, method, dynamic):
+    torch._dynamo.reset()
+    counters.clear()
+    decisions(clear=True)
+    cp = context_parallel(group, method, "head_tail")
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(1, heads, LENGTH, 16, generator=generator) for heads in (4, 2, 2)]
+    gate = torch.randn(LENGTH, generator=generator)
+    run = torch.compile(layer, backend="flex_inductor", fullgraph=True, dynamic=dynamic)
+    for seed in range(3):
+        mask = documents(seed)
+        planned = cp.plan(mask)
+        rows = [t.requires_grad_() for t in cp.shard(tensors, 2)]
+        own = gate.clone().requires_grad_()
+        out = run(*rows, own, planned)
+        got = [out, *torch.autograd.grad(out.square().sum(), [*rows, own])]
+        torch.distributed.all_reduce(got[-1], group=group)
+        wide = [t.double().requires_grad_() for t in (*tensors, gate)]
+        want = layer(*wide, mask)
+        gold = [want, *torch.autograd.grad(want.square().sum(), wide)]
+        for ours, whole in zip(got, [*cp.shard(gold[:4], 2), gold[4]], strict=True):
+            error = (ours - whole).abs().max() / whole.abs().max()
+            assert error <= 2e-6, error
+    return counters["stats"]["unique_graphs"], [decision.chosen for decision in decisions()]
+
+
+@pytest.mark.parametrize(
+    "method, dynamic, routes",
+    [
+        ("cast", False, ["cpu", "cpu"]),
+        ("ulysses", True, ["cpu", "cpu"]),
+        ("ring", False, ["ring", "ring", "cpu", "cpu"]),
+    ],
+)
+def test_new_documents_need_no_new_code(group, method, dynamic, routes):
+    for graphs, served in group.run(compiled, method, dynamic, ranks=2):
+        assert graphs == 1
+        assert served == routes

@@ -1,0 +1,219 @@
+"""context_parallel: plans, shards, what it serves and what it refuses."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import noop_mask
+from torch.utils import _pytree as pytree
+
+from flex_inductor import FlexError, Sequences, context_parallel, create_block_mask, flex_attention
+from flex_inductor.masks import causal, sliding_window
+from tests.distributed.cases import Case, mesh_of
+
+LENGTH = 300
+
+
+def masks():
+    return {
+        "causal": create_block_mask(causal(), None, None, LENGTH, LENGTH, "cpu", 32, compact=True),
+        "window": create_block_mask(sliding_window(40), None, None, LENGTH, LENGTH, "cpu", (32, 16)),
+    }
+
+
+def planned(group):
+    """What a user does around a model."""
+    cp = context_parallel(group, "cast", "head_tail")
+    found = cp.plan({**masks(), "mod": noop_mask, "none": [None, Sequences.from_lengths([100, 200])]}, LENGTH)
+    layouts = {mask.layout for mask in pytree.tree_leaves(found, is_leaf=lambda m: hasattr(m, "layout"))}
+    assert len(layouts) == 1 and layouts == {cp.layout}
+    whole = torch.randn(2, LENGTH, 3, generator=torch.Generator().manual_seed(0))
+    tokens, positions = cp.shard((whole, torch.arange(LENGTH)), (1, 0))
+    assert torch.equal(positions, cp.layout.positions(cp.rank).long())
+    assert torch.equal(whole[:, positions], tokens)
+    part = tokens.clone().requires_grad_()
+    back = cp.unshard(part, 1)
+    assert torch.equal(back, whole)
+    (back * whole).sum().backward()
+    assert torch.equal(part.grad, tokens)
+    labels = cp.next_tokens(torch.arange(LENGTH)[None], 1)
+    assert torch.equal(labels[0], torch.where(positions == LENGTH - 1, -100, positions + 1))
+    mask = pickle.loads(pickle.dumps(found["window"]))
+    leaves, spec = pytree.tree_flatten(mask)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    again = pytree.tree_unflatten(leaves, spec).to("cpu")
+    case = Case(length=LENGTH, score=False, dtype=torch.float64)
+    rows = cp.shard([t[:, :, :LENGTH] for t in case.tensors()[:3]], 2)
+    one, other = (flex_attention(*rows, block_mask=m, enable_gqa=True) for m in (found["window"], again))
+    assert torch.equal(one, other)
+    return found["causal"].plan.item()
+
+
+def test_a_plan(group):
+    assert len(set(group.run(planned))) == 1
+
+
+def served(group, is_causal, gqa):
+    case = Case("none", length=LENGTH, kv_heads=2 if gqa else 4, score=False)
+    cp = context_parallel(group, "auto", "head_tail")
+    cp.plan(None, LENGTH, block=32)
+    query, key, value, *_ = case.tensors()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, enable_gqa=gqa
+    )
+    parts = cp.shard([query, key, value], 2)
+    with cp:
+        got = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=is_causal, enable_gqa=gqa)
+    torch.testing.assert_close(got, cp.shard(want, 2), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("is_causal, gqa", [(True, True), (False, False)])
+def test_sdpa_is_served(group, is_causal, gqa):
+    group.run(served, is_causal, gqa, ranks=2)
+
+
+def refused(group, what):
+    """The error that each rank gets."""
+    cp = context_parallel(group, "ulysses" if what == "heads" else "cast", "contiguous")
+    mask = cp.plan(causal(), LENGTH, block=32)
+    case = Case(length=LENGTH, score=False)
+    query, key, value = cp.shard(case.tensors()[:3], 2)
+    more = {"enable_gqa": True}
+    try:
+        if what == "unplanned":
+            with cp:
+                flex_attention(query, key, value, **more)
+        elif what == "local length":
+            flex_attention(query[:, :, 1:], key, value, block_mask=mask, **more)
+        elif what == "heads":
+            flex_attention(query[:, :3], key[:, :1], value[:, :1], block_mask=mask, **more)
+        elif what == "batches":
+            two = cp.plan(create_block_mask(lambda b, h, q, k: q >= b, 2, None, LENGTH, LENGTH, "cpu", 32))
+            flex_attention(*(t.expand(3, -1, -1, -1) for t in (query, key, value)), block_mask=two, **more)
+        elif what == "other rank":
+            mask.rank = cp.rank + 1
+            flex_attention(query, key, value, block_mask=mask, **more)
+        elif what == "other group":
+            mask.group = "none such"
+            flex_attention(query, key, value, block_mask=mask, **more)
+        elif what == "other shapes":
+            rows = [query, key, value] if cp.rank else [t[..., :-1] for t in (query, key, value)]
+            flex_attention(*rows, block_mask=mask, **more)
+        elif what == "other plans":
+            mask = cp.plan(sliding_window(7 if cp.rank else 150), LENGTH, block=32)
+            flex_attention(query, key, value, block_mask=mask, **more)
+        elif what == "attn_mask":
+            with cp:
+                torch.nn.functional.scaled_dot_product_attention(query, key, value, torch.ones(1))
+        elif what == "dropout":
+            with cp:
+                torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        elif what == "local capture":
+            gate = torch.randn(query.size(2), dtype=torch.float64)
+            flex_attention(query, key, value, lambda s, b, h, q, kv: s + gate[q], block_mask=mask, **more)
+            if cp.rank == 0:  # whose tokens all are below its own length
+                return ""
+        elif what == "placement":
+            mesh = DeviceMesh.from_group(group, "cpu")
+            rows = [DTensor.from_local(t, mesh, [Shard(1)]) for t in (query, key, value)]
+            flex_attention(*rows, block_mask=mask, **more)
+        elif what == "planned twice":
+            cp.plan({"a": mask})
+        elif what == "lengths":
+            cp.plan([causal(), create_block_mask(causal(), None, None, 64, 64, "cpu", 32)], LENGTH)
+        elif what == "no length":
+            cp.plan(causal())
+        elif what == "no plan":
+            context_parallel(group).shard(query, 2)
+        elif what == "whole length":
+            cp.shard(query, 2)
+        elif what == "method":
+            context_parallel(group, "rings")
+        elif what == "balance":
+            context_parallel(group, balance="even")
+        elif what == "group":
+            context_parallel("cp")
+        elif what == "second":
+            rows = [t.requires_grad_() for t in (query, key, value)]
+            out = flex_attention(*rows, block_mask=mask, **more)
+            (grad,) = torch.autograd.grad(out.square().sum(), rows[1], create_graph=True)
+            grad.sum().backward()
+    except FlexError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "what, text",
+    [
+        ("unplanned", "flex_attention: called inside of `with context_parallel"),
+        ("local length", "query: the mask was planned for a sequence of 300, of which rank 0 has"),
+        ("heads", "ulysses: query has 3 heads, which 2 ranks cannot share alike. Use .* that divides 3, or"),
+        ("batches", "block_mask was planned for 2 batches, but query has 3"),
+        ("other rank", "block_mask was planned for rank 1 of 2, but this is rank 0 of 2"),
+        ("other group", "planned for the process group 'none such', which this process does not have"),
+        ("other shapes", r"ranks call with different shapes: rank 0 \[1, 2, 22\], rank 1 \[1, 2, 24\]"),
+        ("other plans", "ranks call with different plans: rank 0 "),
+        ("attn_mask", "attn_mask: got a tensor inside of"),
+        ("dropout", "dropout_p: got 0.1 inside of"),
+        ("local capture", "^$"),
+        ("placement", r"query: a DTensor with placements \(Shard\(dim=1\),\) on .*expected Shard\(2\)"),
+        ("planned twice", r"masks\['a'\] is planned already"),
+        ("lengths", r"expected masks of one length, .* masks\[0\] 300 x 300, masks\[1\] 64 x 64"),
+        ("no length", "does not say how long the sequence is. Pass length="),
+        ("no plan", "shard: nothing is planned yet"),
+        ("whole length", "shard: tensor 0: expected 300 in dimension 2, the whole sequence"),
+        ("method", "method: expected one of auto, cast, .*, got 'rings'"),
+        ("balance", "balance: expected one of .*, got 'even'"),
+        ("group", "expected a DeviceMesh of one or two dimensions or a process group, got str 'cp'"),
+        ("second", "derivative"),
+    ],
+)
+def test_bad_input(group, what, text):
+    first, second = group.run(refused, what, ranks=2)
+    if what == "local capture":
+        assert "beyond its end. Mods see indices of the whole sequence, 300 tokens, of which" in second
+    assert re.search(text, first), first
+
+
+def dtensors(group, method):
+    """Heads over one dimension of a mesh, the sequence over the other; mods see global heads."""
+    mesh = mesh_of(group)
+    case = Case(heads=8, kv_heads=4, length=LENGTH)
+    cp = context_parallel(mesh["ring"], method, "contiguous")
+    mask = cp.plan(create_block_mask(causal(), None, None, LENGTH, LENGTH, "cpu", 32))
+    *rows, table, gate = case.tensors()
+    local = [t.chunk(2, 1)[mesh.get_local_rank("heads")] for t in cp.shard(rows[:3], 2)]
+    query, key, value = (
+        DTensor.from_local(t.contiguous(), mesh, [Shard(2), Shard(1)], run_check=False).requires_grad_()
+        for t in local
+    )
+    table.requires_grad_()
+    out, lse = flex_attention(
+        query, key, value, case.score_mod(table, gate), mask, enable_gqa=True, return_lse=True
+    )
+    assert out.placements == query.placements and out.shape == (1, 8, LENGTH, 8)
+    grads = torch.autograd.grad(out.to_local().sum() + lse.to_local().sum(), (query, key, table))
+    whole = [t.detach().requires_grad_() for t in (*rows[:3], table)]
+    plain = create_block_mask(causal(), None, None, LENGTH, LENGTH, "cpu", 32)
+    want, want_lse = flex_attention(
+        *whole[:3], case.score_mod(whole[3], gate), plain, enable_gqa=True, return_lse=True
+    )
+    wanted = torch.autograd.grad(want.sum() + want_lse.sum(), (whole[0], whole[1], whole[3]))
+
+    def mine(tensor):
+        return cp.shard(tensor, 2).chunk(2, 1)[mesh.get_local_rank("heads")]
+
+    got = (out.to_local(), lse.to_local(), grads[0].to_local(), grads[1].to_local())
+    for ours, gold in zip(got, (want, want_lse, wanted[0], wanted[1]), strict=True):
+        torch.testing.assert_close(ours, mine(gold), rtol=0, atol=1e-12)
+    torch.distributed.all_reduce(grads[2], group=group)
+    torch.testing.assert_close(grads[2], wanted[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["cast", "ulysses", "ring"])
+def test_dtensors(group, method):
+    group.run(dtensors, method)

@@ -139,18 +139,23 @@ def _send_rows_fake(rows, sent, received, count, plan, group):
     return rows.new_empty((count, *rows.shape[1:]))
 
 
-_agreed: dict[tuple[str, int], None] = {}  # groups and plans on which all ranks agree
+_agreed: dict[tuple[str, int], None] = {}  # groups and planned masks on which all ranks agree
 MOST_PLANS = 4096
 
 
 def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
-    """Raise unless all ranks have this plan and tensors like these. Asked once for each plan."""
-    key = (group, int(plan))
+    """Raise unless all ranks have this plan and tensors like these.
+
+    Asked once for each mask that was planned, not for each plan: a rank that knows a plan from before would not ask,
+    and one that does not would wait for it.
+    """
+    number, made = plan.tolist()
+    key = (group, made)
     if key in _agreed:
         return
     found: list[Any] = [None] * dist.get_world_size(process_group(group))
     with named(group):
-        mine = (f"{key[1]:x}", str([*shape]), str(dtype))
+        mine = (f"{number:x}", str([*shape]), str(dtype))
         dist.all_gather_object(found, mine, group=process_group(group))
     for what, values in zip(("plans", "shapes", "dtypes"), zip(*found, strict=True), strict=True):
         if len(set(values)) > 1:

@@ -54,7 +54,7 @@ class Sharded(PlannedMask):
     """What all of them have. Compiled code guards on what it reads, and what changes with the mask is in tensors."""
 
     part: Part
-    plan: Tensor  # int64, a number for the plan, the same on all ranks
+    plan: Tensor  # int64 [2]: a number for the plan, the same on all ranks, and one for this time that it was made
     positions: Tensor  # int32, of this rank's tokens in the whole sequence
     mask_mod: MaskMod
     batch: int  # that the mask tells apart, or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def _common(mask: RunSchedule, layout: Layout, rank: int, group: str) -> dict[st
     for table in mask.tensors:
         text.update(table.cpu().numpy().tobytes())
     return {
-        "plan": torch.tensor(int.from_bytes(text.digest()[:7], "big")),
+        "plan": torch.tensor([int.from_bytes(text.digest()[:7], "big"), secrets.randbits(56)]),
         "positions": layout.positions(rank),
         "mask_mod": mask.mask_mod,
         "batch": mask.batch,

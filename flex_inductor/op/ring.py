@@ -16,7 +16,7 @@ class Ring(NamedTuple):
 
     group: str
     rank: int
-    plan: Tensor  # a number, the same on all ranks
+    plan: Tensor  # a number, the same on all ranks, and one for this time that it was made
     lengths: Tensor  # of keys
     far: Tensor  # over how many ranks each block travels
     visits: Tensor  # at each step, whether a query of this rank visits one of the keys

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from tests.distributed.group import processes
+from tests.distributed.group import groups
 
 
 @pytest.fixture(scope="session")
 def group():
-    with processes(4) as found:
+    with groups() as found:
         yield found
 
 

@@ -6,29 +6,41 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 SECONDS = 120  # that ranks wait for each other
 
 
-class Group:
-    """`run(function, *args)` calls function(group, *args) in the first ranks, and gives their results by rank.
+class Groups:
+    """`run(function, *args)` calls function(group, *args) in so many ranks, and gives their results by rank.
 
-    The function is found by its name; its arguments and results are pickled, so tensors go as they are.
+    The function is found by its name; its arguments and results are pickled, so tensors go as they are. Each number of
+    ranks has processes of its own: whoever makes further groups needs all of a world's.
     """
 
-    def __init__(self, pipes: list[Any]):
-        self.pipes = pipes
+    def __init__(self, started: ExitStack):
+        self.started = started
+        self.pipes: dict[int, list[Any]] = {}
 
-    def run(self, function: Callable, *args: Any, ranks: int | None = None) -> list[Any]:
-        ranks = len(self.pipes) if ranks is None else ranks
-        for pipe in self.pipes[:ranks]:
-            pipe.send((function, args, ranks))
-        replies = [pipe.recv() for pipe in self.pipes[:ranks]]
+    def run(self, function: Callable, *args: Any, ranks: int = 4) -> list[Any]:
+        if ranks not in self.pipes:
+            self.pipes[ranks] = self.started.enter_context(_world(ranks))
+        pipes = self.pipes[ranks]
+        for pipe in pipes:
+            pipe.send((function, args))
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(2 * SECONDS), f"rank {rank} does not answer"
+        replies = [pipe.recv() for pipe in pipes]
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(replies) if not fine]
         assert not failed, "\n".join(failed)
         return [result for _, result in replies]
+
+
+@contextmanager
+def groups() -> Iterator[Groups]:
+    with ExitStack() as started:
+        yield Groups(started)
 
 
 def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
@@ -42,18 +54,17 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     dist.init_process_group(
         "gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
     )
-    groups = {n: dist.new_group(range(n)) for n in (1, 2, 4, 8) if n <= ranks}
     while (told := pipe.recv()) is not None:
-        function, args, count = told
+        function, args = told
         try:
-            pipe.send((True, function(groups[count], *args)))
+            pipe.send((True, function(dist.group.WORLD, *args)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 
 
 @contextmanager
-def processes(ranks: int) -> Iterator[Group]:
+def _world(ranks: int) -> Iterator[list[Any]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "flex_inductor.distributed.context"])
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +77,9 @@ def processes(ranks: int) -> Iterator[Group]:
             process.start()
             pipes.append(ours)
             started.append(process)
-        yield Group(pipes)
-        for pipe, process in zip(pipes, started, strict=True):
+        yield pipes
+        for pipe in pipes:
             pipe.send(None)
-            process.join()
+        for process in started:
+            process.join(SECONDS)
+            process.kill()

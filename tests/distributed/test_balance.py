@@ -258,7 +258,6 @@ def test_functions():
         (lambda work, ranks: None, 2, "got None"),
         (lambda work, ranks: "head_tail", 2, "got 'head_tail'"),
     ],
-    ids=str,
 )
 def test_refused(balance, ranks, message):
     with pytest.raises(FlexError, match=re.escape(message)):

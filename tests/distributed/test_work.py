@@ -155,7 +155,6 @@ def test_the_hull(name):
         (({"a": Sequences.from_lengths([50]), "b": None}, 60), "a: expected 60 queries and keys"),
         ((Sequences.from_lengths([5, 5], [6, 6]),), "sequences whose queries and keys are packed alike"),
     ],
-    ids=str,
 )
 def test_refused(arguments, message):
     with pytest.raises(FlexError, match=message):
@@ -172,7 +171,6 @@ def test_refused(arguments, message):
         ({"tile": 100}, "tile: expected a multiple of 128, of all block sizes, got 100"),
         ({"tile": 0}, "tile: expected a multiple of 128"),
     ],
-    ids=str,
 )
 def test_options_refused(options, message):
     schedule = create_block_mask(masks.causal(), None, None, 256, 256, "cpu", compact=True)

@@ -171,7 +171,7 @@ def wrong_arity(name: str, mod: Callable, takes: str, expected: int) -> FlexType
 def score_result(value: Any) -> FlexTypeError:
     hint = " It looks like a mask_mod: pass it through create_block_mask." if _is_bool(value) else ""
     return FlexTypeError(
-        f"score_mod must return one floating-point score, a 0-d tensor, but returned {_describe(value)}."
+        f"score_mod must return one floating-point score, a 0-d tensor, but returned {described(value)}."
         f"{hint or _index_hint(value)}"
     )
 
@@ -179,7 +179,7 @@ def score_result(value: Any) -> FlexTypeError:
 def mask_result(value: Any) -> FlexTypeError:
     hint = " Compare (for example q_idx >= kv_idx) or call .bool()." if isinstance(value, Tensor) else ""
     return FlexTypeError(
-        f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned {_describe(value)}."
+        f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned {described(value)}."
         f"{_index_hint(value) or hint}"
     )
 
@@ -194,7 +194,7 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
 
 
-def _describe(value: Any) -> str:
+def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {_shape(value)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"
@@ -346,52 +346,6 @@ def function_in_compiled_transform(mod: str, function: str) -> FlexRuntimeError:
     )
 
 
-# Mods as text, in the ops of compiled and saved graphs.
-
-
-def bad_mod_text(what: str) -> FlexValueError:
-    return FlexValueError(
-        f"A mod in a compiled or saved graph cannot be read: {what}. Make the graph again with this version of "
-        f"flex_inductor, and load no files that you do not trust."
-    )
-
-
-def operator_refused(name: str, why: str, functions: Iterable[str]) -> FlexValueError:
-    return FlexValueError(
-        f"A mod uses {name[:80]!r}, which {why}. In a compiled or saved graph a mod may use operators that are "
-        f"registered with torch, give tensors or numbers, draw no random numbers and write into nothing but what the "
-        f"mod itself made, and these functions of numbers: {', '.join(functions)}."
-    )
-
-
-def argument_refused(value: Any) -> FlexValueError:
-    return FlexValueError(
-        f"A mod gives an operator a {type(value).__name__}, which cannot be written into a compiled graph. Expected "
-        f"tensors, numbers, text, dtypes, devices, layouts, memory formats, and lists of them."
-    )
-
-
-def constant_in_export(name: str) -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        f"A mod holds `{name}`, a table written out in it, which torch.export cannot save with strict=False. Make the "
-        f"tensor before the call and capture it, or export with strict=True."
-    )
-
-
-def constant_refused(name: str, value: Any) -> FlexValueError:
-    return FlexValueError(
-        f"A mod holds `{name}`, a {type(value).__name__}, which cannot be written into a compiled graph. Expected a "
-        f"plain dense tensor; capture anything else from outside the mod as one."
-    )
-
-
-def number_in_mod() -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        "A mod computes with a number that changes from call to call, such as a length, which torch.export cannot "
-        "trace with strict=False. Compute it before the mod (half = length // 2), or export with strict=True."
-    )
-
-
 # Block_mask.
 
 
@@ -444,42 +398,6 @@ def unknown_option(where: str, name: Any, known: Iterable[str]) -> FlexValueErro
 
 def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueError:
     return FlexValueError(f"{where}[{name!r}] is {value!r}; expected {expected}.")
-
-
-def route_refused(demanded: str, decision: Any) -> FlexRuntimeError:
-    """`decision` is the record that the inspector prints, with no route chosen."""
-    if demanded:
-        asked = f"route {demanded!r} was asked for and cannot serve this call."
-    else:
-        asked = "no route can serve this call, each for its own reason."
-    return FlexRuntimeError(f"{asked}\n{decision}")
-
-
-def out_of_resources(kind: str, tried: Sequence[tuple[str, str]]) -> FlexRuntimeError:
-    lines = "".join(f"\n  {config}: {reason}" for config, reason in tried)
-    return FlexRuntimeError(
-        f"no config of the kernel {kind!r} can run on this GPU. Tried:{lines}\nTry smaller tiles or fewer stages in "
-        f"options={{'configs': {{{kind!r}: ...}}}}, or options={{'route': 'chunked'}}."
-    )
-
-
-def not_tuning_results(path: Any, why: Exception) -> FlexValueError:
-    return FlexValueError(
-        f"{path} does not hold tuning results ({why}); expected a file that `flex-inductor tune export` wrote."
-    )
-
-
-def no_record(folder: Any) -> FlexValueError:
-    return FlexValueError(
-        f"there is no record in {folder}: no process with this cache folder has compiled attention. Run your program "
-        "first, with the same TORCHINDUCTOR_CACHE_DIR if it sets one."
-    )
-
-
-def not_a_record(path: Any, why: Exception) -> FlexValueError:
-    return FlexValueError(
-        f"{path} cannot be read ({why}); it is written anew by the next process that compiles attention."
-    )
 
 
 def kernel_differs(
@@ -545,13 +463,6 @@ def tile_map_without_schedule() -> FlexValueError:
     )
 
 
-def too_many_layouts(limit: int) -> FlexRuntimeError:
-    return FlexRuntimeError(
-        f"{limit} kernels were compiled for calls that differ only in how their tensors lie in memory. Pass tensors of "
-        "one layout, for example with .contiguous()."
-    )
-
-
 # Derivatives.
 
 
@@ -567,72 +478,6 @@ def forward_mode_derivative() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "flex_attention has no forward-mode derivative (torch.func.jvp, jacfwd). Use reverse mode: "
         "torch.func.vjp, jacrev or grad."
-    )
-
-
-# Tools.
-
-
-def no_attention_call(name: str) -> FlexValueError:
-    return FlexValueError(
-        f"{name} never calls flex_attention with these arguments: there is nothing to inspect."
-    )
-
-
-def raised_while_tracing(message: str, at: str) -> FlexValueError:
-    return FlexValueError(f"The function raises: {message}{at}")
-
-
-def not_one_graph(reason: str, at: str) -> FlexValueError:
-    return FlexValueError(
-        f"The function does not compile as one graph: {reason}{at}. Inspect the part that calls attention."
-    )
-
-
-def mixed_devices(devices: Sequence[str]) -> FlexValueError:
-    return FlexValueError(
-        f"The arguments are on several devices: {', '.join(devices)}. Move them to one; a GPU that is the target "
-        f"need not be there, so that CPU tensors serve."
-    )
-
-
-def not_this_device(target: str, own: str) -> FlexValueError:
-    return FlexValueError(
-        f"The arguments are on a device of architecture {own}, and target is {target!r}. Give CPU tensors to inspect "
-        f"for another device."
-    )
-
-
-def no_interpreter(command: str) -> FlexRuntimeError:
-    return FlexRuntimeError(
-        f"interpret.run needs TRITON_INTERPRET=1 set before triton is imported, which it was not. "
-        f"Run the script with: {command}"
-    )
-
-
-def interpreter_bf16(version: str, error: float) -> FlexRuntimeError:
-    return FlexRuntimeError(
-        f"A kernel multiplies bfloat16 matrices, which the interpreter of triton {version} gets wrong (off by "
-        f"{error:.3g} where the product is exact). Use float16 or float32 inputs with interpret.run."
-    )
-
-
-def flash_rank(q: Tensor, rank: int) -> FlexValueError:
-    layout = "[batch, length, heads, head_dim]" if rank == 4 else "[tokens, heads, head_dim]"
-    return FlexValueError(
-        f"q: expected {layout}, got shape {_shape(q)}. flex_attention has heads before length."
-    )
-
-
-def no_dropout(value: Any) -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        f"dropout_p: expected 0, got {value!r}; dropout of attention weights is not there yet. Pass 0."
-    )
-
-
-def bad_window(value: Any) -> FlexValueError:
-    return FlexValueError(
-        f"window_size: expected a pair (left, right) of token counts, -1 for any, got {value!r}."
     )
 
 

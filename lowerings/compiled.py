@@ -23,9 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flex_inductor import compat, errors
+from flex_inductor import compat
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
 from flex_inductor.op.call import class_of, rows_of, tensors_of
+
+from . import errors
 
 MOST_LAYOUTS = 8  # kernels of one class, for tensors that lie differently
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flex_inductor import errors
-
+from . import errors
 from .chunked import ChunkedRoute
 from .cpu.route import CpuRoute
 from .decision import Decision

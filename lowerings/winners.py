@@ -8,9 +8,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flex_inductor import errors, fingerprint
+from flex_inductor import fingerprint
 
-from . import cache_folder
+from . import cache_folder, errors
 from .cache_folder import replacing
 
 _FORMAT = 1

@@ -13,7 +13,7 @@ from flex_inductor import AuxRequest, BlockMask, create_block_mask, decisions, f
 from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.reference import reference
 
-# ---- The judge ------------------------------------------------------------------------------------
+# The judge.
 
 # What is left to rounding beside the error of dense attention in the same dtype, in units of eps times
 # the largest magnitude in the fp64 result. The result itself may be rounded otherwise: one unit of its
@@ -168,7 +168,7 @@ def _largest(tensor: Tensor) -> float:
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
-# ---- Mods -----------------------------------------------------------------------------------------
+# Mods.
 
 
 class Sizes(NamedTuple):
@@ -249,7 +249,7 @@ MODS = {
 }
 
 
-# ---- Masks ----------------------------------------------------------------------------------------
+# Masks.
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -309,7 +309,7 @@ MASKS: dict[str, Callable[[Sizes], BlockMask | None]] = {
 }
 
 
-# ---- Layouts: the same values, elsewhere in memory ------------------------------------------------
+# Layouts: the same values, elsewhere in memory.
 
 
 def _transposed(t: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# ---- Routes ---------------------------------------------------------------------------------------
+# Routes.
 
 
 @contextlib.contextmanager

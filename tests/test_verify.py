@@ -125,7 +125,7 @@ def test_bad_option():
         compiled(torch.zeros(1))
 
 
-# ---- What a kernel may get wrong, by a realistic amount -------------------------------------------
+# What a kernel may get wrong, by a realistic amount.
 
 PRODUCTS = {"QK": "out", "PV": "out", "P^T dO": "d_v", "dO V^T": "d_q", "dS K": "d_q", "dS^T Q": "d_k"}
 GRADIENTS = ("d_q", "d_k", "d_v", "d_captures[0]", "d_captures[1]")
@@ -199,7 +199,7 @@ def test_captured_gradients_that_are_not_checked_are_named(monkeypatch):
         assert check("fp32", "d_captures[0]") is None
 
 
-# ---- What looks wrong and is not ------------------------------------------------------------------
+# What looks wrong and is not.
 
 
 def conditioned(name, seed):

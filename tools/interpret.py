@@ -16,8 +16,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flex_inductor import errors
-
+from . import errors
 from .environment import triton_on_cpu, uncached
 
 COMMAND = "python -m flex_inductor.tools.interpret script.py [args]"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import FlexTypeError, FlexValueError
+from ..errors import FlexNotImplementedError, FlexTypeError, FlexValueError
 
 
 def half_of_new(name: str, other: str) -> FlexValueError:
@@ -92,4 +92,23 @@ def other_rank(name: str, tensor: Tensor, q: Tensor) -> FlexValueError:
     return FlexValueError(
         f"{name}: has shape {list(tensor.shape)} and q {list(q.shape)}; expected both padded, or both packed with "
         "cu_seqlens_q."
+    )
+
+
+def flash_rank(q: Tensor, rank: int) -> FlexValueError:
+    layout = "[batch, length, heads, head_dim]" if rank == 4 else "[tokens, heads, head_dim]"
+    return FlexValueError(
+        f"q: expected {layout}, got shape {list(q.shape)}. flex_attention has heads before length."
+    )
+
+
+def no_dropout(value: Any) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"dropout_p: expected 0, got {value!r}; dropout of attention weights is not there yet. Pass 0."
+    )
+
+
+def bad_window(value: Any) -> FlexValueError:
+    return FlexValueError(
+        f"window_size: expected a pair (left, right) of token counts, -1 for any, got {value!r}."
     )

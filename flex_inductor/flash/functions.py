@@ -183,11 +183,11 @@ def check(q: Tensor, rank: int, dropout_p: float, window_size: Any, attention_ch
         if not isinstance(q, Tensor):
             raise call_errors.not_a_tensor("q", q)
         if q.dim() != rank:
-            raise call_errors.flash_rank(q, rank)
+            raise errors.flash_rank(q, rank)
         if dropout_p:
-            raise call_errors.no_dropout(dropout_p)
+            raise errors.no_dropout(dropout_p)
         if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-            raise call_errors.bad_window(window_size)
+            raise errors.bad_window(window_size)
         if type(attention_chunk) is not int or attention_chunk < 0:
             raise errors.bad_chunk(attention_chunk)
     except call_errors.FlexError as error:

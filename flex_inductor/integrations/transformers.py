@@ -38,7 +38,7 @@ FEW = 32  # queries: their mask is quicker to compute than to analyse
 MOST_KEPT = 16  # masks
 
 
-# ---- Masks ----------------------------------------------------------------------------------------
+# Masks.
 
 
 class Mask(BlockMask):
@@ -140,7 +140,7 @@ def _meaning(value: Any) -> Any:
     return None if None in parts else parts
 
 
-# ---- Attention ------------------------------------------------------------------------------------
+# Attention.
 
 NOT_SERVED = {"cache": "continuous batching (cache)", "block_indices": "block_indices"}
 
@@ -340,7 +340,7 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
     return mask.documents[1]
 
 
-# ---- Weights, which only the models' own attention gives -----------------------------------------
+# Weights, which only the models' own attention gives.
 
 
 def _with_weights(
@@ -364,7 +364,7 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-# ---- Registration ---------------------------------------------------------------------------------
+# Registration.
 
 
 def _has_own_attention(model: type[PreTrainedModel]) -> bool:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from .. import compat, errors
+from .. import compat
+from . import errors
 
 FORMAT = 1
 DEPTH = 4  # how deeply lists may be nested in an argument

@@ -11,7 +11,9 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .. import compat, errors
+from .. import compat
+from .. import errors as call_errors
+from . import errors
 from .apart import apart_from_surrounding_trace
 from .arguments import JOINT_LANES, example_lanes
 from .indexing import LaneIndexing
@@ -66,7 +68,7 @@ def trace_joint(
         grads: Sequence[Tensor | None] = (None,) * len(sources)
         with torch.enable_grad(), LaneIndexing():
             new_score = run(inputs[0].clone(), b, h, q_idx, kv_idx, *inputs[1:])
-            errors.check_mod_result("score_mod", new_score)
+            call_errors.check_mod_result("score_mod", new_score)
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
         found = iter(grads)

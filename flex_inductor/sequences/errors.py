@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import FlexTypeError, FlexValueError
+from ..errors import FlexTypeError, FlexValueError, described
 
 
 class SequencesError(FlexValueError):
@@ -15,19 +15,19 @@ class SequencesError(FlexValueError):
 
 def not_offsets(name: str, value: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"{name}: expected an int32 tensor of one dimension, got {_described(value)}. Pass {name}.to(torch.int32)."
+        f"{name}: expected an int32 tensor of one dimension, got {described(value)}. Pass {name}.to(torch.int32)."
     )
 
 
 def not_lengths(name: str, value: Any, count: int) -> FlexTypeError:
     return FlexTypeError(
-        f"{name}: expected an int32 tensor with an entry for each of {count} sequences, got {_described(value)}."
+        f"{name}: expected an int32 tensor with an entry for each of {count} sequences, got {described(value)}."
     )
 
 
 def not_integers(name: str, value: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"{name}: expected a list of integers or an integer tensor of one dimension, got {_described(value)}. "
+        f"{name}: expected a list of integers or an integer tensor of one dimension, got {described(value)}. "
         "Give each sequence its number of tokens."
     )
 
@@ -74,7 +74,7 @@ def used_beyond_room(name: str, sequence: int, used: int, room: int | None) -> S
 
 def bad_max(name: str, value: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"{name}: expected an integer, got {_described(value)}. It is the most tokens that a sequence ever has."
+        f"{name}: expected an integer, got {described(value)}. It is the most tokens that a sequence ever has."
     )
 
 
@@ -177,7 +177,7 @@ def pages_without_size() -> SequencesError:
 
 def bad_table(name: str, value: Any, count: int) -> FlexTypeError:
     return FlexTypeError(
-        f"{name}: expected an int32 tensor [sequences, pages of each] for {count} sequences, got {_described(value)}."
+        f"{name}: expected an int32 tensor [sequences, pages of each] for {count} sequences, got {described(value)}."
     )
 
 
@@ -200,7 +200,7 @@ def negative_row(sequence: int) -> SequencesError:
 def not_a_cache(name: str, value: Any, paged: bool) -> SequencesError:
     shape = "[pages, page_size, heads, head_dim]" if paged else "[rows, length, heads, head_dim]"
     return SequencesError(
-        f"{name}: expected {shape} for these sequences, got {_described(value)}. Packed keys need cu_k."
+        f"{name}: expected {shape} for these sequences, got {described(value)}. Packed keys need cu_k."
     )
 
 
@@ -250,14 +250,14 @@ def append_to_packed() -> SequencesError:
 
 def not_new_tokens(name: str, value: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"{name}: expected a tensor [tokens, heads, head_dim] of new tokens, got {_described(value)}. "
+        f"{name}: expected a tensor [tokens, heads, head_dim] of new tokens, got {described(value)}. "
         "Keys and values are appended together."
     )
 
 
 def not_as_the_cache(name: str, tensor: Tensor, cache: Tensor) -> SequencesError:
     expected = f"{cache.dtype} of shape [tokens, {cache.size(2)}, {cache.size(3)}]"
-    return SequencesError(f"{name}: expected {expected} for its cache, got {_described(tensor)}.")
+    return SequencesError(f"{name}: expected {expected} for its cache, got {described(tensor)}.")
 
 
 def caches_differ(k_cache: Tensor, v_cache: Tensor) -> SequencesError:
@@ -285,13 +285,13 @@ def without_rotary() -> SequencesError:
 
 def bad_rotary(value: Any) -> FlexTypeError:
     parts = value if isinstance(value, (tuple, list)) else [value]
-    found = ", ".join(map(_described, parts))
+    found = ", ".join(map(described, parts))
     return FlexTypeError(f"rotary: expected (cos, sin), two float tensors [positions, pairs], got {found}.")
 
 
 def rotary_differ(cos: Tensor, sin: Tensor) -> SequencesError:
     return SequencesError(
-        f"rotary: cos is {_described(cos)} and sin {_described(sin)}; expected the same of both."
+        f"rotary: cos is {described(cos)} and sin {described(sin)}; expected the same of both."
     )
 
 
@@ -321,20 +321,20 @@ def reads_heads(name: str) -> SequencesError:
 
 def padding_not_bool(mask: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"mask: expected a bool tensor [batch, length], True where there is a token, got {_described(mask)}."
+        f"mask: expected a bool tensor [batch, length], True where there is a token, got {described(mask)}."
     )
 
 
 def not_padded(padded: Any, mask: Tensor) -> FlexTypeError:
     return FlexTypeError(
         f"padded: expected a tensor of shape [{mask.size(0)}, {mask.size(1)}, ...], as mask has it, "
-        f"got {_described(padded)}. Pass the mask of this tensor."
+        f"got {described(padded)}. Pass the mask of this tensor."
     )
 
 
 def not_packed(packed: Any, tokens: int) -> FlexTypeError:
     return FlexTypeError(
-        f"packed: expected a tensor of {tokens} tokens, one where mask is True, got {_described(packed)}. "
+        f"packed: expected a tensor of {tokens} tokens, one where mask is True, got {described(packed)}. "
         "Pass the mask that it was packed with."
     )
 
@@ -369,9 +369,3 @@ def not_a_mask_of_nested(value: Any) -> FlexTypeError:
         "block_mask: expected what Sequences.from_nested(query, key).mask(mask_mod) returns, since query is nested, "
         f"got {type(value).__name__}."
     )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {list(value.shape)}"
-    return type(value).__name__

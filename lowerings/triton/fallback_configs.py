@@ -16,8 +16,7 @@ import triton
 from torch._inductor.runtime.triton_compat import PTXASError
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict
 
-from flex_inductor import errors
-
+from .. import errors
 from .configs import STACK_BYTES, describe, launched_with
 
 log = logging.getLogger("flex_inductor")

@@ -29,7 +29,7 @@ INDEX_CAPTURES = {
 }
 
 
-# ---- What mods call -------------------------------------------------------------------------------
+# What mods call.
 
 
 class StraightThrough(torch.autograd.Function):
@@ -121,7 +121,7 @@ NAMES = {
 }
 
 
-# ---- Text ----------------------------------------------------------------------------------------
+# Text.
 
 
 def _joined(template: str, *parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -209,7 +209,7 @@ MASKS = st.recursive(
 )
 
 
-# ---- Text as functions ----------------------------------------------------------------------------
+# Text as functions.
 
 
 def named_in(text: str | None) -> list[str]:

@@ -95,7 +95,7 @@ def several_batches(route: str, most: int) -> st.SearchStrategy[list[Batch]]:
     return st.lists(batch.filter(lambda b: any(q and k for q, k in b.lengths)), min_size=1, max_size=most)
 
 
-# ---- Where tokens lie -----------------------------------------------------------------------------
+# Where tokens lie.
 
 
 def _int32(values: list) -> Tensor:
@@ -154,7 +154,7 @@ def _in_cache(packed: Tensor, places: Places) -> Tensor:
     return flat.index_copy(0, places.slots, tokens).unflatten(0, (rows, length))
 
 
-# ---- A case ---------------------------------------------------------------------------------------
+# A case.
 
 
 def _tensors(program: Program, batch: Batch, generator: torch.Generator) -> list[Tensor]:

@@ -76,7 +76,7 @@ def several_values(route: str, most: int) -> st.SearchStrategy[list[Values]]:
     return st.lists(values, min_size=1, max_size=most)
 
 
-# ---- A case --------------------------------------------------------------------------------------
+# A case.
 
 
 def _inputs(program: Program, values: Values, sizes: Sizes) -> list[Tensor]:

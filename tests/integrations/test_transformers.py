@@ -60,7 +60,7 @@ def test_families_train_as_with_eager_attention(family, form):
     assert_same(trained(model, given, NAME, seen), eager)
 
 
-# ---- One mask a step ------------------------------------------------------------------------------
+# One mask a step.
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_decode_step_makes_its_mask_in_half_a_millisecond(padded):
     assert min(seconds() for _ in range(20)) < 5e-4
 
 
-# ---- What callers hand in -------------------------------------------------------------------------
+# What callers hand in.
 
 
 def with_mask(kind):
@@ -192,7 +192,7 @@ def test_gradient_checkpointing(reentrant):
     assert_same(trained(model, {**given, "use_cache": False}, NAME), eager)
 
 
-# ---- What is refused, and what warns --------------------------------------------------------------
+# What is refused, and what warns.
 
 
 @pytest.mark.parametrize("family", ["BERT", "Llama"])
@@ -271,7 +271,7 @@ def test_without_transformers_the_import_says_what_to_install(monkeypatch):
         importlib.import_module(integration.__name__)
 
 
-# ---- Few queries: torch's operations ----------------------------------------------------------------
+# Few queries: torch's operations.
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -17,8 +17,8 @@ def offsets(*values, dtype=torch.int32):
 
 
 BAD = {
-    "int64": (lambda: Sequences(offsets(0, 3, dtype=torch.int64)), r"^cu_q: expected an int32 tensor of one dimension, got torch.int64"),
-    "a list": (lambda: Sequences([0, 3]), r"^cu_q: expected an int32 tensor of one dimension, got list"),
+    "int64": (lambda: Sequences(offsets(0, 3, dtype=torch.int64)), r"^cu_q: expected an int32 tensor of one dimension, got a tensor of shape \[2\] and dtype torch.int64"),
+    "a list": (lambda: Sequences([0, 3]), r"^cu_q: expected an int32 tensor of one dimension, got a list"),
     "two dimensions": (lambda: Sequences(offsets(0, 3)[None]), r"^cu_q: expected .* of shape \[1, 2\]"),
     "empty": (lambda: Sequences(offsets()), r"^cu_q: expected the offset 0 and one more"),
     "falls": (lambda: Sequences(offsets(0, 5, 3)), r"^cu_q: expected offsets .* falls from 5 to 3 at entry 2"),
@@ -29,17 +29,17 @@ BAD = {
     "used": (lambda: Sequences(offsets(0, 5, 9), offsets(0, 5, 9), used_k=offsets(5, 6)), r"^used_k: sequence 1 uses 6 tokens of a room of 4"),
     "used count": (lambda: Sequences(offsets(0, 5), used_q=offsets(1, 1)), r"^used_q: expected an int32 tensor with an entry for each of 1"),
     "differences that wrap around": (lambda: Sequences(offsets(0, 2**30, -(2**31), -(2**30))), r"^cu_q: .* falls from 1073741824"),
-    "max of floats": (lambda: Sequences(offsets(0, 5), max_q=6.0), r"^max_q: expected an integer, got float"),
-    "max of text": (lambda: Sequences(offsets(0, 5), max_k="6"), r"^max_k: expected an integer, got str"),
+    "max of floats": (lambda: Sequences(offsets(0, 5), max_q=6.0), r"^max_q: expected an integer, got a float"),
+    "max of text": (lambda: Sequences(offsets(0, 5), max_k="6"), r"^max_k: expected an integer, got a str"),
     "lengths of floats": (lambda: Sequences.from_lengths([3.5, 2]), r"^lengths_q: expected a list of integers or"),
-    "lengths of nothing": (lambda: Sequences.from_lengths([3], "3"), r"^lengths_k: expected a list of integers .* got str"),
-    "flags for lengths": (lambda: Sequences.from_lengths(torch.tensor([True])), r"^lengths_q: .* got torch.bool of shape \[1\]"),
+    "lengths of nothing": (lambda: Sequences.from_lengths([3], "3"), r"^lengths_k: expected a list of integers .* got a str"),
+    "flags for lengths": (lambda: Sequences.from_lengths(torch.tensor([True])), r"^lengths_q: .* got a tensor of shape \[1\] and dtype torch.bool"),
     "negative lengths": (lambda: Sequences.from_lengths([3, -1]), r"^lengths_q: expected lengths from 0 on"),
     "lengths too long": (lambda: Sequences.from_lengths([2**30] * 5), r"^lengths_q: .* add up to at most 2,147,483,647"),
     "padding": (lambda: Sequences.from_padding_mask(torch.ones(2, 3)), r"^mask: expected a bool tensor \[batch, length\]"),
     "another mask": (lambda: unpad(torch.ones(2, 5, 3), torch.ones(2, 4, dtype=torch.bool)), r"^padded: expected a tensor of shape \[2, 4, ...\]"),
     "more tokens": (lambda: pad(torch.ones(9, 3), torch.ones(2, 4, dtype=torch.bool)), r"^packed: expected a tensor of 8 tokens"),
-    "no tensor": (lambda: unpad([1], torch.ones(1, 1, dtype=torch.bool)), r"^padded: .* got list"),
+    "no tensor": (lambda: unpad([1], torch.ones(1, 1, dtype=torch.bool)), r"^padded: .* got a list"),
     "nested": (lambda: Sequences.from_nested(torch.ones(2, 3)), r"^query: expected a nested tensor with layout=torch.jagged"),
 }  # fmt: skip
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from flex_inductor import errors
+from flex_inductor import errors as call_errors
 from flex_inductor.lowerings.decision import Choice
 from flex_inductor.mod_ir.source_lines import last_line
 
+from .. import errors
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_untuned
 from .calls import facts_of
@@ -89,7 +90,7 @@ def _watched(
         raise _not_traced(str(error)) from None
 
 
-def _not_traced(dynamo: str) -> errors.FlexError:
+def _not_traced(dynamo: str) -> call_errors.FlexError:
     """From Dynamo's long text: what the user's code raised, or why tracing stopped."""
     context = re.search(r"^ *Developer debug context: (.+)$", dynamo, flags=re.MULTILINE)
     reason = context[1] if context else dynamo.splitlines()[0]
@@ -110,7 +111,9 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
         raise errors.mixed_devices(devices)
     there = devices[0] if devices else "cpu"
     if there not in ("cpu", "cuda"):
-        raise errors.bad_option("flex_inductor.inspect", "arguments", f"on {there}", "tensors on cpu or cuda")
+        raise call_errors.bad_option(
+            "flex_inductor.inspect", "arguments", f"on {there}", "tensors on cpu or cuda"
+        )
     if there == "cuda":
         from flex_inductor.lowerings.triton.configs import current_device
 
@@ -121,7 +124,7 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
     if target is None:
         return "cpu"
     if target not in KNOWN_TARGETS:
-        raise errors.bad_option(
+        raise call_errors.bad_option(
             "flex_inductor.inspect", "target", target, f"one of {', '.join(KNOWN_TARGETS)}"
         )
     return target

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from flex_inductor import errors
 from flex_inductor.lowerings import record_file
 from flex_inductor.lowerings.decision import Choice, Decision
+
+from .. import errors
 
 
 def read() -> dict[str, Any]:

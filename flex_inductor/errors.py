@@ -197,7 +197,7 @@ def _is_bool(value: Any) -> bool:
 def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {_shape(value)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def check_mod_result(name: str, value: Any) -> None:
@@ -460,6 +460,13 @@ def bad_tile_map(name: str, tensor: Tensor, expected: tuple[int, int]) -> FlexVa
 def tile_map_without_schedule() -> FlexValueError:
     return FlexValueError(
         "tile_map is given without a schedule; expected one whose rows and columns are the map's tiles. Pass both."
+    )
+
+
+def tile_map_without_runs(form: str) -> FlexValueError:
+    return FlexValueError(
+        f"tile_map is given with a schedule of {form}; expected one of runs, whose tiles follow each other. "
+        "Pass BlockRuns."
     )
 
 

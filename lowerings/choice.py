@@ -127,6 +127,7 @@ def problem_class(problem: AttentionProblem, kernel: str) -> str:
     dims = f"D{p.D}/{p.V} " + " ".join(f"{name}{_bucket(getattr(p, name))}" for name in ("B", "M", "N"))
     blocks = "" if p.blocks is None else f" {p.schedule} of {p.blocks[0]}x{p.blocks[1]}"
     blocks += "" if p.map_tiles is None else " mapped " + ":".join(str(_bucket(n)) for n in p.map_tiles)
+    blocks += " scattered" if p.scattered else ""
     visited = "".join(f" {share:.3g}" for share in p.options.visited or ())
     outputs = ",".join(p.outputs)
     mods = hashlib.sha256(p.programs.text().encode()).hexdigest()[:16]

@@ -49,6 +49,11 @@ class AttentionProblem:
     kernels: list[Choice] = field(default_factory=list, compare=False)  # what lowering the call made
 
     @property
+    def scattered(self) -> bool:
+        """Whether a map's tiles of keys lie anywhere."""
+        return "scattered" in self.inputs
+
+    @property
     def result_dtype(self) -> torch.dtype:
         """Of the output and of the gradients of query, key and value."""
         return score_dtype(self.dtype) if "partial" in self.inputs else self.dtype

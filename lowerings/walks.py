@@ -16,10 +16,16 @@ class Walk(NamedTuple):
     form: str | None = None
     counts: Any = None  # or the offsets into runs
     blocks: Any = None  # indices, or runs
+    whole: bool = False  # whether it goes through a map's full tiles, which have all their rows
 
 
 def walks(
-    form: str | None, visits: Visits | None, side: str, masked: bool, argument: Callable[[str, Any], Any]
+    form: str | None,
+    visits: Visits | None,
+    side: str,
+    masked: bool,
+    argument: Callable[[str, Any], Any],
+    mapped: bool = False,
 ) -> list[Walk]:
     """Passes over what one side of a schedule visits: partial blocks, and full ones if there are.
 
@@ -31,7 +37,6 @@ def walks(
     fields = {name: argument(name, tensor) for name, tensor in visits._asdict().items() if tensor is not None}
     found = [Walk(title, masked, form, fields["partial_counts"], fields["partial_blocks"])]
     if visits.full_counts is not None:
-        found.append(
-            Walk(f"Full blocks of {side}.", False, form, fields["full_counts"], fields["full_blocks"])
-        )
+        counts, blocks = fields["full_counts"], fields["full_blocks"]
+        found.append(Walk(f"Full blocks of {side}.", False, form, counts, blocks, whole=mapped))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from flex_inductor import create_block_mask
 from flex_inductor.op import Inputs
-from flex_inductor.op.schedule import BlockLists, BlockRuns
-from flex_inductor.op.tile_map import TileMap
+from flex_inductor.op.schedule import BlockRuns
+from flex_inductor.op.tile_map import COUNT, INDEX, PIECE, TileMap
 
 
 class Part(NamedTuple):
@@ -27,12 +28,12 @@ def packed(
     mask_mod: Callable | None,
     parts: Sequence[Part],
     block: tuple[int, int],
-    form: str,
     head: int = 0,
     gap: int = 0,
+    scattered: bool = False,
 ) -> tuple[Inputs, list[Any]]:
     """The inputs of one call on all parts, one after the other with `gap` rows between them in one batch; and for each
-    part what it visits alone, as a BlockMask."""
+    part what it visits alone, as a BlockMask. If keys are to be `scattered`, no tile is full."""
     masks, tables, flags = [], ([], []), []
     rows = [0, 0]
     for sequence, part in enumerate(parts):
@@ -48,9 +49,9 @@ def packed(
                 tables[side].append([0, rows[side] + start, sequence, head, first + start, count])
             rows[side] += length + gap
         flags.append(_flags(mask))
-    grid = torch.block_diag(*flags).to(torch.int8)
-    tile_map = TileMap(*(torch.tensor(table, dtype=torch.int32).view(-1, 6) for table in tables))
-    return Inputs(schedule=schedule(grid, block, form), tile_map=tile_map), masks
+    grid = torch.block_diag(*flags).clamp(max=1 if scattered else 2).to(torch.int8)
+    lines = (torch.tensor(table, dtype=torch.int32).view(-1, 6) for table in tables)
+    return Inputs(schedule=schedule(grid, block), tile_map=TileMap(*lines), scattered=scattered), masks
 
 
 def _seen(mask_mod: Callable | None, part: Part, sequence: int, head: int) -> Callable:
@@ -68,20 +69,16 @@ def _flags(mask: Any) -> Tensor:
     ):
         for row in range(found.size(0)):
             found[row, indices[0, 0, row, : counts[0, 0, row]].long()] = kind
+    for side, (length, block) in enumerate(zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)):
+        if length % block:  # a tile with fewer rows is not full
+            found.select(side, -1).clamp_(max=1)
     return found
 
 
-def schedule(grid: Tensor, block: tuple[int, int], form: str) -> BlockLists | BlockRuns:
+def schedule(grid: Tensor, block: tuple[int, int]) -> BlockRuns:
     """Of a grid of such flags."""
     tables = [side == kind for side in (grid, grid.T) for kind in (1, 2)]
-    make = _lists if form == "lists" else _runs
-    fields = [tensor for table in tables for tensor in make(table)]
-    return (BlockLists if form == "lists" else BlockRuns)(*block, *fields)
-
-
-def _lists(table: Tensor) -> tuple[Tensor, Tensor]:
-    order = torch.argsort(table.int(), dim=1, descending=True, stable=True)
-    return table.sum(1).int()[None, None], order.int()[None, None]
+    return BlockRuns(*block, *(tensor for table in tables for tensor in _runs(table)))
 
 
 def _runs(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,3 +87,30 @@ def _runs(table: Tensor) -> tuple[Tensor, Tensor]:
     counts = torch.bincount(starts[:, 0], minlength=table.size(0))
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     return offsets[None, None], torch.stack([starts[:, 1], stops[:, 1]], 1).int()
+
+
+def assert_runs_are_pieces(inputs: Inputs) -> None:
+    """What a map promises about its schedule, line by line."""
+    schedule, tile_map = inputs.schedule, inputs.tile_map
+    sides = ((schedule.kv_offsets, schedule.kv_runs, False, 1), (schedule.full_kv_offsets, schedule.full_kv_runs, True, 1),
+             (schedule.q_offsets, schedule.q_runs, False, 0), (schedule.full_q_offsets, schedule.full_q_runs, True, 0))  # fmt: skip
+    for offsets, runs, full, side in sides:
+        if runs is None:
+            continue
+        block, lines = schedule[side], tile_map[side].tolist()
+        for line, (first, last) in enumerate(_pairs(offsets)):
+            for start, stop in runs[first:last].tolist():
+                counts = [count for *_, count in lines[start:stop]]
+                assert all(count == block for count in counts[:-1]) and all(counts)
+                for before, after in itertools.pairwise(lines[start:stop]):
+                    assert after[INDEX] == before[INDEX] + block
+                    assert (inputs.scattered and side) or after[:2] == [before[0], before[1] + block]
+                if full:
+                    assert counts in ([], [block] * len(counts))
+                    held = tile_map[1 - side][line % len(tile_map[1 - side])]
+                    assert start == stop or held[COUNT] == schedule[1 - side]
+                    assert not (inputs.scattered and side) or sum(counts) % PIECE == 0
+
+
+def _pairs(offsets: Tensor) -> Sequence[tuple[int, int]]:
+    return [pair for grid in offsets.flatten(0, 1).tolist() for pair in itertools.pairwise(grid)]

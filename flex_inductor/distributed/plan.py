@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..masks.cut import cut_runs
-from ..masks.runs import Runs, counted, merged
+from ..masks.runs import PARTIAL, Runs, counted, merged, split
 from ..masks.schedule import RunSchedule
 from ..masks.tables import Extent
 from ..op.schedule import BlockRuns
@@ -38,6 +38,15 @@ class Side(NamedTuple):
     def tokens(self) -> Tensor:
         """How many tokens each block has."""
         return (self.layout.length - torch.arange(self.blocks) * self.block).clamp(max=self.block)
+
+    def short(self) -> Tensor:
+        """Which blocks have fewer tokens than others: they are never full."""
+        return self.tokens() < self.block
+
+    def jumps(self, blocks: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Which of `count` lines do not follow the one before, in the sequence or in memory."""
+        apart = (blocks.diff() != 1) | (rows.diff() != self.block)
+        return torch.nn.functional.pad(apart, (1, count - blocks.numel()))[:count]
 
     def places(self) -> Tensor:
         """The row at which each block begins on its rank."""
@@ -126,16 +135,23 @@ def part(
     """
     runs, grids = _cpu(mask.row_runs()), mask.grids[0] * mask.grids[1]
     counts = [max(LEAST, rows.numel()), max(least, columns.numel())]
+    jumps = (
+        sides.queries.jumps(rows, row_places, counts[0]),
+        sides.keys.jumps(columns, column_places, counts[1]),
+    )
     if rows.numel() and columns.numel():
-        cut = cut_runs(runs, grids, rows, columns)
-        line = cut.line // rows.numel() * counts[0] + cut.line % rows.numel()
-        chosen = merged(grids * counts[0], counts[1], line, cut.start, cut.stop, cut.kind)
+        short_row, short_column = sides.queries.short()[rows], sides.keys.short()[columns]
+        cut = split(cut_runs(runs, grids, rows, columns), short_column | jumps[1][: columns.numel()])
+        row = cut.line % rows.numel()
+        kind = torch.where(short_row[row] | short_column[cut.start], PARTIAL, cut.kind)
+        line = cut.line // rows.numel() * counts[0] + row
+        chosen = merged(grids * counts[0], counts[1], line, cut.start, cut.stop, kind)
     else:
         none = runs.line[:0]
         chosen = Runs(grids * counts[0], counts[1], none, none, none, runs.kind[:0])
     lengths = (counts[0] * mask.BLOCK_SIZE[0], counts[1] * mask.BLOCK_SIZE[1])
     extent = Extent(mask.batch, mask.heads, lengths, mask.BLOCK_SIZE)
-    schedule = RunSchedule.from_runs(chosen, mask.grids, extent, mask.mask_mod)
+    schedule = RunSchedule.from_runs(chosen, mask.grids, extent, mask.mask_mod, jumps)
     lines = TileMap(
         sides.queries.lines(rows, row_places, counts[0]), sides.keys.lines(columns, column_places, counts[1])
     )

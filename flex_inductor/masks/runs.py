@@ -52,6 +52,19 @@ def merged(lines: int, columns: int, line: Tensor, start: Tensor, stop: Tensor, 
     return Runs(lines, columns, line[first], start[first], stop[last], kind[first])
 
 
+def split(runs: Runs, before: Tensor) -> Runs:
+    """The same ranges, cut before the columns that `before` flags."""
+    passed = before.cumsum(0)
+    first = passed[runs.start]
+    pieces = 1 + passed[runs.stop - 1] - first
+    run, within = counted(pieces)
+    places = torch.nn.functional.pad(before.nonzero().squeeze(1), (0, 1))
+    cut = first[run] + within  # of `places`, the one before which this piece ends
+    start = torch.where(within == 0, runs.start[run], places[cut - 1])
+    stop = torch.where(within + 1 == pieces[run], runs.stop[run], places[cut])
+    return Runs(runs.lines, runs.columns, runs.line[run], start, stop, runs.kind[run])
+
+
 def following(x: Tensor, last: int) -> Tensor:
     """Each entry's successor."""
     return torch.nn.functional.pad(x, (0, 1), value=last)[1:]

@@ -29,7 +29,7 @@ from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
 from .lists import block_mask_from_runs
 from .ordinary import ordinary_tensors
-from .runs import FULL, PARTIAL, Runs, density, from_grid, merged, transposed
+from .runs import FULL, PARTIAL, Runs, density, from_grid, merged, split, transposed
 from .tables import Extent
 
 SIDES = ("kv", "full_kv", "q", "full_q")
@@ -54,9 +54,20 @@ class RunSchedule:
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     @staticmethod
-    def from_runs(runs: Runs, grids: tuple[int, int], extent: Extent, mask_mod: Callable) -> RunSchedule:
-        """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids."""
+    def from_runs(
+        runs: Runs,
+        grids: tuple[int, int],
+        extent: Extent,
+        mask_mod: Callable,
+        jumps: tuple[Tensor, Tensor] | None = None,
+    ) -> RunSchedule:
+        """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids.
+
+        No run goes over `jumps`: flags of the rows and of the columns that do not follow the one before.
+        """
         columns = transposed(runs, grids[0] * grids[1])
+        if jumps is not None:
+            runs, columns = split(runs, jumps[1]), split(columns, jumps[0])
         tensors = {}
         for side, kind in zip(SIDES, (PARTIAL, FULL) * 2, strict=True):
             chosen = (columns if "q" in side.split("_") else runs).of_kind(kind)

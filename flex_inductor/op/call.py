@@ -29,6 +29,7 @@ class Inputs(NamedTuple):
     mask_captures: tuple[Tensor, ...] = ()
     schedule: Schedule | RowBounds | None = None  # which blocks to visit; None for all
     tile_map: TileMap | None = None  # where tiles lie and which indices mods see there; None for a plain call
+    scattered: bool = False  # whether a map's tiles of keys lie anywhere
     random_state: Tensor | None = None  # seed and offset of dropout
     sinks: Tensor | None = None  # [H], a score for each head that takes weight and has no value
     key_scale: Tensor | None = None  # of quantised keys and values

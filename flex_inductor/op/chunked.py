@@ -33,7 +33,7 @@ MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
-SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "partial")
+SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial")
 
 
 class _Tile(NamedTuple):

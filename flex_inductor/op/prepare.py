@@ -64,6 +64,8 @@ def _check_tile_map(inputs: Inputs) -> None:
     schedule, tile_map = inputs.schedule, inputs.tile_map
     if schedule is None:
         raise errors.tile_map_without_schedule()
+    if schedule.form != "runs":
+        raise errors.tile_map_without_runs(schedule.form)
     for name, tensor, tiles in zip(TileMap._fields, tile_map, grid_of(schedule), strict=True):
         if (
             tensor.dtype != torch.int32

@@ -14,7 +14,7 @@ from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention
-from ..op.tile_map import TileMap
+from ..op.tile_map import COLUMNS, TileMap
 from ..options import call_options
 from . import errors
 from .mask import SequenceMask
@@ -67,10 +67,14 @@ def varlen_attention(
         refused(error)
     mark_sizes(query, key, value)
     mask = sequences.mask() if block_mask is None else block_mask
-    tile_map = mask.tile_map
+    tile_map, scattered = mask.tile_map, sequences.pages is not None
     if in_cache:  # a row or a page that is not there is never read
-        batch, rest = tile_map.keys[:, :1].clamp(0, key.size(0) - 1), tile_map.keys[:, 1:]
-        tile_map = TileMap(tile_map.queries, torch.cat([batch, rest], 1))
+        batch, row, rest = tile_map.keys.split([1, 1, COLUMNS - 2], 1)
+        batch = batch.clamp(0, key.size(0) - 1)
+        if scattered and _follow(key) and _follow(value):  # kernels look up one number for a key
+            batch, row = torch.zeros_like(batch), batch * key.size(2) + row
+            key, value = _one_row(key), _one_row(value)
+        tile_map = TileMap(tile_map.queries, torch.cat([batch, row, rest], 1))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = attention(
@@ -80,7 +84,7 @@ def varlen_attention(
         score_mod,
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=mask.schedule, tile_map=tile_map),
+        Inputs(schedule=mask.schedule, tile_map=tile_map, scattered=scattered),
         call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
     )
     out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)
@@ -92,6 +96,15 @@ def varlen_attention(
 def _as_batch(packed: Any) -> Any:
     """[T, H, D] as the one batch [1, H, T, D] that the op has."""
     return packed.transpose(0, 1).unsqueeze(0) if isinstance(packed, Tensor) else packed
+
+
+def _follow(pages: Tensor) -> bool:
+    """Whether the last token of each is followed by the first of the next."""
+    return pages.stride(0) == pages.size(2) * pages.stride(2)
+
+
+def _one_row(pages: Tensor) -> Tensor:
+    return pages.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
 def _as_rows(cache: Any) -> Any:

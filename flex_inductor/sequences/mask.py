@@ -19,7 +19,7 @@ from ..masks.runs import FULL, Runs, merged, transposed
 from ..masks.tables import Extent
 from ..masks.trace import name_of, trace_mask
 from ..op.schedule import BlockRuns
-from ..op.tile_map import TileMap
+from ..op.tile_map import PIECE, TileMap
 from . import errors
 from .closed_form import Window, window_of
 from .places import Places, Tiles, block_within
@@ -62,6 +62,7 @@ def sequence_mask(
     lengths = (places[0].lengths, places[1].lengths)
     shift = lengths[1] - lengths[0]  # from a query's place in its sequence to its position
     tile_map = TileMap(queries.lines(places[0], queries.of(shift)[0]), keys.lines(places[1], 0))
+    pieces = math.lcm(PIECE, keys.block) // keys.block if sequences.pages is not None else 1
     seen: Window | None = window
     if mask_mod is not None:
         program = trace_mask(mask_mod, sequences.device)
@@ -75,9 +76,9 @@ def sequence_mask(
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
     if mask_mod is None or seen is not None or not sequences.count:
         packed = sequences.cu_k is not None
-        schedule = _in_window(queries, keys, lengths, shift, seen or ALL, columns=packed)
+        schedule = _in_window(queries, keys, lengths, shift, seen or ALL, pieces, columns=packed)
     else:
-        schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1)
+        schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1, pieces)
     return SequenceMask(schedule, tile_map, sequences, mask_mod, heads)
 
 
@@ -93,10 +94,16 @@ def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
 
 
 def _in_window(
-    queries: Tiles, keys: Tiles, lengths: tuple[Tensor, Tensor], shift: Tensor, window: Window, columns: bool
+    queries: Tiles,
+    keys: Tiles,
+    lengths: tuple[Tensor, Tensor],
+    shift: Tensor,
+    window: Window,
+    pieces: int,
+    columns: bool,
 ) -> BlockRuns:
     """Rows of tiles visit one range of tiles, whose middle is full; columns are the same seen from the keys."""
-    rows = _runs(queries, keys, lengths[1], shift, window)
+    rows = _runs(queries, keys, lengths[1], shift, window, pieces)
     if not columns:
         offsets = torch.zeros(1, 1, keys.start.numel() + 1, dtype=torch.int32, device=shift.device)
         return BlockRuns(queries.block, keys.block, *(*rows, offsets))
@@ -104,16 +111,19 @@ def _in_window(
     return BlockRuns(queries.block, keys.block, *rows, *_runs(keys, queries, lengths[0], -shift, turned))
 
 
-def _runs(mine: Tiles, others: Tiles, length: Tensor, shift: Tensor, window: Window) -> list[Tensor]:
+def _runs(
+    mine: Tiles, others: Tiles, length: Tensor, shift: Tensor, window: Window, pieces: int = 1
+) -> list[Tensor]:
     """Offsets and runs, first of partial tiles and then of full ones. All lines have as many; some are empty.
 
-    A tile is full if its tokens all see all of the other's, and both have as many as a tile can.
+    A tile is full if its tokens all see all of the other's, and both have as many as a tile can. Full runs have whole
+    `pieces` of so many tiles.
     """
     there, moved, first_tile = mine.of(length, shift, others.first)
-    block, least = others.block, mine.start + moved
+    block, whole, least = others.block, others.block * pieces, mine.start + moved
     most = least + mine.tokens - 1
     stop = (_to(most, window.right, there) + (block - 1)) // block
-    full_stop = torch.where(mine.tokens == mine.block, _to(least, window.right, there) // block, 0)
+    full_stop = torch.where(mine.tokens == mine.block, _to(least, window.right, there) // whole * pieces, 0)
     if window.left == math.inf:
         start = full_start = torch.zeros_like(stop)
         stop = torch.where(mine.tokens > 0, stop, 0)
@@ -121,7 +131,8 @@ def _runs(mine: Tiles, others: Tiles, length: Tensor, shift: Tensor, window: Win
     else:
         start = _from(least, window.left) // block
         stop = torch.where(mine.tokens > 0, stop, 0).maximum(start)
-        full_start = torch.minimum(((_from(most, window.left) + (block - 1)) // block).maximum(start), stop)
+        full_start = (_from(most, window.left) + (whole - 1)) // whole * pieces
+        full_start = torch.minimum(full_start.maximum(start), stop)
         full_stop = full_stop.maximum(full_start)
         partial = [start, full_start, full_stop, stop]
     return [*_each(partial, first_tile), *_each([full_start, full_stop], first_tile)]
@@ -151,8 +162,9 @@ def _by_analysis(
     lengths: tuple[Tensor, Tensor],
     mask_mod: MaskMod,
     heads: int,
+    pieces: int = 1,
 ) -> BlockRuns:
-    """Any mask: as the grid of each sequence, whose tiles are then put where they lie."""
+    """Any mask: as the grid of each sequence, in `pieces` of so many tiles, which are then put where they lie."""
     shift = lengths[1] - lengths[0]
 
     def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -165,7 +177,7 @@ def _by_analysis(
 
     within.__name__ = name_of(mask_mod)  # for errors
 
-    blocks = (queries.block, keys.block)
+    blocks = (queries.block, keys.block * pieces)
     extent = Extent(sequences.count, heads, (sequences.max_q, sequences.max_k), blocks)
     runs, (_, kept_heads) = analysed(within, extent, sequences.device, "")
     rows, _ = extent.tiles
@@ -173,11 +185,14 @@ def _by_analysis(
     row, head, sequence = runs.line % rows, runs.line // rows % kept_heads, runs.line // (rows * kept_heads)
     line = head * lines + queries.first[sequence] + row
     first = keys.first[sequence]
-    placed = merged(kept_heads * lines, others, line, runs.start + first, runs.stop + first, runs.kind)
+    start, stop = runs.start * pieces, runs.stop * pieces
+    if pieces > 1:  # no tile without a key is visited
+        stop = torch.minimum(stop, (lengths[1][sequence] + (keys.block - 1)) // keys.block)
+    placed = merged(kept_heads * lines, others, line, start + first, stop + first, runs.kind)
     tables = [
         table for side in (placed, transposed(placed, kept_heads)) for table in _tables(side, kept_heads)
     ]
-    return BlockRuns(*blocks, *tables)
+    return BlockRuns(queries.block, keys.block, *tables)
 
 
 def _tables(runs: Runs, heads: int) -> list[Tensor]:

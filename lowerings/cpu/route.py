@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class CpuRoute:
     name = "cpu"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "partial"))
+    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
 
     def available(self) -> tuple[bool, str]:
         from torch._inductor import config

@@ -186,7 +186,7 @@ def _dkdv(
         if source not in wanted:
             continue
         width = problem.D if source == "key" else problem.V
-        if mapped:  # several tiles may have the same rows, or none
+        if mapped:  # rows may be in no tile
             outputs[name] = captured.zeros([problem.B_kv, parts, problem.N, width], torch.float32, problem)
         elif summed:
             size = [problem.B, parts, problem.N, width]
@@ -219,7 +219,6 @@ def _dkdv(
         accumulated=[
             *_accumulated(placed),
             *(["d_query_sum"] if kind == ONE_PASS else []),
-            *(written if mapped else []),
         ],
         spare=builder.spare,
     )

@@ -21,7 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.op.schedule import Visits
-from flex_inductor.op.tile_map import COLUMNS, TileMap
+from flex_inductor.op.tile_map import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE, TileMap
 
 from ..buffers import layout_of, realized
 from ..choice import choose, demanded, problem_class
@@ -51,23 +51,28 @@ from .tables import TABLES
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+HOLD_QUERIES = ("forward", "decode", "backward_dq", "backward_magnitudes")
 FAR = 1 << 30  # no position in a sequence lies further
 
 
-class Tile(NamedTuple):
-    """What kernels load of the map's line `line_m` or `line_n`: its columns, in order."""
+class MapTables(NamedTuple):
+    """A call's map as templates write it."""
 
-    batch: str
-    row: str
-    sequence: str
-    head: str
-    first: str
-    rows: str
+    m: Tensor
+    n: Tensor
+    scattered: bool
+    aligned: bool  # whether the kernel's tiles of keys are whole tiles of the map, or equal parts of one
+    columns: dict[str, int]
 
 
-class Tiles(NamedTuple):
-    m: Tile
-    n: Tile
+_COLUMNS = {
+    "batch": BATCH,
+    "row": ROW,
+    "sequence": SEQUENCE,
+    "head": HEAD,
+    "index": INDEX,
+    "count": COUNT,
+}
 
 
 # What templates call the tensors of a schedule.
@@ -227,7 +232,9 @@ class Builder:
         def argument(field: str, tensor: Any) -> Tensor:
             return self.tensor(_LISTS[form][field], realized(tensor))
 
-        return walks(form, visits, side, self.mods.mask is not None, argument)
+        return walks(
+            form, visits, side, self.mods.mask is not None, argument, mapped=self.tile_map is not None
+        )
 
     def common(self) -> dict[str, Any]:
         """What every template is given."""
@@ -254,14 +261,11 @@ class Builder:
             "tile_map": None,
         }
         if self.tile_map is not None:  # lengths become the ends of the tile at hand
-            tiles = Tiles(self._tiles("m", self.tile_map.queries), self._tiles("n", self.tile_map.keys))
-            values |= {"tile_map": tiles, "M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
+            m, n = (self.tensor(f"tiles_{s}", realized(x)) for s, x in zip("mn", self.tile_map, strict=True))
+            aligned = blocks[1] & (blocks[1] - 1) == 0
+            tile_map = MapTables(m, n, p.scattered, aligned, _COLUMNS)
+            values |= {"tile_map": tile_map, "M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
         return values
-
-    def _tiles(self, side: str, lines: Any) -> Tile:
-        table = self.tensor(f"tiles_{side}", realized(lines))
-        line = f"{table.name} + line_{side} * {table.stride[0]}"
-        return Tile(*(f"tl.load({line} + {column} * {table.stride[1]})" for column in range(COLUMNS)))
 
     def _block(self, block: int | None, length: Any) -> str | None:
         """Tokens in a block, no more than there are."""
@@ -387,7 +391,8 @@ def shape_of(
         padded(problem.V),
         problem.dtype.itemsize,
         divides(q_block, problem.M),
-        divides(kv_block, problem.N),
+        # A step over scattered keys may begin and end within tiles.
+        None if problem.scattered and kind in HOLD_QUERIES else divides(kv_block, problem.N),
         aligned=problem.aligned,
         tile_loads=tile_loads,
         line_loads=line_loads,

@@ -13,7 +13,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "partial"))
+    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
 
     def available(self) -> tuple[bool, str]:
         if torch.cuda.is_available():
@@ -64,20 +64,13 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "a schedule of bounds"
     if (
         problem.blocks is not None
-        and any(block % 16 for block in problem.blocks)
+        and any(block % 16 for block in (problem.blocks[:1] if problem.scattered else problem.blocks))
         and not _few_in_tiles(problem)
     ):
         return f"schedule blocks of {problem.blocks[0]}x{problem.blocks[1]}, which are not multiples of 16"
 
     if problem.blocks is not None and {"key", "value"} & set(problem.outputs) and not problem.lists_queries:
         return "a BlockMask made without lists of queries for each KV block (compute_q_blocks=False)"
-
-    keys = {"key", "value"} & set(problem.outputs)
-    if problem.map_tiles is not None and keys and torch.are_deterministic_algorithms_enabled():
-        at = "d(key) and d(value)"
-        return (
-            f"adds to {at} by atomics where a map has the tiles, which use_deterministic_algorithms rules out"
-        )
 
     from .. import choice
     from ..lanes import first_refusal, programs
@@ -98,6 +91,6 @@ def _few_in_tiles(problem: AttentionProblem) -> bool:
     """Whether a map's tiles hold so few queries that each is one tile of the kernel, whatever its size."""
     from . import decode
 
-    if problem.map_tiles is None or problem.direction != "forward" or problem.blocks[1] % 16:
+    if problem.map_tiles is None or problem.direction != "forward":
         return False
-    return decode.serves(problem)
+    return (problem.scattered or problem.blocks[1] % 16 == 0) and decode.serves(problem)

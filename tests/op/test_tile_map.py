@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from flex_inductor import create_block_mask
 from flex_inductor.errors import FlexNotImplementedError, FlexValueError
+from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.op import Inputs, attention
 from flex_inductor.op.tile_map import COUNT, ROW
 from flex_inductor.reference import reference
@@ -37,11 +39,10 @@ def shifted(score_mod, part, sequence, head):
     return mod
 
 
-@pytest.mark.parametrize("form", ["lists", "runs"])
 @pytest.mark.parametrize("mask_mod", [causal, None], ids=["causal", "all"])
-def test_packed_parts(form, mask_mod):
+def test_packed_parts(mask_mod):
     gap, head = 3, 2
-    inputs, masks = packed(mask_mod, PARTS, BLOCK, form, head, gap)
+    inputs, masks = packed(mask_mod, PARTS, BLOCK, head, gap)
     q, k, v = tensors(*(sum(sizes) + gap * len(PARTS) for sizes in list(zip(*PARTS, strict=True))[:2]))
     table = torch.randn(len(PARTS), HEADS + head, 400, dtype=torch.float64, requires_grad=True)
     score_mod = bias_of(table)
@@ -66,7 +67,7 @@ def test_packed_parts(form, mask_mod):
 
 def test_pages():
     """Keys of a sequence that lie apart, in another batch, and backwards."""
-    inputs, (mask,) = packed(causal, [Part(40, 96, 56)], (16, 16), "lists")
+    inputs, (mask,) = packed(causal, [Part(40, 96, 56)], (16, 16), scattered=True)
     q, k, v = tensors(40, 96)
     order = torch.tensor([4, 2, 0, 5, 3, 1])
     pages = [t.unflatten(2, (6, 16)) for t in (k, v)]
@@ -81,7 +82,7 @@ def test_pages():
 
 
 def test_nothing_but_what_tiles_hold_is_read():
-    inputs, _ = packed(None, [Part(20, 70)], BLOCK, "lists")
+    inputs, _ = packed(None, [Part(20, 70)], BLOCK)
     q, k, v = tensors(20, 128)
     counts = inputs.tile_map.keys[:, COUNT]
     assert counts.tolist() == [32, 32, 6]
@@ -95,17 +96,21 @@ def test_nothing_but_what_tiles_hold_is_read():
 
 
 def test_a_map_needs_a_schedule():
-    inputs, _ = packed(None, [Part(20, 70)], BLOCK, "lists")
+    inputs, _ = packed(None, [Part(20, 70)], BLOCK)
     with pytest.raises(
         FlexValueError, match=r"^tile_map is given without a schedule; expected one whose rows"
     ):
         attention(*tensors(20, 70), None, None, 0.3, inputs._replace(schedule=None))
+    listed = create_block_mask(causal, 1, 1, 20, 70, "cpu", BLOCK)
+    with pytest.raises(
+        FlexValueError, match=r"^tile_map is given with a schedule of lists; expected one of runs"
+    ):
+        attention(*tensors(20, 70), None, None, 0.3, inputs._replace(schedule=schedule_parts(listed)[0]))
 
 
-@pytest.mark.parametrize("form", ["lists", "runs"])
 @pytest.mark.parametrize("side, what", [("queries", "row"), ("keys", "column")])
-def test_a_map_of_other_tiles_than_the_schedules(form, side, what):
-    inputs, _ = packed(None, [Part(20, 70)], BLOCK, form)
+def test_a_map_of_other_tiles_than_the_schedules(side, what):
+    inputs, _ = packed(None, [Part(20, 70)], BLOCK)
     lines = getattr(inputs.tile_map, side)
     for wrong in (lines[:-1], lines[:, :-1], lines.long()):
         text = rf"^tile_map.{side} is torch.int\d\d of shape .*a line for each {what} of the schedule\.$"

@@ -4,8 +4,10 @@ import pytest
 import torch
 from support import served_by
 
-from flex_inductor import Sequences, decisions, varlen_attention
+from flex_inductor import Sequences, decisions, masks, varlen_attention
 from flex_inductor.errors import FlexError
+from flex_inductor.op import Inputs
+from tests.tile_maps import assert_runs_are_pieces
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
 QUERIES, KEYS = [1, 7, 0, 20], [40, 7, 9, 33]
@@ -126,6 +128,27 @@ def test_fused_kernels(dtype):
             torch.testing.assert_close(out.double(), want, **close)
             made.append(len(decisions()))
     assert made == [*range(1, len(cases) + 1), *[len(cases)] * len(cases)]
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [None, causal, masks.sliding_window(420), every_second],
+    ids=["none", "causal", "window", "analysed"],
+)
+@pytest.mark.parametrize("size", [None, 16, 48, 256])
+def test_runs_are_pieces_of_memory(size, mask_mod):
+    """Packed, and in pages of several sizes; full runs of pages are as long as kernels take at once."""
+    queries, keys = [1, 300, 0, 128], [900, 300, 9, 515]
+    if size is None:
+        sequences = Sequences.from_lengths(queries, keys)
+    else:
+        pages = torch.randperm(240).view(4, 60).int()
+        sequences = Sequences(offsets(queries), used_k=int32(keys), pages=pages, page_size=size)
+    for block_size in (None, (16, 16)):
+        mask = sequences.mask(mask_mod, block_size=block_size)
+        inputs = Inputs(schedule=mask.schedule, tile_map=mask.tile_map, scattered=size is not None)
+        assert_runs_are_pieces(inputs)
+        assert mask.schedule.full_kv_runs.diff().sum() > 0 or mask_mod is every_second
 
 
 def test_sequences_may_share_pages():

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 import flex_inductor
-from flex_inductor import create_block_mask
+from flex_inductor import compat, create_block_mask
 from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings import winners
 from flex_inductor.lowerings.cpu import tuner
 from flex_inductor.op import Inputs, attention
-from flex_inductor.op.tile_map import BATCH, COUNT, ROW, SEQUENCE, TileMap
+from flex_inductor.op.tile_map import BATCH, COUNT, ROW, SEQUENCE
 from flex_inductor.reference import reference
 from tests.support import assert_accurate, causal, judge, run
 from tests.tile_maps import Part, packed
@@ -39,7 +39,6 @@ def made(
     mask_mod: Callable | None,
     parts: Sequence[Part],
     block: tuple[int, int],
-    form: str,
     *,
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (4, 2),
@@ -48,7 +47,7 @@ def made(
 ) -> Case:
     """All parts in one call. Tiles lie anywhere over several batches and some rows apart, or "in order" or "backwards"
     without gaps in the first batch. `counts` shortens tiles of keys."""
-    inputs, _ = packed(mask_mod, parts, block, form, HEAD)
+    inputs, _ = packed(mask_mod, parts, block, HEAD, scattered=True)
     generator = torch.Generator().manual_seed(len(parts))
     lines, lengths = [], []
     for side, step, batches in zip(inputs.tile_map, block, BATCHES, strict=True):
@@ -71,7 +70,9 @@ def made(
         batch, row, _ = rows_of(side)
         numbers = torch.randn(len(batch), *tensor.shape[1::2], dtype=torch.float64, generator=generator)
         tensor[batch, :, row] = numbers.to(dtype)
-    return Case(inputs._replace(tile_map=TileMap(*lines)), mask_mod, tensors)
+    return Case(
+        inputs._replace(tile_map=inputs.tile_map._replace(queries=lines[0], keys=lines[1])), mask_mod, tensors
+    )
 
 
 def rows_of(lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +135,14 @@ def mapped(build: Callable | None, mask_mod: Callable | None, **options) -> Call
     compiled = torch.compile(
         attend, backend=backend, fullgraph=True, dynamic=True, options={"route": "cpu", **options}
     )
-    return lambda q, k, v, captures, case: compiled(q, k, v, captures, case.inputs)
+
+    def call(query, key, value, captures, case):
+        schedule, tile_map = case.inputs.schedule, case.inputs.tile_map
+        for tensor in (*schedule[2:], *tile_map):  # as those who make them do
+            compat.mark_changing(tensor, tensor.dim() - 1 if tensor.dim() == 3 else 0)
+        return compiled(query, key, value, captures, case.inputs)
+
+    return call
 
 
 def biased(table, by_query, by_key):
@@ -180,7 +188,7 @@ def test_any_place_and_any_number_of_tiles():
         (PARTS[:4], {"counts": {6: 0, 7: 3}}),  # a row of the schedule visits these and the next
         ([*PARTS, Part(5, 37, 3, 1), Part(96, 64)], {"counts": {3: 0}}),
     ):
-        case = made(causal, parts, (32, 32), "lists", **changed)
+        case = made(causal, parts, (32, 32), **changed)
         judge(attend, dense_of(biased), case.tensors, biases(parts), case)
     assert kernels() == ["forward", "backward"]
 
@@ -202,7 +210,7 @@ def test_any_place_and_any_number_of_tiles():
     ids=["small blocks", "large blocks"],
 )
 def test_block_sizes(mask_mod, block, dtype, sizes):
-    case = made(mask_mod, PARTS, block, "runs", dtype=dtype)
+    case = made(mask_mod, PARTS, block, dtype=dtype)
     flex_inductor.decisions(clear=True)
     judge(mapped(None, mask_mod, configs=sizes), dense_of(None), case.tensors, (), case)
     assert kernels() == ["forward", "backward"]
@@ -218,7 +226,7 @@ def test_decode():
     flex_inductor.decisions(clear=True)
     for lengths, counts in (((70, 33, 5, 120, 20), {2: 2}), ((40, 64, 1, 16, 17, 30, 44), {0: 0})):
         parts = decoded(lengths)
-        case = made(causal, parts, (1, 16), "lists", heads=(8, 2), counts=counts)
+        case = made(causal, parts, (1, 16), heads=(8, 2), counts=counts)
         judged_forward(attend, biased, case, biases(parts, 8))
     assert kernels() == ["decode"]
 
@@ -229,7 +237,7 @@ def test_decode_of_several_queries():
     flex_inductor.decisions(clear=True)
     for lie in ("in order", "anywhere"):
         parts = [*decoded((700, 90), 3), *decoded((200,), 4), *decoded((64,))]
-        case = made(causal, parts, (4, 32), "runs", dtype=torch.bfloat16, lie=lie)
+        case = made(causal, parts, (4, 32), dtype=torch.bfloat16, lie=lie)
         judged_forward(attend, None, case, ())
     assert kernels() == ["decode"]
 
@@ -249,7 +257,7 @@ def spoilt(case: Case, sequence: int, **at: int) -> Case:
 
 
 def test_not_a_number_reaches_what_attends_to_it_alone():
-    case = spoilt(made(causal, PARTS, (32, 32), "lists"), 4, value=100, key=103, query=95)
+    case = spoilt(made(causal, PARTS, (32, 32)), 4, value=100, key=103, query=95)
     captures = biases(PARTS)
     narrow = [capture.float() for capture in captures]
     gold = run(in_chunks, [tensor.double() for tensor in case.tensors], captures, case)
@@ -260,7 +268,7 @@ def test_not_a_number_reaches_what_attends_to_it_alone():
 
 def test_decode_without_what_is_not_a_number():
     parts = [Part(1, length, length - 8) for length in (70, 33, 9, 120, 20)]
-    case = spoilt(made(causal, parts, (1, 16), "lists", heads=(8, 2)), 3, value=114, key=116)
+    case = spoilt(made(causal, parts, (1, 16), heads=(8, 2)), 3, value=114, key=116)
     narrow = [capture.float() for capture in biases(parts, 8)]
     with torch.no_grad():
         gold = in_chunks(*(tensor.double() for tensor in case.tensors), [c.double() for c in narrow], case)
@@ -277,13 +285,13 @@ def test_what_mods_see_may_be_out_of_range():
         return lambda score, b, h, q_idx, kv_idx: score + table[b]
 
     parts = decoded((70, 33, 5, 120, 20))
-    case = made(None, parts, (1, 16), "runs", heads=(8, 2))
+    case = made(None, parts, (1, 16), heads=(8, 2))
     with torch.no_grad(), pytest.raises(RuntimeError, match="index out of bounds"):
         mapped(of_sequence, None)(*case.tensors, [torch.zeros(BATCHES[0])], case)
 
 
 def test_maps_that_cannot_be_are_refused():
-    case = made(causal, PARTS, (32, 32), "lists")
+    case = made(causal, PARTS, (32, 32))
     attend = mapped(biased, causal)
     captures = [capture.float().requires_grad_() for capture in biases(PARTS)]
     tensors = [tensor.nan_to_num().requires_grad_() for tensor in case.tensors]
@@ -322,7 +330,7 @@ def test_what_is_timed_gets_a_map(monkeypatch):
     monkeypatch.setattr(winners, "find", lambda *_: None)
     monkeypatch.setattr(winners, "keep", lambda *_: None)
     parts = decoded((70, 33, 5, 120))
-    case = made(causal, parts, (1, 16), "lists", heads=(8, 2))
+    case = made(causal, parts, (1, 16), heads=(8, 2))
     captures = [capture.float() for capture in biases(parts, 8)]
     with torch.no_grad(), inductor_config.patch(fx_graph_cache=False):
         mapped(biased, causal, max_autotune=True)(*case.tensors, captures, case)

@@ -116,22 +116,22 @@ def lengths(parts, gap):
 PARTS = [Part(20, 40), Part(1, 33), Part(17, 20, 60, 24)]
 TWO_PASSES = ["forward", "backward_dq", "backward_dkdv"]
 APART = ["forward", "backward_dq", "backward_dk", "backward_dv"]
-CASES = {  # parts, form, mask_mod, blocks, mod, dtype, kinds
-    "lists": (PARTS, "lists", causal, (16, 32), BIAS, torch.float32, TWO_PASSES),
-    "runs": (PARTS, "runs", None, (64, 64), TEMPERATURE, torch.float16, TWO_PASSES),
+CASES = {  # parts, mask_mod, blocks, mod, dtype, kinds
+    "a bias": (PARTS, causal, (16, 32), BIAS, torch.float32, TWO_PASSES),
+    "temperature": (PARTS, None, (64, 64), TEMPERATURE, torch.float16, TWO_PASSES),
     # The second part's rows in memory are far beyond its keys, which their indices are not.
-    "whole tiles": ([Part(64, 1), Part(40, 50, 8, 10)], "runs", causal, (64, 128), None, torch.float32, TWO_PASSES),
-    "one pass": (PARTS, "lists", causal, (16, 64), BIAS, torch.float32, ["forward", "backward_onepass"]),
+    "whole tiles": ([Part(64, 1), Part(40, 50, 8, 10)], causal, (64, 128), None, torch.float32, TWO_PASSES),
+    "one pass": (PARTS, causal, (16, 64), BIAS, torch.float32, ["forward", "backward_onepass"]),
     # Parts add to the same elements; beyond the queries of a tile there is no element to load.
-    "apart": (PARTS, "runs", causal, (64, 32), WHOLE_BIAS, torch.float16, APART),
+    "apart": (PARTS, causal, (64, 32), WHOLE_BIAS, torch.float16, APART),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_packed_parts(case, kinds):
-    parts, form, mask_mod, blocks, mod, dtype, expected = CASES[case]
+    parts, mask_mod, blocks, mod, dtype, expected = CASES[case]
     build, captures = (mod[0], (mod[1](),)) if mod else (None, ())
-    inputs, masks = packed(mask_mod, parts, blocks, form, HEAD, gap=3)
+    inputs, masks = packed(mask_mod, parts, blocks, HEAD, gap=3)
     asked = {kind: {} for kind in ("forward", *expected)}
     attend = attention_of(inputs, mask_mod, build, {"configs": asked})
     with served_by("triton"):
@@ -141,18 +141,16 @@ def test_packed_parts(case, kinds):
     assert sorted(kinds) == sorted(expected)
 
 
-@pytest.mark.parametrize("form", ["lists", "runs"])
-def test_pages_and_nothing_but_what_tiles_hold(form):
-    """Pages in another batch and out of order, tiles without rows, and NaN wherever nothing is held."""
-    inputs, _ = packed(causal, [Part(40, 100, 56)], (16, 32), form, HEAD)
+def test_pages_and_nothing_but_what_tiles_hold():
+    """Pages in another batch and out of order, a tile without queries, and NaN wherever nothing is held."""
+    inputs, _ = packed(causal, [Part(40, 84, 56)], (16, 32), HEAD, scattered=True)
     queries, keys = (lines.clone() for lines in inputs.tile_map)
-    order = torch.tensor([3, 0, 4, 1])
-    keys[:, BATCH], keys[:, ROW], keys[2, COUNT], keys[3, COUNT] = 1, order * 32, 20, 0
-    queries[2, COUNT] = 0
+    order = torch.tensor([3, 0, 4])
+    keys[:, BATCH], keys[:, ROW], queries[2, COUNT] = 1, order * 32, 0
     inputs = inputs._replace(tile_map=inputs.tile_map._replace(queries=queries, keys=keys))
     rows = torch.arange(32)
     held = torch.cat(
-        [page * 32 + torch.arange(n) for page, n in zip(order.tolist(), (32, 32, 20), strict=False)]
+        [page * 32 + torch.arange(n) for page, n in zip(order.tolist(), (32, 32, 20), strict=True)]
     )
     mask = create_block_mask(lambda b, h, q, kv: q + 56 >= kv, None, None, 32, 84, "cpu")
     piece = Piece(rows, held, mask, Part(32, 84, 56), 0, kv_batch=1)
@@ -166,20 +164,11 @@ def test_pages_and_nothing_but_what_tiles_hold(form):
         judge(attention_of(inputs, causal, bias_of), dense_of([piece], bias_of), (query, *kv), (BIAS[1](),))
 
 
-def test_parts_that_share_keys_add_to_their_gradient():
-    parts = [Part(20, 33, 13), Part(16, 33, 17)]
-    inputs, masks = packed(causal, parts, (16, 32), "lists", HEAD)
-    inputs.tile_map.keys[2:, ROW] -= 33
-    pieces = [piece._replace(keys=torch.arange(33)) for piece in pieces_of(parts, masks, 0)]
-    with served_by("triton", "triton"):
-        judge(attention_of(inputs, causal, bias_of), dense_of(pieces, bias_of), tensors(36, 33), (BIAS[1](),))
-
-
-@pytest.mark.parametrize("form, queries", [("lists", 1), ("runs", 16)])
-def test_few_queries_of_many_sequences(form, queries, kinds):
+@pytest.mark.parametrize("queries", [1, 16])
+def test_few_queries_of_many_sequences(queries, kinds):
     """All heads of a group in a tile, the keys of a sequence in two parts."""
     parts = [Part(1, 400, 399), Part(2, 40, 38), Part(1, 600, 599)]
-    inputs, masks = packed(causal, parts, (queries, 32), form, HEAD, gap=3)
+    inputs, masks = packed(causal, parts, (queries, 32), HEAD, gap=3)
     given, pieces = tensors(*lengths(parts, 3)), pieces_of(parts, masks, 3)
     table = torch.randn(6, HEADS + HEAD, 800, dtype=torch.float64)
     with served_by("triton"), torch.no_grad():
@@ -253,7 +242,7 @@ def test_other_tiles_do_not_compile_again():
     decisions(clear=True)
     for count in (2, 3, 5, 4):
         parts = [Part(20, 70, 50)] * count
-        inputs, masks = packed(causal, parts, (16, 32), "runs")
+        inputs, masks = packed(causal, parts, (16, 32))
         given = tensors(*lengths(parts, 0))
         want = dense_of(pieces_of(parts, masks, 0), None)(*given, (), None)[0]
         torch.testing.assert_close(attend(*given, inputs), want)
@@ -264,7 +253,7 @@ def test_other_tiles_do_not_compile_again():
 @pytest.mark.parametrize("mod", [BIAS, TEMPERATURE], ids=["units", "slots"])
 def test_deterministic_gradients_of_captures(mod):
     build, captured = mod[0], mod[1]()
-    inputs, masks = packed(causal, PARTS, (16, 32), "lists", HEAD, gap=3)
+    inputs, masks = packed(causal, PARTS, (16, 32), HEAD, gap=3)
     given = tensors(*lengths(PARTS, 3))
     dense = dense_of(pieces_of(PARTS, masks, 3), build)
 
@@ -287,23 +276,20 @@ def test_deterministic_gradients_of_captures(mod):
     )
 
 
-def test_deterministic_gradients_of_keys_are_refused():
-    inputs, _ = packed(causal, PARTS, (16, 32), "lists", HEAD)
-    attend = attention_of(inputs, causal, None)
-    query, key, value = tensors(*lengths(PARTS, 0))
+def test_deterministic_gradients_of_keys():
+    inputs, masks = packed(causal, PARTS, (16, 32), HEAD, gap=3)
     torch.use_deterministic_algorithms(True)
     try:
-        with served_by("triton", "chunked"):
-            attend(query, key.requires_grad_(), value, (), None)[0].sum().backward()
+        with served_by("triton", "triton"):
+            dense = dense_of(pieces_of(PARTS, masks, 3), None)
+            judge(attention_of(inputs, causal, None), dense, tensors(*lengths(PARTS, 3)), ())
     finally:
         torch.use_deterministic_algorithms(False)
-    reason = dict(decisions()[-1].rejected)["triton"]
-    assert reason.startswith("adds to d(key) and d(value) by atomics where a map has the tiles")
 
 
 def test_partial_output():
     """It is not rounded to fp16."""
-    inputs, _ = packed(causal, PARTS, (16, 32), "runs", HEAD)
+    inputs, _ = packed(causal, PARTS, (16, 32), HEAD)
     rows = tensors(*lengths(PARTS, 0), torch.float16)
     attend = attention_of(inputs._replace(partial=True), causal, None)
     with torch.no_grad(), served_by("triton"):

@@ -5,15 +5,17 @@ import torch
 from support import causal
 
 import flex_inductor
-from flex_inductor import FlexError
+from flex_inductor import FlexError, Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.op import attention
+from flex_inductor.tools import bench_static
+from flex_inductor.tools.inspector import attention_kernels
 from tests.tile_maps import Part, packed
 
 PARTS = [Part(300, 300), Part(130, 200, 70), Part(1, 400, 399)]
 
 
 def report(blocks=(128, 128), head_dim=64, biased=True, parts=PARTS, requires_grad=False, options=None):
-    inputs, _ = packed(causal, parts, blocks, "lists")
+    inputs, _ = packed(causal, parts, blocks)
     bias = torch.randn(2048, requires_grad=requires_grad)
     rows, keys = (sum(lengths) for lengths in list(zip(*parts, strict=True))[:2])
     q, k, v = (
@@ -64,3 +66,66 @@ def test_what_a_map_rules_out(blocks, configs, reason):
     with pytest.raises(FlexError, match="route 'triton' was asked for") as error:
         report(blocks, options={"route": "triton", "configs": configs})
     assert reason in str(error.value)
+
+
+def full_loops(attend, *tensors, target="sm_90"):
+    """The main loop over full tiles of each kernel, and what it reads from memory beside."""
+    kernels = [
+        bench_static.read(bench_static.Case("causal", tensors[0].size(-1), target), "ours", kernel)
+        for kernel in attention_kernels(attend, *tensors, target=target)
+    ]
+    assert all(kernel.fits and not any(loop.local for loop in kernel.loops) for kernel in kernels)
+    return {kernel.kind: next(loop for loop in kernel.loops if loop.blocks == "full") for kernel in kernels}
+
+
+@pytest.mark.parametrize(
+    "target, head_dim",
+    [
+        ("sm_90", 64),
+        *(
+            pytest.param(t, d, marks=pytest.mark.slow)
+            for t in ("sm_80", "sm_90")
+            for d in (64, 128)
+            if (t, d) != ("sm_90", 64)
+        ),
+    ],
+)
+def test_full_tiles_are_those_of_a_plain_call(target, head_dim):
+    """At most 5% more instructions for packed sequences and 15% for pages of 16, and as many copies under way."""
+    length, batch, heads = 512, 2, 4
+    rows = [
+        torch.randn(batch * length, heads, head_dim, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    block_mask = create_block_mask(causal, None, None, length, length, "cpu")
+    batches = [x.detach().unflatten(0, (batch, length)).transpose(1, 2).requires_grad_() for x in rows]
+    plain = full_loops(
+        lambda q, k, v: flex_attention(q, k, v, block_mask=block_mask), *batches, target=target
+    )
+
+    sequences = Sequences.from_lengths([length] * batch)
+    mask = sequences.mask(causal)
+    packed = full_loops(
+        lambda q, k, v: varlen_attention(q, k, v, sequences, block_mask=mask), *rows, target=target
+    )
+    assert packed.keys() == plain.keys() == {"forward", "backward_dq", "backward_dkdv"}
+
+    pages = torch.arange(batch * length // 16, dtype=torch.int32).view(batch, -1)
+    lengths = torch.full((batch,), length, dtype=torch.int32)
+    paged = Sequences(sequences.cu_q, used_k=lengths, pages=pages, page_size=16)
+    in_pages = paged.mask(causal)
+    q, *pools = (x.detach() for x in rows)
+    pools = [x.unflatten(0, (-1, 16)) for x in pools]
+    of_pages = full_loops(
+        lambda q, k, v: varlen_attention(q, k, v, paged, block_mask=in_pages), q, *pools, target=target
+    )
+
+    for found, most in ((packed, 1.05), (of_pages, 1.15)):
+        for kind, loop in found.items():
+            assert loop.area == plain[kind].area
+            assert loop.instructions <= most * plain[kind].instructions, (kind, loop, plain[kind])
+            assert loop.copies == plain[kind].copies and loop.barriers == plain[kind].barriers, (
+                kind,
+                loop,
+                plain[kind],
+            )

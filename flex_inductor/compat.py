@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._functorch import utils as functorch_utils
@@ -116,6 +117,21 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
         return unwrap(change(args))
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+
+
+def checks_what_it_computed(kernel: Any) -> Any:
+    """A kernel of Inductor's C++ that computes anew each index it checks.
+
+    Checks come among the loads, ahead of all computations. 2.11 has them name what a computation made.
+    """
+    check_bounds = kernel.check_bounds
+
+    def check(*args: Any) -> None:
+        with patch.object(kernel.cse, "_cache", {}):
+            check_bounds(*args)
+
+    kernel.check_bounds = check
+    return kernel
 
 
 def register_dynamo_variable(op: Any, variable_class: Any) -> None:

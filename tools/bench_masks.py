@@ -69,7 +69,7 @@ def documents(length: int, count: int) -> Callable:
 
 
 def hashed() -> Callable:
-    return lambda b, h, q, kv: ((q * 2654435761) ^ (kv * 40503)) % 1009 < 5
+    return lambda b, h, q, kv: ((q.long() * 2654435761) ^ (kv * 40503)) % 1009 < 5
 
 
 def image(side: int) -> Callable:

@@ -88,7 +88,8 @@ class Sharded(PlannedMask):
         standing = _standing(self.group)
         if standing is None:
             raise errors.other_group(self.group)
-        if standing != (self.rank, self.ranks):
+        rank, ranks = standing
+        if rank != self.rank or ranks != self.ranks:  # torch 2.11 does not compile a comparison of tuples
             raise errors.other_ranks((self.rank, self.ranks), standing)
         for name, tensor in (("query", query), ("key", key)):
             if tensor.size(2) != self.positions.size(0):
@@ -148,7 +149,7 @@ class CastMask(Sharded):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: Call, wants: Wants, head: int) -> Any:
         key, value, stand_ins = cast(key, value, self.picked, self.traffic, self.group, self.plan)
-        here = inputs(self.part, query.size(0), head)._replace(stand_ins=stand_ins)
+        here = inputs(self.part, query.size(0), head, stand_ins)
         return self._called(call, query, key, value, here)
 
     def bytes_sent(self, query: Tensor, key: Tensor, value: Tensor, wants: Wants = OUTPUT_ALONE) -> Sent:
@@ -294,21 +295,22 @@ def _row_bytes(tensor: Tensor) -> int:
     return tensor.size(0) * tensor.size(1) * tensor.size(3) * tensor.dtype.itemsize
 
 
-def inputs(part: Part, batch: Any, head: Any = 0) -> Inputs:
+def inputs(part: Part, batch: Any, head: Any = 0, stand_ins: tuple[Tensor, ...] = ()) -> Inputs:
     """For a call on so many batches, whose first head is `head` to the mods."""
     schedule: Any = part.schedule
     tile_map = part.tile_map
     if isinstance(head, int) and head == 0 and isinstance(batch, int) and batch == 1:
-        return Inputs(schedule=schedule, tile_map=tile_map)
+        return Inputs(schedule=schedule, tile_map=tile_map, stand_ins=stand_ins)
     queries, keys = (_lines(lines, batch, head) for lines in tile_map)
     if batch == 1:
-        return Inputs(schedule=schedule, tile_map=TileMap(queries, keys))
+        return Inputs(schedule=schedule, tile_map=TileMap(queries, keys), stand_ins=stand_ins)
     rows, columns = (lines.size(0) for lines in tile_map)
     tables: list[Tensor] = []
     for at, other in ((0, columns), (2, columns), (4, rows), (6, rows)):
         offsets, runs = schedule[2 + at : 4 + at]
         tables += _diagonal(offsets, runs, batch, other)
-    return Inputs(schedule=BlockRuns(*schedule[:2], *tables), tile_map=TileMap(queries, keys))
+    schedule = BlockRuns(*schedule[:2], *tables)
+    return Inputs(schedule=schedule, tile_map=TileMap(queries, keys), stand_ins=stand_ins)
 
 
 def _lines(lines: Tensor, batch: Any, head: Any) -> Tensor:

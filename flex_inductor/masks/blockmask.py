@@ -118,7 +118,7 @@ def check_arguments(
             f"BLOCK_SIZE: expected an integer of at least 1, or two of them for (q, kv), got {BLOCK_SIZE!r}."
         )
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     resolved = torch.empty((), device=device).device
     batch, heads, q_length, kv_length = sizes.values()
     return Extent(batch, heads, (q_length, kv_length), (block[0], block[1])), resolved

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mod_ir.arguments import INDEX_DTYPE
 from .captured_bounds import Pyramid, readable
 from .equal_values import contains, meetings_of
 from .interval_rules import bound
@@ -80,13 +81,13 @@ class MaskBounds:
 
     def _indices(self, r: Rectangles) -> list[Interval]:
         made = [
-            Interval(x, x, torch.int64, 0, size - 1)
+            Interval(x, x, INDEX_DTYPE, 0, size - 1)
             for x, size in ((r.b, self.extent.batch), (r.h, self.extent.heads))
         ]
         for tile, length, block in zip((r.q, r.kv), self.extent.lengths, self.extent.block, strict=True):
             start = tile * (r.scale * block)
             end = (start + (r.scale * block - 1)).clamp(max=length - 1)
-            made.append(Interval(start, end, torch.int64, 0, length - 1))
+            made.append(Interval(start, end, INDEX_DTYPE, 0, length - 1))
         return made
 
     def _bound(self, i: int, step: Step, dtype: torch.dtype, env: dict[int, Interval]) -> Interval:

@@ -33,11 +33,7 @@ def meetings_of(program: MaskProgram, extent: Extent) -> dict[int, Tensor]:
             continue
         sides = {program.steps[a.step].reads: a.step for a in step.args}
         dtypes = {program.steps[a.step].dtype for a in step.args}
-        if (
-            sides.keys() != {frozenset({"q"}), frozenset({"kv"})}
-            or len(dtypes) > 1
-            or not dtypes <= {*INT_DTYPES}
-        ):
+        if sides.keys() != {frozenset({"q"}), frozenset({"kv"})} or not dtypes <= {*INT_DTYPES}:
             continue
         values = [
             _along(program, sides[frozenset({name})], length)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import compat
 from ..mod_ir import serialise
 from ..mod_ir.apart import apart_from_surrounding_trace
-from ..mod_ir.arguments import MASK_LANES
+from ..mod_ir.arguments import INDEX_DTYPE, MASK_LANES
 from ..mod_ir.capture import lift
 from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.trace import fake_like, numbers_known
@@ -180,7 +180,7 @@ def _mask_text(mask_mod: Callable, like: Tensor, captures: Sequence[Any], kinds:
     with apart_from_surrounding_trace():
         fake_mode = detect_fake_mode([like, *captures]) or FakeTensorMode(allow_non_fake_inputs=True)
         with fake_mode, numbers_known():
-            lanes = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in MASK_LANES]
+            lanes = [torch.zeros((), dtype=INDEX_DTYPE, device=like.device) for _ in MASK_LANES]
             given = [fake_like(capture, fake_mode) for capture in captures]
             tracer = Tracer()
             graph = fx.GraphModule(tracer.root, tracer.trace_call(flat, [*lanes, *given]))
@@ -220,7 +220,7 @@ def _register() -> None:
             build = VariableTracker.build
             with higher_order_ops.discard_graph_changes(tx):
                 indices = [
-                    like.call_method(tx, "new_zeros", [build(tx, [])], {"dtype": build(tx, torch.int64)})
+                    like.call_method(tx, "new_zeros", [build(tx, [])], {"dtype": build(tx, INDEX_DTYPE)})
                     for _ in range(4)
                 ]
             with LaneIndexing(), changing_numbers(tx):

@@ -2,6 +2,7 @@
 
 A `MaskProgram` is the FX graph of the function on four 0-d integers, with equal steps merged and,
 for each step, the set of indices its value depends on. Captured tensors are constants of the program.
+The integers have the dtype that they have in kernels, so that sums and products wrap around as they do there.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
+from ..errors import number_beyond
+from ..mod_ir.arguments import INDEX_DTYPE
+from ..mod_ir.checks import number_beyond_in_call
 from ..mod_ir.indexing import LaneIndexing
-from .errors import MaskModError
+from .errors import FlexError, MaskModError
 
 INDEX_NAMES = ("b", "h", "q", "kv")
 aten = torch.ops.aten
@@ -90,7 +94,7 @@ class MaskProgram:
         order = [i for i in self.needed(wanted) if i >= len(INDEX_NAMES)]
 
         def run(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Any:
-            env: dict[int, Any] = dict(enumerate((b, h, q, kv)))
+            env: dict[int, Any] = {i: index.to(INDEX_DTYPE) for i, index in enumerate((b, h, q, kv))}
             for i in order:
                 step = self.steps[i]
                 if isinstance(step.target, Tensor):
@@ -181,7 +185,7 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskProgram:
             if recorder.mutates:
                 recorder = _Recorder(mask_mod, device)
                 result = recorder.run(torch.func.functionalize(flat))
-        except MaskModError:
+        except FlexError:
             raise
         except Exception as failure:
             return _untraceable(mask_mod, flat, failure, device)
@@ -193,7 +197,7 @@ def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device:
 
     `captured.max().item()` cannot be traced but can be evaluated; `if q_idx > kv_idx:` can do neither.
     """
-    four = torch.zeros((4, 1), dtype=torch.int64, device=device)
+    four = torch.zeros((4, 1), dtype=INDEX_DTYPE, device=device)
     try:
         value = torch.vmap(flat)(*four)
     except Exception as error:
@@ -221,7 +225,7 @@ def _untraceable(mask_mod: Callable, flat: Callable, failure: Exception, device:
 def _varies_with(flat: Callable, name: str, device: torch.device) -> bool:
     """Whether the value depends on an index: along others vmap's result has stride 0."""
     lanes = [
-        torch.zeros(2 if name == index else (), dtype=torch.int64, device=device) for index in INDEX_NAMES
+        torch.zeros(2 if name == index else (), dtype=INDEX_DTYPE, device=device) for index in INDEX_NAMES
     ]
     return (
         torch.vmap(flat, tuple(0 if name == index else None for index in INDEX_NAMES))(*lanes).stride(0) != 0
@@ -248,7 +252,7 @@ def _check_result(value: Any, mask_mod: Callable, shape: tuple[int, ...] = ()) -
 
 
 def _index_leaf(name: str) -> Step:
-    return Step(name, (), {}, torch.int64, (), frozenset([name]))
+    return Step(name, (), {}, INDEX_DTYPE, (), frozenset([name]))
 
 
 class _Recorder(TorchDispatchMode):
@@ -268,7 +272,7 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def run(self, flat: Callable) -> Any:
-        indices = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in INDEX_NAMES]
+        indices = [torch.zeros((), dtype=INDEX_DTYPE, device=self.device) for _ in INDEX_NAMES]
         for step, index in enumerate(indices):
             self.values[id(index)] = (index, step)
         with self:
@@ -293,6 +297,8 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and not self._is_constant(refs[0][0].step):
             raise _NeedsValue(".item() of what is not a constant")
         result = func(*args, **kwargs)
+        if beyond := number_beyond_in_call(func, args, kwargs, list(tree_iter((args, kwargs, result)))):
+            raise number_beyond(f"mask_mod {name}", *beyond)
         self._record(func, refs[0], refs[1], result)
         return result
 

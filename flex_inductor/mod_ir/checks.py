@@ -98,30 +98,36 @@ def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
     """The first number that does not fit the dtype it meets: torch gives infinity, another integer or an error."""
     for node in module.graph.nodes:
         tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-        dtypes = [t.dtype for t in tensors if isinstance(t, Tensor)]
-        dtypes = [dtype for dtype in dtypes if dtype != torch.bool and not dtype.is_complex]
-        if not dtypes or node.target is torch.ops.aten._to_copy.default:
-            continue
-        if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
-            widest = max(floats, key=lambda dtype: torch.finfo(dtype).max)
-            least, most = -torch.finfo(widest).max, torch.finfo(widest).max
-            numbers: list[Any] = [
-                n for n in tree_iter((node.args, node.kwargs)) if isinstance(n, float) and math.isfinite(n)
-            ]
-        else:
-            widest = max(dtypes, key=lambda dtype: torch.iinfo(dtype).max)
-            least, most = torch.iinfo(widest).min, torch.iinfo(widest).max
-            numbers = _integers_computed_with(node)
-        for number in numbers:
-            if not least <= number <= most:
-                return number, widest
+        if beyond := number_beyond_in_call(node.target, node.args, node.kwargs, tensors):
+            return beyond
     return None
 
 
-def _integers_computed_with(node: fx.Node) -> list[int]:
-    """Those among the arguments of `node` that are no sizes, dimensions or ends of slices."""
-    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
-    given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+def number_beyond_in_call(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any]
+) -> tuple[float, torch.dtype] | None:
+    """`number_beyond` of one call; `tensors` are those that it takes and gives."""
+    dtypes = [t.dtype for t in tensors if isinstance(t, Tensor)]
+    dtypes = [dtype for dtype in dtypes if dtype != torch.bool and not dtype.is_complex]
+    if not dtypes or target is torch.ops.aten._to_copy.default:
+        return None
+    if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
+        widest = max(floats, key=lambda dtype: torch.finfo(dtype).max)
+        least, most = -torch.finfo(widest).max, torch.finfo(widest).max
+        numbers: list[Any] = [
+            n for n in tree_iter((args, kwargs)) if isinstance(n, float) and math.isfinite(n)
+        ]
+    else:
+        widest = max(dtypes, key=lambda dtype: torch.iinfo(dtype).max)
+        least, most = torch.iinfo(widest).min, torch.iinfo(widest).max
+        numbers = _integers_computed_with(target, args, kwargs)
+    return next(((number, widest) for number in numbers if not least <= number <= most), None)
+
+
+def _integers_computed_with(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """Those among the arguments of a call that are no sizes, dimensions or ends of slices."""
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    given = {**dict(zip([a.name for a in arguments], args, strict=False)), **kwargs}
     values = [given.get(a.name) for a in arguments if str(a.type).removeprefix("Optional") in _VALUES]
     return [value for value in values if isinstance(value, int)]
 

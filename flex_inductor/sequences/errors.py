@@ -117,10 +117,11 @@ def not_a_sequence_mask(value: Any) -> FlexTypeError:
     )
 
 
+MASK_OF_OTHERS = "block_mask: was made by other sequences than these. Call sequences.mask(mask_mod) on these."
+
+
 def mask_of_others() -> SequencesError:
-    return SequencesError(
-        "block_mask: was made by other sequences than these. Call sequences.mask(mask_mod) on these."
-    )
+    return SequencesError(MASK_OF_OTHERS)
 
 
 def bad_block_size(value: Any) -> SequencesError:

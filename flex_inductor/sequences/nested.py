@@ -92,7 +92,7 @@ def _check_mask(masked: Sequences, made: Sequences) -> None:
         if one is None or other is None or one.shape != other.shape:
             raise errors.mask_of_others()
         if torch.compiler.is_dynamo_compiling():
-            torch._assert_async((one == other).all(), str(errors.mask_of_others()))
+            torch._assert_async((one == other).all(), errors.MASK_OF_OTHERS)
         elif not torch.equal(one, other):
             raise errors.mask_of_others()
 

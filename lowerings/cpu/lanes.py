@@ -29,6 +29,7 @@ from torch._inductor.utils import sympy_index_symbol_with_prefix
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.symbol import SymT
 
+from flex_inductor.compat import checks_what_it_computed
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
 
@@ -249,6 +250,11 @@ _FASTER = (
 )
 
 
+class _KernelGroup(KernelGroup):
+    def new_kernel(self, *args: Any) -> Any:
+        return checks_what_it_computed(super().new_kernel(*args))
+
+
 def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, column: bool = True) -> str:
     """C++ for a body: loops over the tile's rows and columns, vectorised along the columns.
 
@@ -272,7 +278,7 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
     # A tile belongs to one thread: no parallel loops, and plain additions for scatters.
     one_thread = {"cpp.threads": 1, "cpp.dynamic_threads": False, "cpp.enable_tiling_heuristics": False}
     with patch.object(V.graph, "get_dtype", of_tile), config.patch(one_thread):
-        group = KernelGroup()
+        group = _KernelGroup()
         group.args = KernelArgs()
         group.args.sizevars = kernel.args.sizevars
         group.args.input_buffers.update(kernel.names)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor import FlexError, Sequences, create_block_mask, masks
 from flex_inductor.distributed.work import TileWork
@@ -81,8 +80,8 @@ def test_masks_that_differ_by_head_or_batch(mask_mod, sizes):
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_torchs_block_masks(separate):
-    block_mask = torch_create_block_mask(
+def test_block_masks(separate):
+    block_mask = create_block_mask(
         PLANE["documents"], 1, 1, dense.LENGTH, dense.LENGTH, "cpu", 64, separate_full_blocks=separate
     )
     agrees(TileWork.from_schedule(block_mask), dense.tiles_read(PLANE["documents"], dense.LENGTH, 64))

@@ -7,11 +7,12 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from mask_helpers import compare, small_steps
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
+from flex_inductor import FlexError, flex_attention
 from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
 from flex_inductor.masks.trace import trace_mask
 
@@ -73,12 +74,12 @@ MASKS = {
     "hash": lambda b, h, q, kv: ((q * 7919) ^ (kv * 104729)) % 97 < 1,
     "int8 wraps": lambda b, h, q, kv: SMALL[q] + SMALL[kv] > 100,
     "uint8 wraps": lambda b, h, q, kv: BYTES[q] - BYTES[kv] < 3,
-    "int64 wraps": lambda b, h, q, kv: (q * 2**55 - kv * 2**55) > 0,
+    "int64 wraps": lambda b, h, q, kv: (q.long() * 2**55 - kv.long() * 2**55) > 0,
     "int64 to int8": lambda b, h, q, kv: (q - kv).to(torch.int8) > 100,
     "negative divisor": lambda b, h, q, kv: (q - kv) // -7 % -5 == -2,
     "divisor that varies": lambda b, h, q, kv: (q * 9) // (kv + 1) == 3,
     "shift": lambda b, h, q, kv: (q >> 6) == (kv >> 6),
-    "wide shift": lambda b, h, q, kv: ((q + 1) << (kv % 70)) > 2**40,
+    "wide shift": lambda b, h, q, kv: ((q.long() + 1) << (kv % 70)) > 2**40,
     "float distance": lambda b, h, q, kv: (q - kv).abs() * 0.3 < 50.5,
     "float ratio": lambda b, h, q, kv: q / (kv + 1) < 1.7,
     "square": lambda b, h, q, kv: (q - kv) ** 2 < 12345,
@@ -115,6 +116,52 @@ def test_equals_torch(levels, mask, shape):
         B, H = 1, 1
     with small_steps() if levels == "many levels" else contextlib.nullcontext():
         compare(MASKS[mask], B, H, *SHAPES[shape])
+
+
+MOST = 2**31 - 1
+WRAPPING = {
+    "sum": lambda b, h, q, kv: q + MOST < kv,
+    "difference": lambda b, h, q, kv: q - MOST - kv > 0,
+    "sum of products": lambda b, h, q, kv: q * 2_000_000 + kv * 2_000_000 < 0,
+    "product": lambda b, h, q, kv: q * 100_000_000 < kv,
+    "product of both": lambda b, h, q, kv: (q * 5000) * (kv * 5000) < 0,
+    "square": lambda b, h, q, kv: (q * 100) ** 2 < -kv,
+    "shift": lambda b, h, q, kv: q << 24 < kv,
+    "shift by an index": lambda b, h, q, kv: q << kv % 32 < 0,
+    "minus the least": lambda b, h, q, kv: (q < 9) & (-(kv - MOST - 1) < 0),
+    "distance from the least": lambda b, h, q, kv: (q < 9) & ((kv - MOST - 1).abs() < 0),
+    "one side": lambda b, h, q, kv: (q >= kv) & (kv * 10_000_000 >= 0),
+    "on its way": lambda b, h, q, kv: (q * 100_000_000 - q * 100_000_000 + q + MOST) // 2 < kv,
+    "untraceable": lambda b, h, q, kv: q + MOST + STARTS[0].item() < kv,
+}
+
+
+@pytest.mark.parametrize("shape", ["odd", "rectangular", "one tile"])
+@pytest.mark.parametrize("mask", WRAPPING)
+def test_indices_wrap_around_as_in_kernels(mask, shape):
+    with small_steps():
+        compare(WRAPPING[mask], None, None, *SHAPES[shape])
+
+
+def test_attention_visits_what_wraps_around():
+    """A row sees all keys, but for the first, which sees none."""
+    block_mask = create_block_mask(lambda b, h, q, kv: q + MOST < kv, None, None, 64, 64, "cpu", 16)
+    zeros, value = torch.zeros(1, 1, 64, 1), torch.arange(64.0).view(1, 1, 64, 1)
+    out = flex_attention(zeros, zeros, value, block_mask=block_mask)
+    torch.testing.assert_close(out.flatten(), torch.tensor([0.0] + [31.5] * 63))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_integer_beyond_the_indices_is_refused(compiled):
+    def make():
+        return create_block_mask(lambda b, h, q, kv: kv < 2**33, None, None, 64, 64, "cpu", 16)
+
+    if compiled:
+        make = torch.compile(make, backend="eager", fullgraph=True)
+    with pytest.raises(
+        FlexError, match=r"mask_mod .*computes in int32 with the number 8589934592, .*kv_idx\.long\(\)"
+    ):
+        make()
 
 
 @pytest.mark.parametrize("mask", ["causal", "heads", "sorted documents"])
@@ -216,7 +263,11 @@ BLOCKS = st.one_of(
 def check_generated(source: str, q_len: int, kv_len: int, block, B, H, deep: bool) -> None:
     mask_mod = eval(f"lambda b, h, q, kv: {source}", {"C": CAPTURES, "torch": torch})
     # A mask that reads b or h needs their sizes; one of 1 is what torch takes None for.
-    reads = trace_mask(mask_mod, torch.device("cpu")).reads
+    try:
+        reads = trace_mask(mask_mod, torch.device("cpu")).reads
+    except FlexError as error:
+        assert "int8 holds" in str(error)  # the numbers are small
+        reject()
     B, H = 1 if B is None and "b" in reads else B, 1 if H is None and "h" in reads else H
     with small_steps() if deep else contextlib.nullcontext():
         compare(mask_mod, B, H, q_len, kv_len, block)

@@ -99,6 +99,14 @@ def test_mask_mod(mask_mod, expected):
     assert mask_mod is writes or torch.equal(before, TABLE)
 
 
+def test_without_a_device_in_a_torch_for_a_gpu_that_is_not_there(monkeypatch):
+    def current_accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert create_block_mask(causal, None, None, 64, 64).kv_indices.device.type == "cpu"
+
+
 def test_capture_on_another_device():
     with pytest.raises(
         MaskModError, match=r"mask_mod elsewhere: captures a torch.float32 tensor .* on meta, but"

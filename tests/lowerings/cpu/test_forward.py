@@ -92,6 +92,17 @@ def test_dynamic_length_compiles_once():
             check("relative_bias", "causal", attend=attend, sizes=sizes)
 
 
+def test_an_index_that_the_mod_has_used_before_is_checked():
+    def build(table):
+        return lambda score, b, h, q_idx, kv_idx: score * q_idx + table[q_idx]
+
+    sizes = SIZES._replace(queries=20, keys=30)
+    attend, inputs = fused(attention_of(build), dynamic=True), sizes.inputs(torch.float32)
+    judge(attend, dense_of(build), inputs, (torch.linspace(-1, 1, 25),), None)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="index out of bounds"):
+        attend(*inputs, (torch.ones(19),), None)
+
+
 def test_refusals_are_recorded_with_their_reason():
     def per_lane_tensor(score, b, h, q_idx, kv_idx):
         return score + (table[q_idx] * table[kv_idx]).sum()

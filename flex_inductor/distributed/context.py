@@ -217,6 +217,8 @@ def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") ->
             the number of ranks that gives the rank of each tile; or one of torch's load balancers.
     """
     mesh = group if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+    if mesh is not None and mesh.mesh_dim_names is None:
+        raise errors.mesh_without_names()
     if isinstance(group, DeviceMesh) and group.ndim <= 2:
         group = (group if mesh is None else group._flatten()).get_group()
     if not isinstance(group, dist.ProcessGroup):

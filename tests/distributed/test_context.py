@@ -168,6 +168,8 @@ def refused(group, what):
             context_parallel(group, "rings")
         elif what == "balance":
             context_parallel(group, balance="even")
+        elif what == "names":
+            context_parallel(DeviceMesh("cpu", [[0, 1]]), "ring_ulysses")
         elif what == "group":
             context_parallel("cp")
         elif what == "second":
@@ -203,6 +205,7 @@ def refused(group, what):
         ("method", "method: expected one of auto, cast, .*, got 'rings'"),
         ("balance", "balance: expected one of .*, got 'even'"),
         ("group", "expected a DeviceMesh of one or two dimensions or a process group, got str 'cp'"),
+        ("names", "the dimensions of the mesh have no names"),
         ("second", "derivative"),
     ],
 )

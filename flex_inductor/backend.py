@@ -37,6 +37,8 @@ def flex_inductor(
         raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
     prepare_calls(module, own)
+    if _has_exchanges(module):
+        config = {**config, **upward.exchange().patches(config)}
     if config.get("max_autotune", torch._inductor.config.max_autotune):
         tell_tuner(module, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
@@ -72,6 +74,12 @@ def attention_nodes(module: fx.GraphModule) -> list[fx.Node]:
         elif node.target is attention:
             found[node] = None
     return list(found)
+
+
+def _has_exchanges(module: fx.GraphModule) -> bool:
+    """Whether ranks send each other anything: see distributed/exchange.py."""
+    graphs = (inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule))
+    return any("flex_inductor.send_rows" in str(node.target) for graph in graphs for node in graph.nodes)
 
 
 def _with_own_errors(inner_compile: Callable) -> Callable:

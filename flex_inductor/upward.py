@@ -36,9 +36,19 @@ def record_eager(call: Any, why: str) -> None:
     import_module(f"{_LOWERINGS}.decision_log").record_eager(call, why)
 
 
+def record_plan(choice: Any) -> None:
+    """Say in the decisions by which method masks are planned: a MethodChoice of distributed/choose.py."""
+    import_module(f"{_LOWERINGS}.decision_log").record_plan(choice)
+
+
 def ring() -> Any:
     """What calls around a ring of ranks are computed by."""
     return import_module(f"{_PACKAGE}.distributed.ring")
+
+
+def exchange() -> Any:
+    """How Inductor is told of exchanges between ranks."""
+    return import_module(f"{_LOWERINGS}.exchange")
 
 
 def imported_tuning() -> str:

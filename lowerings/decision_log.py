@@ -40,6 +40,11 @@ def record_eager(call: Any, why: str) -> None:
     _tell(Decision(f"{kind} {dtype} on {call.query.device.type}, {shape}", "chunked", why, ()), 0)
 
 
+def record_plan(choice: Any) -> None:
+    """Log by which method the masks of a sequence that ranks share are planned."""
+    _tell(Decision(*choice), 0)
+
+
 def restore(text: str) -> None:
     """Called by generated code when it is loaded: record its decision if it was made in another process."""
     if text in _made_here:
@@ -65,7 +70,7 @@ def _tell(decision: Decision, number: int) -> None:
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:
-    """The record of every attention call compiled since the last `decisions(clear=True)`."""
+    """The record of every attention call compiled, and every plan of context_parallel, since the last `clear=True`."""
     found = list(_recent)
     if clear:
         for _ in found:  # what another thread adds meanwhile is for the next call

@@ -7,6 +7,7 @@ import argparse
 from . import (
     bench_compile,
     bench_cpu,
+    bench_distributed,
     bench_gpu,
     bench_huggingface,
     bench_masks,
@@ -24,6 +25,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def _register_kinds(kinds: argparse._SubParsersAction) -> None:
     bench_compile.register(kinds)
     bench_cpu.register(kinds)
+    bench_distributed.register(kinds)
     bench_gpu.register(kinds)
     bench_huggingface.register(kinds)
     bench_masks.register(kinds)

@@ -133,6 +133,7 @@ def plan(arguments: argparse.Namespace) -> Planned:
         batch=arguments.batch,
         flops=arguments.tflops * 1e12,
         bandwidth=arguments.gigabytes * 1e9,
+        memory=None if arguments.memory is None else arguments.memory * 2**30,
     )
     if arguments.ranks > MOST_RANKS:
         raise Refused(f"--ranks: expected at most {MOST_RANKS}, got {arguments.ranks}")
@@ -163,8 +164,7 @@ def plan(arguments: argparse.Namespace) -> Planned:
         for other in [b for b in BALANCERS if b != "auto"] if method != "ulysses" else ["any"]:
             held = owners(other, work, sharing) if method != "ulysses" else ()
             rows.append(Row(other, estimate(work, held, ranks, method, model)))
-    memory = None if arguments.memory is None else arguments.memory * 2**30
-    choice = choose_method(work, best(work, ranks, model)[1], ranks, model, memory)
+    choice = choose_method(work, best(work, ranks, model)[1], ranks, model)
     balance, owner = best(work, ranks, model, choice.chosen)
     if choice.chosen == "ulysses":
         balance = "any"

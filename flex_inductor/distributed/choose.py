@@ -9,13 +9,15 @@ from .cost import CostModel, amount
 from .simulate import Estimate, estimate, refusal
 from .work import TileWork
 
-ORDER = ("all_gather", "cast", "ulysses", "ring")
+ORDER = ("all_gather", "cast", "ulysses", "ring_ulysses", "ring")
+OF_HEADS = ("ulysses", "ring_ulysses")
 CLOSE = 1.05
 
 
 class MethodChoice(NamedTuple):
     """A method, and why; the others with the reason against each: what a decision says."""
 
+    plan: str  # what it is for, in a line
     chosen: str
     why: str
     rejected: tuple[tuple[str, str], ...]
@@ -26,34 +28,52 @@ def choose_method(
     owner: Sequence[int],
     ranks: int,
     model: CostModel | None = None,
-    memory: float | None = None,
+    *,
+    asked: str = "auto",
+    node: int | None = None,
 ) -> MethodChoice:
-    """Of all_gather, cast, ulysses and, where those need too much, ring. `memory` is what a call may hold, in bytes.
+    """The method that was `asked` for, or of all that can run the simplest that is nearly as fast as the fastest.
 
-    It is the simplest of those that are nearly as fast as the fastest, in the order above. Without a `model` default
-    sizes are taken, and ulysses is left out.
+    `node` is how many ranks share heads, on a mesh of two dimensions: ring_ulysses is among the methods there. Ring is
+    taken where the others need more than `model.memory`. Without a `model` default sizes are taken, and nobody knows
+    how many heads there are to share.
     """
     known, model = model is not None, CostModel() if model is None else model
-    found: dict[str, Estimate] = {}
-    rejected: dict[str, str] = {}
-    for method in ORDER:
-        reason = refusal(method, ranks, model)
-        if method == "ulysses" and not known:
-            reason = "it is for heads that divide by the ranks, and how many heads there are was not said"
-        if method == "ring" and found:
-            reason = "it is for calls whose keys and values do not fit in memory"
+    able: dict[str, Estimate] = {}
+    against: dict[str, str] = {}
+    for method in ORDER if node else [method for method in ORDER if method != "ring_ulysses"]:
+        reason = refusal(method, ranks, model, node)
         if reason is None:
-            made = estimate(work, owner, ranks, method, model)
-            if memory is None or made.memory <= memory or method == "ring":
-                found[method] = made
-                continue
-            reason = f"a call would hold {amount(made.memory)}, of {amount(memory)} there may be"
-        rejected[method] = reason
-    least = min(made.seconds for made in found.values())
-    chosen = next(method for method, made in found.items() if made.seconds <= CLOSE * least)
-    rejected |= {method: _facts(made) for method, made in found.items() if method != chosen}
-    others = tuple((method, rejected[method]) for method in ORDER if method in rejected)
-    return MethodChoice(chosen, _facts(found[chosen]), others)
+            held = [rank // node for rank in owner] if node and method == "ring_ulysses" else owner
+            made = estimate(work, held, ranks, method, model, node)
+            if method == asked:
+                able = {method: made}
+            elif asked != "auto":
+                reason = "not asked for"
+            elif method in OF_HEADS and not known:
+                reason = "it shares out heads, and how many there are was not said"
+            elif method == "ring" and able:
+                reason = "it is for calls whose keys and values do not fit in memory"
+            elif method != "ring" and model.memory is not None and made.memory > model.memory:
+                reason = f"a call may hold {amount(model.memory)}"
+            else:
+                able[method] = made
+            reason = reason and f"{reason}; {_facts(made)}"
+        if reason is not None:
+            against[method] = reason
+    if asked == "auto":
+        least = min(made.seconds for made in able.values())
+        chosen = next(method for method, made in able.items() if made.seconds <= CLOSE * least)
+        why = _facts(able[chosen])
+    else:
+        chosen = asked
+        why = "; ".join(["asked for", *map(_facts, able.values())])
+        against.pop(asked, None)  # whether it can run is known once it is called
+    against |= {method: _facts(made) for method, made in able.items() if method != chosen}
+    others = tuple((method, against[method]) for method in ORDER if method in against)
+    masks = f"{len(work.masks)} mask" + ("" if len(work.masks) == 1 else "s")
+    plan = f"plan of {masks}, {work.length} tokens in {work.tiles} tiles of {work.tile}, {ranks} ranks"
+    return MethodChoice(plan, chosen, why, others)
 
 
 def _facts(made: Estimate) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .. import upward
 from ..attention import flex_attention
 from ..masks import RunSchedule, causal, create_block_mask, document
 from ..masks.ordinary import ordinary_tensors
@@ -39,7 +40,7 @@ class ContextParallel:
         self.group, self.rank, self.ranks = group.group_name, dist.get_rank(group), dist.get_world_size(group)
         self.method, self.balance = method, balance
         self.layout: Layout | None = None
-        self.choice: MethodChoice | None = None  # why `method="auto"` took what it took
+        self.choice: MethodChoice | None = None  # of the last plan
         self.device: torch.device | str | None = None
         self.dense: dict[bool, Any] = {}  # masks of scaled_dot_product_attention: causal, and not
         self._modes: list[_Serving] = []
@@ -85,18 +86,18 @@ class ContextParallel:
             self.balance, work, self.ranks, model, "cast" if self.method == "auto" else self.method
         )
         self.layout = Layout(work.length, work.tile, self.ranks, owner)
-        make = METHODS[self._method(work, owner, model)]
-        planned = [make(mask, self.layout, self.rank, self.groups).to(mask.device) for mask in found.values()]
+        node = None if self.groups.inner is None else self.groups.inner.ranks
+        self.choice = choose_method(work, owner, self.ranks, model, asked=self.method, node=node)
+        upward.record_plan(self.choice)
+        make = METHODS[self.choice.chosen]
+        planned = [
+            make(mask, self.layout, self.rank, self.groups).to(mask.device).chosen_by(self.choice)
+            for mask in found.values()
+        ]
         self.device = next(iter(found.values())).device
         if self._modes:
             self._make_dense()
         return pytree.tree_unflatten(planned, spec)
-
-    def _method(self, work: TileWork, owner: Sequence[int], model: CostModel | None) -> str:
-        if self.method != "auto":
-            return self.method
-        self.choice = choose_method(work, owner, self.ranks, model)
-        return self.choice.chosen
 
     def shard(self, tensors: Any, dims: Any, layout: Layout | PlannedMask | None = None) -> Any:
         """This rank's parts of tensors that have the whole sequence in the dimensions `dims`, or in one for all.
@@ -216,6 +217,8 @@ def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") ->
             the number of ranks that gives the rank of each tile; or one of torch's load balancers.
     """
     mesh = group if isinstance(group, DeviceMesh) and group.ndim == 2 else None
+    if mesh is not None and mesh.mesh_dim_names is None:
+        raise errors.mesh_without_names()
     if isinstance(group, DeviceMesh) and group.ndim <= 2:
         group = (group if mesh is None else group._flatten()).get_group()
     if not isinstance(group, dist.ProcessGroup):

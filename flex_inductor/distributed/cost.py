@@ -19,6 +19,9 @@ class CostModel:
     itemsize: int = 2  # of keys and values; their gradients are fp32
     flops: float = 550e12  # a second
     bandwidth: float = 45e9  # bytes a second, in each direction
+    memory: float | None = (
+        None  # bytes that the keys, values and their gradients of one call may take; None for any
+    )
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -28,6 +28,13 @@ def not_a_group(value: Any) -> FlexTypeError:
     )
 
 
+def mesh_without_names() -> ContextParallelError:
+    return ContextParallelError(
+        "context_parallel: the dimensions of the mesh have no names, and torch makes one of two only where they have. "
+        'Pass mesh_dim_names=("ring", "heads") where the mesh is made.'
+    )
+
+
 def bad_placement(name: str, placements: Any, mesh: Any) -> ContextParallelError:
     return ContextParallelError(
         f"{name}: a DTensor with placements {tuple(placements)} on {mesh}; expected Shard(2), the sequence, on "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .. import compat, upward
 from . import errors
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
@@ -22,6 +23,7 @@ _library.define(
     "send_rows(Tensor rows, Tensor sent, Tensor received, SymInt count, Tensor? plan, str group) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
+compat.when_imported("torch._inductor.lowering", lambda _: upward.exchange())
 
 
 class Traffic(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..op.ring import Ring
 from ..op.schedule import BlockRuns
 from ..op.tile_map import BATCH, HEAD, SEQUENCE, TileMap
 from . import errors
+from .choose import MethodChoice
 from .dtensors import local_tensors
 from .exchange import Picked, Traffic, cast, move, process_group
 from .layout import Layout
@@ -64,6 +65,10 @@ class Sharded(PlannedMask):
     ranks: int
     length: int
     layout: Layout
+    choice: MethodChoice | None = field(default=None, kw_only=True)  # of its plan's method
+
+    def chosen_by(self, choice: MethodChoice) -> Sharded:
+        return dataclasses.replace(self, choice=choice)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "mask_mod": portable(self.mask_mod, self.positions)}
@@ -133,7 +138,19 @@ class Sharded(PlannedMask):
         return dataclasses.replace(self, **moved).marked()
 
 
-CONSTANT = ("mask_mod", "batch", "heads", "group", "rank", "ranks", "length", "layout", "inner", "outer")
+CONSTANT = (
+    "mask_mod",
+    "batch",
+    "heads",
+    "group",
+    "rank",
+    "ranks",
+    "length",
+    "layout",
+    "choice",
+    "inner",
+    "outer",
+)
 ON_HOST = ("plan", "around")
 
 

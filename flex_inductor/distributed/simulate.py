@@ -54,25 +54,32 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Forward and backward, with what overlaps by itself."""
-        if self.method == "ring":
+        if self.method in ("ring", "ring_ulysses"):
             return self.forward.hidden + self.backward.hidden
         return self.forward.exposed + self.backward.exposed
 
 
-def refusal(method: str, ranks: int, model: CostModel) -> str | None:
-    """Why a method cannot run, or None."""
+def refusal(method: str, ranks: int, model: CostModel, node: int | None = None) -> str | None:
+    """Why a method cannot run, or None. `node` ranks share heads in ring_ulysses, or as many as can."""
     if method == "ulysses" and model.heads % ranks:
         return f"{model.heads} heads do not divide by {ranks} ranks"
-    if method == "ring_ulysses" and not 1 < _node(ranks, model) < ranks:
+    if method == "ring_ulysses" and node is not None and model.heads % node:
+        return f"{model.heads} heads do not divide by the {node} ranks that share them"
+    if method == "ring_ulysses" and node is None and not 1 < _node(ranks, model) < ranks:
         return f"no node of 2 to {NODE} ranks divides {ranks} ranks and {model.heads} heads"
     return None
 
 
 @on_host
 def estimate(
-    work: TileWork, owner: Sequence[int], ranks: int, method: str, model: CostModel | None = None
+    work: TileWork,
+    owner: Sequence[int],
+    ranks: int,
+    method: str,
+    model: CostModel | None = None,
+    node: int | None = None,
 ) -> Estimate:
-    """`owner` is the rank of each tile; for ring_ulysses, the group of ranks: see `groups`."""
+    """`owner` is the rank of each tile; for ring_ulysses, the group of `node` ranks: see `groups`."""
     model = CostModel() if model is None else model
     if method == "cast":
         return _cast(work, owner, ranks, model)
@@ -84,7 +91,7 @@ def estimate(
         return _ulysses(work, ranks, model)
     if method != "ring_ulysses":
         raise errors.unknown_method(method, METHODS)
-    return _ring(work, owner, ranks, model, _node(ranks, model), "ring_ulysses")
+    return _ring(work, owner, ranks, model, node or _node(ranks, model), "ring_ulysses")
 
 
 def groups(method: str, ranks: int, model: CostModel) -> int:

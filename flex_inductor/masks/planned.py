@@ -19,6 +19,8 @@ class Wants(NamedTuple):
 class PlannedMask:
     """Planned for queries, keys and values of which each process has a part: see flex_inductor/distributed/."""
 
+    choice: Any = None  # of the method by which it was planned: a MethodChoice
+
     def check(self, query: Tensor, key: Tensor) -> None:
         """Raise where the mask was planned for other tensors."""
         raise NotImplementedError

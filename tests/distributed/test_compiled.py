@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from flex_inductor import create_block_mask, decisions, flex_attention
+from flex_inductor import create_block_mask, decisions, flex_attention, inspect
 from flex_inductor.distributed.context import context_parallel
+from flex_inductor.lowerings.decision import Decision
 
 LENGTH = 256
 
@@ -55,7 +56,8 @@ def compiled(group, method, dynamic):
         for ours, whole in zip(got, [*cp.shard(gold[:4], 2), gold[4]], strict=True):
             error = (ours - whole).abs().max() / whole.abs().max()
             assert error <= 2e-6, error
-    return counters["stats"]["unique_graphs"], [decision.chosen for decision in decisions()]
+    found = [decision for decision in decisions() if not decision.call.startswith("plan")]
+    return counters["stats"]["unique_graphs"], [decision.chosen for decision in found]
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,25 @@ def test_new_documents_need_no_new_code(group, method, dynamic, routes):
     for graphs, served in group.run(compiled, method, dynamic, ranks=2):
         assert graphs == 1
         assert served == routes
+
+
+def inspected(group):
+    """What the first rank sees of masks that were planned for a ring, and for cast."""
+    reports = []
+    for method in ("ring", "cast"):
+        cp = context_parallel(group, method, "contiguous")
+        mask = cp.plan(documents(0))
+        if not cp.rank:
+            rows = [torch.randn(1, 4, mask.positions.numel(), 16) for _ in range(3)]
+            reports.append(inspect(lambda q, k, v, m=mask: flex_attention(q, k, v, block_mask=m), *rows))
+            assert reports[-1].plans == [Decision(*cp.choice)]
+    return [(str(report), report.to_dict()["plans"]) for report in reports]
+
+
+def test_the_inspector_shows_the_choice(group):
+    ((ring, (plan,)), (cast, _)), _ = group.run(inspected, ranks=2)
+    assert f"== {plan['call']}\n   chosen:   ring (asked for; by the model" in ring
+    assert "rejected: cast: not asked for; by the model " in ring
+    assert "schedule  in parts, one for each step of a ring of ranks" in ring
+    assert "== plan of 1 mask, 256 tokens in 16 tiles of 16, 2 ranks\n   chosen:   cast" in cast
+    assert "schedule  128 x 128 in tiles of 16 x 16: " in cast

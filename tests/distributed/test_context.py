@@ -10,7 +10,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import noop_mask
 from torch.utils import _pytree as pytree
 
-from flex_inductor import FlexError, Sequences, context_parallel, create_block_mask, flex_attention
+from flex_inductor import (
+    FlexError,
+    Sequences,
+    context_parallel,
+    create_block_mask,
+    decisions,
+    flex_attention,
+)
+from flex_inductor.distributed.cost import CostModel
+from flex_inductor.distributed.masks import RingHeadsMask
+from flex_inductor.lowerings.decision import Decision
 from flex_inductor.masks import causal, sliding_window
 from tests.distributed.cases import Case, mesh_of
 
@@ -54,6 +64,30 @@ def planned(group):
 
 def test_a_plan(group):
     assert len(set(group.run(planned))) == 1
+
+
+def chosen(group):
+    """The methods that the last plan had to choose from."""
+    mesh = mesh_of(group)
+    found = []
+    for method in ("auto", "ring"):
+        decisions(clear=True)
+        cp = context_parallel(mesh, method)
+        mask = cp.plan(masks(), model=CostModel(heads=6, kv_heads=1))["window"]
+        (decision,) = decisions()
+        assert decision == Decision(*cp.choice) and mask.choice == cp.choice
+        assert pickle.loads(pickle.dumps(mask)).choice == cp.choice
+        found.append((decision.chosen, [name for name, _ in decision.rejected]))
+    few = CostModel(heads=2, kv_heads=2, bandwidth=1e6)  # heads, and slow links
+    both = context_parallel(mesh, "auto").plan(causal(), LENGTH, block=32, model=few)
+    assert type(both) is RingHeadsMask and both.choice.chosen == "ring_ulysses"
+    return found
+
+
+def test_a_plan_says_what_it_chose(group):
+    for auto, ring in group.run(chosen):
+        assert auto == ("cast", ["all_gather", "ulysses", "ring_ulysses", "ring"])
+        assert ring == ("ring", ["all_gather", "cast", "ulysses", "ring_ulysses"])
 
 
 def served(group, is_causal, gqa):
@@ -134,6 +168,8 @@ def refused(group, what):
             context_parallel(group, "rings")
         elif what == "balance":
             context_parallel(group, balance="even")
+        elif what == "names":
+            context_parallel(DeviceMesh("cpu", [[0, 1]]), "ring_ulysses")
         elif what == "group":
             context_parallel("cp")
         elif what == "second":
@@ -169,6 +205,7 @@ def refused(group, what):
         ("method", "method: expected one of auto, cast, .*, got 'rings'"),
         ("balance", "balance: expected one of .*, got 'even'"),
         ("group", "expected a DeviceMesh of one or two dimensions or a process group, got str 'cp'"),
+        ("names", "the dimensions of the mesh have no names"),
         ("second", "derivative"),
     ],
 )

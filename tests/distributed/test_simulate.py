@@ -217,27 +217,23 @@ def test_methods_that_cannot_run():
         estimate(planned("causal")[0], planned("causal")[2], 4, "rings")
 
 
-def chosen(name, ranks=8, memory=None, **sizes):
+def chosen(name, ranks=8, *, asked="auto", node=None, **sizes):
     work, _, owner = planned(name, ranks)
-    return choose_method(work, owner, ranks, CostModel(**sizes), memory)
+    return choose_method(work, owner, ranks, CostModel(**sizes), asked=asked, node=node)
+
+
+def names(choice):
+    return [name for name, _ in choice.rejected]
 
 
 def test_the_method_is_chosen_by_bytes_and_memory():
     window = chosen("window", bandwidth=1e8)
-    assert window.chosen == "cast" and [name for name, _ in window.rejected] == [
-        "all_gather",
-        "ulysses",
-        "ring",
-    ]
+    assert window.chosen == "cast" and names(window) == ["all_gather", "ulysses", "ring"]
     assert chosen("causal", heads=12).chosen == "all_gather"
     assert dict(chosen("causal", heads=12).rejected)["ulysses"] == "12 heads do not divide by 8 ranks"
     short = chosen("causal", memory=2 * 2**20)
-    assert short.chosen == "ring" and [name for name, _ in short.rejected] == [
-        "all_gather",
-        "cast",
-        "ulysses",
-    ]
-    assert "of 2 MiB there may be" in dict(short.rejected)["cast"]
+    assert short.chosen == "ring" and names(short) == ["all_gather", "cast", "ulysses"]
+    assert dict(short.rejected)["cast"].startswith("a call may hold 2 MiB; by the model ")
 
 
 def test_ulysses_is_chosen_where_heads_move_less_than_tokens():
@@ -245,18 +241,42 @@ def test_ulysses_is_chosen_where_heads_move_less_than_tokens():
     assert chosen("causal", heads=64, kv_heads=64, bandwidth=1e8).chosen == "ulysses"
 
 
-def test_without_a_model_ulysses_is_left_out():
+def test_a_mesh_of_two_dimensions_may_choose_both():
+    """Too many ranks for the heads, and too few to hide the exchange of all keys."""
+    sizes = {"heads": 4, "kv_heads": 4, "bandwidth": 1e9}
+    both = chosen("causal", node=4, **sizes)
+    assert both.chosen == "ring_ulysses" and names(both) == ["all_gather", "cast", "ulysses", "ring"]
+    assert "ring_ulysses" not in (alone := chosen("causal", **sizes)).chosen and len(alone.rejected) == 3
+    odd = chosen("causal", node=3, **sizes)
+    assert dict(odd.rejected)["ring_ulysses"] == "4 heads do not divide by the 3 ranks that share them"
+
+
+def test_without_a_model_heads_are_not_shared_out():
     work, _, owner = planned("causal")
-    found = choose_method(work, owner, 4)
-    assert "how many heads there are was not said" in dict(found.rejected)["ulysses"]
-    assert found == choose_method(work, owner, 4)
+    found = choose_method(work, owner, 4, node=2)
+    for method in ("ulysses", "ring_ulysses"):
+        assert "how many there are was not said; by the model" in dict(found.rejected)[method]
+    assert found == choose_method(work, owner, 4, node=2)
 
 
 def test_a_choice_says_why():
     found = chosen("window", bandwidth=1e8)
     assert isinstance(found, MethodChoice)
+    assert re.fullmatch(r"plan of 1 mask, \d+ tokens in \d+ tiles of 128, 8 ranks", found.plan)
     assert found.why.startswith("by the model ") and "MiB moved" in found.why
-    assert dict(found.rejected)["ring"] == "it is for calls whose keys and values do not fit in memory"
+    assert dict(found.rejected)["ring"].startswith(
+        "it is for calls whose keys and values do not fit in memory; by the model "
+    )
+
+
+def test_a_method_that_was_asked_for():
+    """It is taken though another is faster; what each would take is said all the same."""
+    asked, best = chosen("window", asked="ring", bandwidth=1e8), chosen("window", bandwidth=1e8)
+    assert asked.chosen == "ring" and asked.why.startswith("asked for; by the model ")
+    assert dict(asked.rejected)["cast"] == f"not asked for; {best.why}"
+    assert names(asked) == ["all_gather", "cast", "ulysses"]
+    cannot = chosen("causal", asked="ulysses", heads=12)
+    assert cannot.chosen == "ulysses" and cannot.why == "asked for"
 
 
 def test_amounts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as signatures
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from flex_inductor import errors as call_errors
-from flex_inductor.lowerings.decision import Choice
+from flex_inductor.lowerings.decision import Choice, Decision
+from flex_inductor.masks.planned import PlannedMask
 from flex_inductor.mod_ir.source_lines import last_line
 
 from .. import errors
@@ -59,7 +61,7 @@ def inspect(
         lowered = watched.lowered[number]
         own = dict.fromkeys(source for one in lowered.values() for source in one.kernels)
         calls.append(Call(number, call, dict(lowered), [kernels[source] for source in own], target))
-    return Report(target, calls, _versions())
+    return Report(target, calls, _versions(), _plans(fn, args, kwargs))
 
 
 def attention_kernels(
@@ -100,6 +102,16 @@ def _not_traced(dynamo: str) -> call_errors.FlexError:
     if raised := re.match(r"raised exception \w+\([^'\"]*(['\"])(.*)\1,?\)", reason):
         return errors.raised_while_tracing(raised[2], at)
     return errors.not_one_graph(reason, at)
+
+
+def _plans(fn: Callable, args: Any, kwargs: Any) -> list[Decision]:
+    """How the masks that `fn` is given, or finds around itself, were planned for several ranks."""
+    around: Any = getattr(fn, "__dict__", {})
+    if signatures.isfunction(fn):
+        around = signatures.getclosurevars(fn).nonlocals, fn.__defaults__
+    values = tree_iter((args, kwargs, around), is_leaf=lambda value: isinstance(value, PlannedMask))
+    choices = [mask.choice for mask in values if isinstance(mask, PlannedMask) and mask.choice is not None]
+    return [Decision(*choice) for choice in dict.fromkeys(choices)]
 
 
 def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:

@@ -14,6 +14,7 @@ from flex_inductor.masks.schedule import TENSORS
 from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
+from flex_inductor.op.schedule import grid_of
 
 from .lines import mod_lines
 
@@ -67,6 +68,8 @@ def facts_of(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> Ca
     around: Any = node.graph.owning_module
     examples = {name: _example(getattr(call, name)) for name in ("query", "key", "value")}
     schedule, reason = _values(call.inputs.schedule, module, inputs)
+    if call.inputs.ring is not None:
+        schedule, reason = None, "in parts, one for each step of a ring of ranks"
     values = call._replace(**examples).with_inputs(schedule=schedule)
     captures, _ = _values(call.inputs.mask_captures, module, inputs)
     return CallFacts(
@@ -127,9 +130,15 @@ def _mask(
 
     lengths = (_number(values.query.size(2)), _number(values.key.size(2)))
     blocks = (int(schedule.q_block), int(schedule.kv_block))
+    if call.inputs.tile_map is not None:  # tiles as they are visited, wherever they lie
+        rows, columns = grid_of(schedule)
+        lengths = (rows * blocks[0], columns * blocks[1])
     tensors: Any = schedule[2:]
     if schedule.form == "runs":
         batch, heads = tensors[0].shape[:2]
+        # There may be room for more runs than there are.
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        tensors = [t for offsets, runs in pairs for t in (offsets, runs[: int(offsets.max())])]
         return RunSchedule(
             **dict(zip(TENSORS, tensors, strict=True)),
             batch=batch,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from flex_inductor.lowerings.decision import Choice
+from flex_inductor.lowerings.decision import Choice, Decision
 from flex_inductor.masks import RunSchedule
 from flex_inductor.mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
 
@@ -104,7 +104,9 @@ class Call:
 
     @functools.cached_property
     def schedule(self) -> MaskFacts | None:
-        return None if self.mask is None else facts_of_mask(self.mask, self.mask_graph is not None)
+        # A mask's tokens are not those of a tile's place where tiles lie elsewhere.
+        tokens = self.mask_graph is not None and self.facts.values.inputs.tile_map is None
+        return None if self.mask is None else facts_of_mask(self.mask, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,7 @@ class Report:
     target: str
     calls: Sequence[Call]
     versions: dict[str, str]
+    plans: Sequence[Decision] = ()  # how masks were planned for several ranks
 
     @property
     def kernels(self) -> Sequence[Kernel]:

@@ -22,6 +22,8 @@ def page(
 ) -> str:
     """The report as text, of these kernels or all; if `sources`, with the call's own part of each source."""
     lines = [*_head(report, stable)]
+    for plan in report.plans:
+        lines += ["", f"== {plan.call}", *_indented(decision_lines(plan), 3)]
     for call in report.calls:
         lines += ["", *_call(report, call, stable)]
     for kernel in report.kernels if kernels is None else kernels:

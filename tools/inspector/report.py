@@ -77,6 +77,7 @@ class Report(model.Report):
         return {
             "target": self.target,
             "versions": self.versions,
+            "plans": [plan._asdict() for plan in self.plans],
             "calls": [call.to_dict() for call in self.calls],
             "kernels": [kernel.to_dict() for kernel in self.kernels],
         }

@@ -408,8 +408,12 @@ def kernel_differs(
     want: float,
     allowed: float,
     code: str,
+    sequence: int | None = None,
 ) -> FlexRuntimeError:
     axes = ("batch", "head", "queries" if name in ("out", "lse", "max_scores", "d_q") else "keys")
+    if sequence is not None:  # within which the rest is counted
+        axes = ("sequence", *axes[1:])
+        tile, place = [(sequence, sequence + 1), *tile[1:]], [sequence, *place[1:]]
     if name.startswith("d_captures"):
         where = "the captured tensor"
     else:

@@ -141,7 +141,7 @@ def _compile(call: Call) -> Kernel:
     module = fx.GraphModule(root, graph)
     with torch.no_grad(), tracing(TracingContext(mode)):
         run: Any = compile_fx_inner(module, [*symbols, *fakes], is_inference=True)
-    guards = env.produce_guards_expression(symbols) or "True"
+    guards: Any = compile(env.produce_guards_expression(symbols) or "True", "<guards>", "eval")
     layout = _layout_test(fakes, symbols)
 
     def fits(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..attention import refused
 from ..errors import FlexError, not_a_tensor
+from ..masks.window import ALL
 from ..sequences import Sequences, varlen_attention
 from ..sequences.append import check_append, write
-from ..sequences.closed_form import Window
 from ..sequences.errors import cache_needs_grad, not_a_cache
 from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
 from . import errors
-from .functions import MaskMod, check, chunked, one_table, score_mod_of, splits_option, window_of
+from .functions import MaskMod, check, one_table, score_mod_of, splits_option, window_of
 
 
 def flash_attn_with_kvcache(
@@ -102,14 +102,14 @@ def flash_attn_with_kvcache(
             check_append(k_cache, v_cache, k, v, sequences, rotary, tokens if rotary else None)
     except FlexError as error:
         refused(error)
-    window = window_of(causal, window_size)
+    window = window_of(causal, window_size, attention_chunk)
     if k is not None:
         turned = write(
             k_cache, v_cache, k, v, sequences, new_starts, None, used, rotary, rotary_interleaved,
-            tokens if rotary else None, starts, q_moves=window != Window() or attention_chunk > 0,
+            tokens if rotary else None, starts, q_moves=window != ALL,
         )  # fmt: skip
         tokens = turned if rotary else tokens
-    mask = sequence_mask(sequences, chunked(attention_chunk, mask_mod), q.size(-2), None, window)
+    mask = sequence_mask(sequences, mask_mod, q.size(-2), None, window)
     out, lse = varlen_attention(
         tokens,
         k_cache,

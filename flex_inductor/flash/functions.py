@@ -13,9 +13,9 @@ from torch.nn.attention.flex_attention import and_masks
 from .. import errors as call_errors
 from ..attention import flex_attention, refused
 from ..masks import create_block_mask
+from ..masks.window import ALL, Window, schedule_of
 from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention
-from ..sequences.closed_form import Window
 from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
 from . import errors
@@ -47,16 +47,15 @@ def flash_attn_func(
     """
     check(q, 4, dropout_p, window_size, attention_chunk)
     shift = k.size(1) - q.size(1)
-    window = window_of(causal, window_size)
-    given = chunked(attention_chunk, mask_mod)
+    window = window_of(causal, window_size, attention_chunk)
     mask: Any = None
-    if given is not None:
-        aligned = _aligned_mask(given, shift)
-        both = aligned if window == Window() else and_masks(window.mask_mod(shift), aligned)
+    if mask_mod is not None:
+        aligned = _aligned_mask(mask_mod, shift)
+        both = aligned if window == ALL else and_masks(window.mask_mod(shift), aligned)
         mask = create_block_mask(both, q.size(0), q.size(2), q.size(1), k.size(1), device=q.device)
-    elif window != Window():
-        sizes = (window, q.size(1), k.size(1), q.device)
-        mask = (_window_mask if torch.compiler.is_dynamo_compiling() else _kept_window_mask)(*sizes)
+    elif window != ALL:
+        make = schedule_of if torch.compiler.is_dynamo_compiling() else _kept_schedule
+        mask = make(window, q.size(1), k.size(1), q.device)
     out, lse = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -135,9 +134,8 @@ def flash_attn_varlen_func(
         total_q=q.size(0),
         total_k=0 if paged else k.size(0),
     )
-    mask = sequence_mask(
-        sequences, chunked(attention_chunk, mask_mod), q.size(1), None, window_of(causal, window_size)
-    )
+    window = window_of(causal, window_size, attention_chunk)
+    mask = sequence_mask(sequences, mask_mod, q.size(1), None, window)
     out, lse = varlen_attention(
         q,
         k,
@@ -227,24 +225,12 @@ def splits_option(num_splits: int) -> dict[str, int] | None:
     return {NUM_SPLITS: num_splits} if num_splits else None
 
 
-def window_of(causal: bool, window_size: tuple[int, int]) -> Window:
+def window_of(causal: bool, window_size: tuple[int, int], attention_chunk: int) -> Window:
     left, right = (float("inf") if n is None or n < 0 else int(n) for n in window_size)
-    return Window(left, 0 if causal else right)
+    return Window(left, 0 if causal else right, attention_chunk)
 
 
-def chunked(size: int, mask_mod: MaskMod | None) -> MaskMod | None:
-    """`mask_mod` within chunks of `size` positions, 0 for any."""
-    if not size:
-        return mask_mod
-    within: MaskMod = lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size  # noqa: E731
-    return within if mask_mod is None else and_masks(within, mask_mod)
-
-
-def _window_mask(window: Window, queries: int, keys: int, device: torch.device) -> Any:
-    return create_block_mask(window.mask_mod(keys - queries), None, None, queries, keys, device)
-
-
-_kept_window_mask = functools.lru_cache(maxsize=256)(_window_mask)
+_kept_schedule = functools.lru_cache(maxsize=256)(schedule_of)
 
 
 def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:

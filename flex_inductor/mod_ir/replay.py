@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -49,11 +49,11 @@ class Step:
 
 
 class Traces:
-    """The graphs of all runs that are the same."""
+    """What was made of all runs that are the same: their graphs."""
 
     def __init__(self, run: Sequence[Any]):
         self.run = run
-        self.graphs: dict[Any, fx.GraphModule] = {}
+        self.graphs: dict[Any, Any] = {}
 
 
 class Replayed(NamedTuple):

@@ -313,6 +313,7 @@ class Exact:
         upstream: tuple[Tensor, ...],  # out, lse and their gradients, None for those that are zero
         joint: Mod | None,
         wants: str,
+        leaves: Leaves | None = None,  # to add to
     ) -> tuple[dict[str, Bounded], Leaves | None]:
         """Gradients of those of query, key and value that `wants` names, and what lanes add into leaves.
 
@@ -323,7 +324,8 @@ class Exact:
             for name, tensor in zip("qkv", (self.query, self.key, self.value), strict=True)
             if name in wants
         }
-        leaves = None if joint is None else Leaves(joint, self.dtype)
+        if leaves is None and joint is not None:
+            leaves = Leaves(joint, self.dtype)
         keys = [part for n in region.n for part in _cut(n, KEYS)]
         for tile in self.tiles(region._replace(n=keys)):
             scores = self.scores(tile)
@@ -419,7 +421,7 @@ class Leaves:
     """What lanes add into the leaves of a joint program."""
 
     def __init__(self, joint: Mod, dtype: torch.dtype):
-        self.joint, self.dtype = joint, dtype
+        self.joint, self.dtype, self.incomplete = joint, dtype, False
         self.shapes: list[list[int]] = [
             [
                 int(joint.wide_invariants[size] if invariant else size)
@@ -482,6 +484,7 @@ class Leaves:
 
     def forget(self, incomplete: Sequence[Tensor | None]) -> None:
         """Sets to NaN the elements of each leaf to which other lanes add as well, and so all that depends on them."""
+        self.incomplete = True
         for parts, flags in zip(self.sums, incomplete, strict=True):
             for part in parts or ():
                 rows = (..., *(None,) * (part.dim() - flags.dim()))

@@ -2,14 +2,15 @@
 
 Calls of up to WHOLE_LANES scores are checked whole. Of larger ones: some rows of queries; for the gradients of key and
 value some columns of keys; and of a captured tensor's gradient those elements to which only a few batches, heads, rows
-or columns add.
+or columns add. Calls with a map are checked sequence by sequence, large ones in some of them.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from .. import errors
 from ..mod_ir.program import AXES
 from . import call_text
+from .by_sequence import OneSequence, Side, groups_of
 from .call import QKV, check_served
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
+from .tile_map import COUNT
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # of each kind of tile in larger calls
@@ -40,42 +43,30 @@ _library.define(
 )
 
 
-class _Call(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    call: call_text.Call
+class _Part(NamedTuple):
+    """What is checked at a time: the whole call, or what it does for a sequence."""
+
+    exact: Exact
+    whole: bool  # whether all of it is checked
     code: str  # of the mods, for the message
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """Along AXES."""
-        return (*self.query.shape[:3], self.key.size(2))
+        return tuple(self.exact.sizes.values())
 
     @property
-    def lanes(self) -> int:
-        return torch.Size(self.sizes).numel()
+    def sequence(self) -> int | None:
+        return self.exact.sequence if isinstance(self.exact, OneSequence) else None
 
-    @property
-    def whole(self) -> bool:
-        return self.lanes <= WHOLE_LANES
+    def rows(self, tensor: Any) -> Any:
+        """What the call has for its queries."""
+        if tensor is None or not isinstance(self.exact, OneSequence):
+            return tensor
+        return self.exact.queries.taken(tensor)
 
-    def exact(self) -> Exact:
-        schedule: Any = self.call.inputs.schedule
-        inputs, score, mask = self.call.inputs, self.call.texts["score"], self.call.texts["mask"]
-        return Exact(
-            self.query,
-            self.key,
-            self.value,
-            schedule,
-            Mod(score, inputs.score_captures) if score else None,
-            Mod(mask, inputs.mask_captures) if mask else None,
-            self.call.scale,
-        )
-
-    def joint(self) -> Mod | None:
-        joint = self.call.texts["joint"]
-        return Mod(joint, self.call.inputs.score_captures) if joint else None
+    def keys(self, tensor: Tensor) -> Tensor:
+        return self.exact.keys.taken(tensor) if isinstance(self.exact, OneSequence) else tensor
 
     def region(self, **part: Any) -> Region:
         """Everything, but for what `part` says."""
@@ -83,9 +74,51 @@ class _Call(NamedTuple):
         return Region(b, h, [m], [n])._replace(**part)
 
 
+class _Call(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    call: call_text.Call
+    code: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (*self.query.shape[:3], self.key.size(2))
+
+    @property
+    def lanes(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+    def parts(self) -> tuple[list[_Part], bool]:
+        """What is to be checked, and whether that is all of the call."""
+        inputs: Any = self.call.inputs
+        score, mask = self.call.texts["score"], self.call.texts["mask"]
+        mods = (
+            Mod(score, inputs.score_captures) if score else None,
+            Mod(mask, inputs.mask_captures) if mask else None,
+        )
+        if inputs.tile_map is None:
+            exact = Exact(*self[:3], inputs.schedule, *mods, self.call.scale)
+            whole = self.lanes <= WHOLE_LANES
+            return [_Part(exact, whole, self.code)], whole
+        groups = groups_of(inputs.tile_map.queries)
+        # As many scores as there would be with sequences of one length.
+        keys = int(inputs.tile_map.keys[:, COUNT].sum())
+        whole = self.query[..., 0].numel() * keys <= WHOLE_LANES * max(len(groups), 1)
+        if not whole and len(groups) > SAMPLES:
+            others = (_places.randrange(len(groups)) for _ in range(SAMPLES - 2))
+            groups = [groups[i] for i in sorted({0, *others, len(groups) - 1})]
+        found = [OneSequence(self[:3], inputs, group, *mods, self.call.scale) for group in groups]
+        return [_Part(exact, whole or exact.lanes <= WHOLE_LANES, self.code) for exact in found], whole
+
+    def joint(self) -> Mod | None:
+        joint = self.call.texts["joint"]
+        return Mod(joint, self.call.inputs.score_captures) if joint else None
+
+
 def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, code: str) -> _Call:
     call = call_text.load(text, tensors)
-    check_served(call.inputs, ("score_captures", "mask_captures", "schedule"))
+    check_served(call.inputs, ("score_captures", "mask_captures", "schedule", "tile_map", "scattered"))
     return _Call(query, key, value, call, code)
 
 
@@ -93,14 +126,19 @@ def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, co
 @torch.no_grad()
 def _forward(*args: Any) -> Tensor:
     call, given = _call(*args[:6]), dict(zip(("out", "lse", "max_scores"), args[6:], strict=True))
-    rows = _sampled(call, call.query.size(2))
-    exact, region = call.exact(), call.region(m=rows)
-    _check_blocks(exact, region)
-    gold = exact.forward(region)
-    for name, tensor in given.items():
-        if tensor is not None:
-            _compare(call, name, tensor, gold[name], rows)
-    return given["out"].clone()
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    parts, _ = call.parts()
+    for part in parts:
+        rows = _sampled(part, part.sizes[2])
+        region = part.region(m=rows)
+        _check_blocks(part.exact, region)
+        gold = part.exact.forward(region)
+        for name, tensor in given.items():
+            _compare(part, name, part.rows(tensor), gold[name], rows)
+    if call.call.inputs.tile_map is not None:
+        for name, tensor in given.items():
+            _check_rest(call, name, tensor, call.call.inputs.tile_map.queries)
+    return args[6].clone()
 
 
 @torch.library.impl(_library, "verified_backward", "CompositeExplicitAutograd")
@@ -114,18 +152,29 @@ def _backward(*args: Any) -> list[Tensor]:
     )
     got = {f"d_{name}": next(found) for name in wants}
     captured = {i: next(found) for i, wanted in enumerate(call.call.wanted_captures) if wanted}
-    exact, mod = call.exact(), call.joint()
-    rows, keys = (_sampled(call, size) for size in call.sizes[2:])
-    parts = [({"m": rows}, "q"), ({"n": keys}, "kv")]
-    for part, names in [({}, "qkv")] if call.whole else parts:
-        wanted = "".join(name for name in names if name in wants)
-        results, leaves = exact.backward(call.region(**part), upstream, mod, wanted)
-        for name, gold in results.items():
-            _compare(call, name, got[name], gold, rows if name == "d_q" else keys)
-        if call.whole and captured:
+    mod, leaves, tile_map = call.joint(), None, call.call.inputs.tile_map
+    parts, all_of_it = call.parts()
+    for part in parts:
+        rows, keys = (_sampled(part, size) for size in part.sizes[2:])
+        of_part = tuple(map(part.rows, upstream))
+        sampled = [({"m": rows}, "q"), ({"n": keys}, "kv")]
+        for region, names in [({}, "qkv")] if part.whole else sampled:
+            wanted = "".join(name for name in names if name in wants)
+            results, leaves = part.exact.backward(
+                part.region(**region), of_part, mod, wanted, leaves if all_of_it else None
+            )
+            for name, gold in results.items():
+                take, where = (part.rows, rows) if name == "d_q" else (part.keys, keys)
+                _compare(part, name, take(got[name]), gold, where)
+    for name, tensor in got.items() if tile_map is not None else ():
+        _check_rest(call, name, tensor, tile_map.queries if name == "d_q" else tile_map.keys)
+    if captured and all_of_it:
+        if leaves is not None:
             _compare_captured(call, captured, leaves)
-    if captured and not call.whole:
-        _check_some_captured(call, exact, mod, upstream, captured)
+    elif captured and tile_map is None:
+        _check_some_captured(call, parts[0].exact, mod, upstream, captured)
+    elif captured:
+        _warn_of(call, captured)
     return [grad.clone() for grad in grads]
 
 
@@ -139,10 +188,10 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return [torch.empty_like(grad) for grad in args[-1]]
 
 
-def _sampled(call: _Call, length: int) -> list[slice]:
+def _sampled(part: _Part, length: int) -> list[slice]:
     """Tiles of rows or keys: all of them in small calls, else some, the first and the last among them."""
     starts: Sequence[int] = range(0, length, TILE)
-    if not call.whole:
+    if not part.whole and length:
         chosen = [0, *(_places.randrange(length) for _ in range(SAMPLES - 2)), length - 1]
         starts = sorted({start // TILE * TILE for start in chosen})
     return [slice(start, min(start + TILE, length)) for start in starts]
@@ -161,8 +210,24 @@ def _check_some_captured(
             leaves.forget(incomplete)
             left -= _compare_captured(call, captured, leaves)
     if left:
-        shapes = [list(captured[i].shape) for i in sorted(left)]
-        warnings.warn(errors.captures_not_verified(shapes, call.lanes, WHOLE_LANES), stacklevel=2)
+        _warn_of(call, left)
+
+
+def _warn_of(call: _Call, captured: Iterable[int]) -> None:
+    shapes = [list(call.call.inputs.score_captures[i].shape) for i in sorted(captured)]
+    warnings.warn(errors.captures_not_verified(shapes, call.lanes, WHOLE_LANES), stacklevel=3)
+
+
+def _check_rest(call: _Call, name: str, got: Tensor, lines: Tensor) -> None:
+    """Rows that no tile has are 0, with a logsumexp and a maximum of -inf."""
+    free = torch.ones(got.size(0), got.size(2), dtype=torch.bool, device=got.device)
+    side = Side.of(lines, (lines[:, COUNT] > 0).nonzero().flatten())
+    free[side.batch, side.row] = False
+    want = -math.inf if name in ("lse", "max_scores") else 0.0
+    wrong = (got != want) & (free[:, None, :, None] if got.dim() == 4 else free[:, None])
+    for place in wrong.nonzero().tolist()[:1]:
+        tile = [(i, i + 1) for i in place[:3]]
+        raise errors.kernel_differs(name, tile, place, got[tuple(place)].item(), want, 0.0, call.code)
 
 
 def _region_along(call: _Call, axes: Sequence[str]) -> Region | None:
@@ -246,32 +311,35 @@ def _check_blocks(exact: Exact, region: Region) -> None:
             raise errors.blocks_not_for_all(["BH"[i] for i in shared], place)
 
 
-def _compare(call: _Call, name: str, got: Tensor, gold: Bounded, rows: Sequence[slice]) -> None:
+def _compare(part: _Part, name: str, got: Tensor, gold: Bounded, rows: Sequence[slice]) -> None:
     """Raise for the first tile of `rows` in which `got` is not within the bounds."""
     for b in range(got.size(0)):
         for h in range(got.size(1)):
             for at in rows:
-                _compare_tile(call, name, got, gold, (slice(b, b + 1), slice(h, h + 1), at))
+                where = (slice(b, b + 1), slice(h, h + 1), at)
+                _compare_tile(part.code, name, got, gold, where, part.sequence)
 
 
 def _compare_captured(call: _Call, captured: dict[int, Tensor], leaves: Leaves) -> set[int]:
-    """Which of the captured gradients have been compared. In a large call NaN stands for a value that is not known."""
+    """Which of the captured gradients have been compared. In a part of a call NaN stands for what is not known."""
     eps = torch.finfo(leaves.dtype).eps
     golds = leaves.gradients(call.call.inputs.score_captures, sum(call.sizes[2:]), eps)
     compared = set()
     for i, got in captured.items():
         gold = golds[i]
-        if not call.whole:
+        if leaves.incomplete:
             known = ~gold.value.isnan()
             gold = Bounded(gold.value.where(known, got.double()), gold.error.where(known, 0.0))
             if not known.any():
                 continue
         compared.add(i)
-        _compare_tile(call, f"d_captures[{i}]", got, gold, tuple(slice(0, size) for size in got.shape))
+        _compare_tile(call.code, f"d_captures[{i}]", got, gold, tuple(slice(0, size) for size in got.shape))
     return compared
 
 
-def _compare_tile(call: _Call, name: str, got: Tensor, gold: Bounded, where: tuple[slice, ...]) -> None:
+def _compare_tile(
+    code: str, name: str, got: Tensor, gold: Bounded, where: tuple[slice, ...], sequence: int | None = None
+) -> None:
     gold = gold.rounded(got.dtype)
     part, want, allowed = got[where].double(), gold.value[where], gold.error[where]
     off = (part - want).abs()
@@ -288,5 +356,6 @@ def _compare_tile(call: _Call, name: str, got: Tensor, gold: Bounded, where: tup
             part[at].item(),
             want[at].item(),
             allowed[at].item(),
-            call.code,
+            code,
+            sequence,
         )

@@ -17,15 +17,13 @@ from ..masks.analysis import analysed
 from ..masks.ordinary import ordinary_tensors
 from ..masks.runs import FULL, Runs, merged, transposed
 from ..masks.tables import Extent
-from ..masks.trace import name_of, trace_mask
+from ..masks.trace import name_of
+from ..masks.window import ALL, BLOCK, Side, Window, runs_between, seen, visited
 from ..op.schedule import BlockRuns
 from ..op.tile_map import PIECE, TileMap
 from . import errors
-from .closed_form import Window, window_of
 from .places import Places, Tiles, block_within
 
-BLOCK = 128
-ALL = Window()
 FEW = 16  # queries, of which decoding kernels take all at once
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -63,20 +61,19 @@ def sequence_mask(
     shift = lengths[1] - lengths[0]  # from a query's place in its sequence to its position
     tile_map = TileMap(queries.lines(places[0], queries.of(shift)[0]), keys.lines(places[1], 0))
     pieces = math.lcm(PIECE, keys.block) // keys.block if sequences.pages is not None else 1
-    seen: Window | None = window
+    both: Window | None = window
     if mask_mod is not None:
-        program = trace_mask(mask_mod, sequences.device)
-        if "h" not in program.reads:
+        found, reads_heads = seen(mask_mod, sequences.cu_q)
+        if not reads_heads:
             heads = None
         elif heads is None:
             raise errors.reads_heads(name_of(mask_mod))
-        found = window_of(program)
-        seen = None if found is None else window & found
+        both = None if found is None else window.within(found)
     if window != ALL:
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
-    if mask_mod is None or seen is not None or not sequences.count:
+    if mask_mod is None or both is not None or not sequences.count:
         packed = sequences.cu_k is not None
-        schedule = _in_window(queries, keys, lengths, shift, seen or ALL, pieces, columns=packed)
+        schedule = _in_window(queries, keys, lengths, shift, both or ALL, pieces, columns=packed)
     else:
         schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1, pieces)
     return SequenceMask(schedule, tile_map, sequences, mask_mod, heads)
@@ -107,52 +104,27 @@ def _in_window(
     if not columns:
         offsets = torch.zeros(1, 1, keys.start.numel() + 1, dtype=torch.int32, device=shift.device)
         return BlockRuns(queries.block, keys.block, *(*rows, offsets))
-    turned = Window(left=window.right, right=window.left)
-    return BlockRuns(queries.block, keys.block, *rows, *_runs(keys, queries, lengths[0], -shift, turned))
+    turned = _runs(keys, queries, lengths[0], -shift, window.turned(), counted=True)
+    return BlockRuns(queries.block, keys.block, *rows, *turned)
 
 
 def _runs(
-    mine: Tiles, others: Tiles, length: Tensor, shift: Tensor, window: Window, pieces: int = 1
+    mine: Tiles,
+    others: Tiles,
+    length: Tensor,
+    shift: Tensor,
+    window: Window,
+    pieces: int = 1,
+    counted: bool = False,
 ) -> list[Tensor]:
     """Offsets and runs, first of partial tiles and then of full ones. All lines have as many; some are empty.
 
-    A tile is full if its tokens all see all of the other's, and both have as many as a tile can. Full runs have whole
-    `pieces` of so many tiles.
+    From a place in its sequence to where the other side counts it is `shift`; `counted` where positions are mine.
     """
-    there, moved, first_tile = mine.of(length, shift, others.first)
-    block, whole, least = others.block, others.block * pieces, mine.start + moved
-    most = least + mine.tokens - 1
-    stop = (_to(most, window.right, there) + (block - 1)) // block
-    full_stop = torch.where(mine.tokens == mine.block, _to(least, window.right, there) // whole * pieces, 0)
-    if window.left == math.inf:
-        start = full_start = torch.zeros_like(stop)
-        stop = torch.where(mine.tokens > 0, stop, 0)
-        partial = [full_stop, stop]
-    else:
-        start = _from(least, window.left) // block
-        stop = torch.where(mine.tokens > 0, stop, 0).maximum(start)
-        full_start = (_from(most, window.left) + (whole - 1)) // whole * pieces
-        full_start = torch.minimum(full_start.maximum(start), stop)
-        full_stop = full_stop.maximum(full_start)
-        partial = [start, full_start, full_stop, stop]
-    return [*_each(partial, first_tile), *_each([full_start, full_stop], first_tile)]
-
-
-def _from(position: Tensor, left: float) -> Tensor:
-    return (position - int(left)).clamp(min=0)
-
-
-def _to(position: Tensor, right: float, end: Tensor) -> Tensor:
-    """The end left out."""
-    return end if right == math.inf else torch.minimum((position + (int(right) + 1)).clamp(min=0), end)
-
-
-def _each(ends: list[Tensor], first: Tensor) -> tuple[Tensor, Tensor]:
-    """Offsets [1, 1, lines + 1] and runs, of which each line has those between two `ends`, counted from `first`."""
-    lines, each = first.numel(), len(ends) // 2
-    runs = (torch.stack(ends, 1) + first[:, None]).to(torch.int32).view(lines * each, 2)
-    offsets = torch.arange(0, (lines + 1) * each, each, dtype=torch.int32, device=first.device)
-    return offsets[None, None], runs
+    last, moved, first_tile = mine.of(length, shift, others.first)
+    origin = -moved if counted else 0
+    seeing = Side(mine.block, mine.start + moved, mine.tokens, others.block, last, origin, pieces)
+    return [tensor for ends in visited(window, seeing) for tensor in runs_between(ends, first_tile)]
 
 
 def _by_analysis(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import served_by
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flex_inductor import flash
 from flex_inductor.errors import FlexError
@@ -131,19 +132,36 @@ def test_mods_see_positions_aligned_at_the_end():
 
 
 def test_compiled():
-    arguments = {"causal": True, "softcap": 4.0}
+    arguments = {"causal": True, "softcap": 4.0, "attention_chunk": 16}
     leaves = [x.detach() for x in given(40, 50, torch.float32)]
     compiled = torch.compile(flash.flash_attn_func, backend="flex_inductor", fullgraph=True)
     with served_by("cpu"):
         out, lse, _ = compiled(*leaves, **arguments, return_attn_probs=True)
         wide = [x.detach().double().requires_grad_() for x in leaves]
-        expected = dense(*wide, **arguments)
+        chunks = lambda i, j: i // 16 == j // 16  # noqa: E731
+        expected = dense(*wide, causal=True, softcap=4.0, seen=chunks)
         torch.testing.assert_close((out.double(), lse.double()), expected, rtol=1e-5, atol=1e-5)
         flat = [x.flatten(0, 1) for x in leaves]
         cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (40, 50))
         varlen = torch.compile(flash.flash_attn_varlen_func, backend="flex_inductor", fullgraph=True)
         packed = varlen(*flat, cu_q, cu_k, 40, 50, **arguments)
         torch.testing.assert_close(packed.unflatten(0, (2, 40)), out, rtol=1e-5, atol=1e-5)
+
+
+def test_new_lengths_in_a_graph():
+    """The mask is a few operations on positions: nothing is analysed, and no length compiles again."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flash.flash_attn_func, backend=counter, fullgraph=True)
+    for queries, keys in ((40, 50), (200, 300), (300, 130), (128, 128), (2, 700)):
+        leaves = [x.detach() for x in given(queries, keys)]
+        for arguments in ({"causal": True}, {"window_size": (100, 20), "attention_chunk": 150}):
+            found = compiled(*leaves, **arguments)
+            arguments = dict(arguments)
+            if chunk := arguments.pop("attention_chunk", None):
+                arguments["seen"] = lambda i, j, chunk=chunk: i // chunk == j // chunk
+            torch.testing.assert_close(found, dense(*leaves, **arguments)[0])
+    assert counter.frame_count == 4
+    assert not [n for graph in counter.graphs for n in graph.graph.nodes if "block_lists" in str(n.target)]
 
 
 def test_wrong_calls():

@@ -180,7 +180,7 @@ def test_compiled():
     made = []
     with served_by("cpu"), torch.no_grad():
         for used, room in ((USED, 256), ([0, 200], 272), ([5, 6, 7, 90, 80], 96), ([1] * 4, 112)):
-            case = Case(16, 1, 1, True, "causal", "both", 3, torch.bfloat16, used, room)
+            case = Case(16, 1, 1, True, "chunk", "both", 3, torch.bfloat16, used, room)
             gold, same_dtype = case.dense(), case.dense(torch.bfloat16)
             found = (*case.run(compiled), case.k_cache, case.v_cache)
             for got, right, other in zip(found, gold, same_dtype, strict=True):

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from flex_inductor import Sequences, pad, unpad
 from flex_inductor.errors import FlexError
 from flex_inductor.masks.trace import trace_mask
-from flex_inductor.sequences.closed_form import Window, window_of
+from flex_inductor.masks.window import Window, window_of
 
 
 def offsets(*values, dtype=torch.int32):
@@ -88,6 +88,12 @@ WINDOWS = {
     "around": (lambda b, h, q, kv: (q - kv).abs() < NINE, Window(8, 8)),
     "around something else": (lambda b, h, q, kv: (q - kv + 2).abs() <= 8, Window(6, 10)),
     "and true": (lambda b, h, q, kv: (q >= kv) & True, Window(math.inf, 0)),
+    "chunks": (lambda b, h, q, kv: q // 4 == kv // 4, Window(chunk=4)),
+    "causal chunks": (lambda b, h, q, kv: (q >= kv) & (kv // 4 == q // 4), Window(right=0, chunk=4)),
+    "chunks of chunks": (
+        lambda b, h, q, kv: (q // 12 == kv // 12) & (q // 4 == kv // 4),
+        Window(chunk=4),
+    ),
     "logical": (lambda b, h, q, kv: torch.logical_and(q >= kv, q < kv + 5), Window(4, 0)),
 }
 OTHERS = {
@@ -96,13 +102,17 @@ OTHERS = {
     "both ways": lambda b, h, q, kv: q + kv < 3,
     "twice": lambda b, h, q, kv: 2 * q >= kv,
     "by head": lambda b, h, q, kv: q >= kv + h,
-    "chunks": lambda b, h, q, kv: q // 4 == kv // 4,
+    "chunks of others": lambda b, h, q, kv: q // 4 == kv // 8,
+    "moved chunks": lambda b, h, q, kv: (q + 1) // 4 == kv // 4,
+    "one side's chunk": lambda b, h, q, kv: q // 4 == q // 4,
+    "a place of chunks": lambda b, h, q, kv: q // 4 == 1,
+    "chunks that overlap": lambda b, h, q, kv: (q // 4 == kv // 4) & (q // 6 == kv // 6),
     "not": lambda b, h, q, kv: ~(q >= kv),
     "far away": lambda b, h, q, kv: (q - kv).abs() > 3,
     "floats": lambda b, h, q, kv: q >= kv + 0.5,
     "and false": lambda b, h, q, kv: (q >= kv) & False,
     "a factor": lambda b, h, q, kv: torch.ops.aten.add.Scalar(q, 5, -2) >= kv,
-    "sums that wrap around": lambda b, h, q, kv: q - kv + 2**62 + 2**62 <= 3,
+    "sums that wrap around": lambda b, h, q, kv: q - kv + (2**31 - 1) + (2**31 - 1) <= 3,
     "a table": lambda b, h, q, kv: q - kv <= torch.tensor([3, 4])[b],
 }
 
@@ -113,6 +123,8 @@ def test_windows(case):
     assert window_of(trace_mask(mask_mod, torch.device("cpu"))) == expected
     q, kv = torch.arange(30)[:, None], torch.arange(30)
     seen = (kv >= q - expected.left) & (kv <= q + expected.right)
+    if expected.chunk:
+        seen &= q // expected.chunk == kv // expected.chunk
     assert torch.equal(mask_mod(0, 0, q, kv), seen) and math.inf in (*expected, math.inf)
 
 

@@ -9,6 +9,8 @@ from support import judge, served_by
 
 from flex_inductor import AuxRequest, Sequences, decisions, varlen_attention
 from flex_inductor.errors import FlexError, FlexValueError
+from flex_inductor.masks import window as window_module
+from flex_inductor.masks.trace import trace_mask
 from flex_inductor.op.tile_map import COUNT, ROW
 from flex_inductor.reference import reference
 from flex_inductor.sequences.mask import _by_analysis
@@ -165,11 +167,23 @@ def test_fused_kernels_for_any_lengths(mask, dtype):
     assert made[1] == made[-1], made
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "window", "around"])
+def chunks(b, h, q_idx, kv_idx):
+    return q_idx // 12 == kv_idx // 12
+
+
+def window_in_chunks(b, h, q_idx, kv_idx):
+    return window(b, h, q_idx, kv_idx) & (q_idx // 24 == kv_idx // 24)
+
+
+CLOSED = {name: MASKS[name] for name in ("none", "causal", "window", "around")}
+CLOSED |= {"chunks": chunks, "window in chunks": window_in_chunks}
+
+
+@pytest.mark.parametrize("mask", CLOSED)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_closed_forms_visit_what_the_analysis_finds(lengths, mask):
     sequences = Sequences.from_lengths(*LENGTHS[lengths])
-    mask_mod = MASKS[mask] or (lambda b, h, q_idx, kv_idx: q_idx == q_idx)
+    mask_mod = CLOSED[mask] or (lambda b, h, q_idx, kv_idx: q_idx == q_idx)
     closed = sequences.mask(mask_mod if mask != "none" else None, block_size=(8, 16)).schedule
     places = sequences.places
     tiles = [side.tiles(block) for side, block in zip(places, (8, 16), strict=True)]
@@ -198,10 +212,34 @@ def test_a_closed_form_reads_nothing_on_the_host():
             return func(*args, **(kwargs or {}))
 
     with NoReads():
-        for mask_mod in (None, causal, window, around):
+        for mask_mod in CLOSED.values():
             sequences.mask(mask_mod)
         with pytest.raises(AssertionError):
             sequences.mask(prefix)
+
+
+def test_a_mask_is_traced_once(monkeypatch):
+    """Its function runs each time, and what it reads may have changed."""
+    sequences, traced = Sequences.from_lengths([5, 300]), []
+    monkeypatch.setattr(window_module, "trace_mask", lambda *args: traced.append(1) or trace_mask(*args))
+    reads: dict = {}
+
+    def changing(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx <= reads["size"]) & (q_idx >= kv_idx)
+
+    def captures(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx + reads["table"][b]
+
+    for size, moved, count in ((7, 0, 2), (7, 100, 2), (150, 0, 3), (7, 0, 3)):
+        reads.update(size=size, table=torch.tensor([0, moved]))
+        for mask_mod in (changing, captures):
+            closed = sequences.mask(mask_mod).schedule
+            tiles = [side.tiles(128) for side in sequences.places]
+            lengths = [side.lengths for side in sequences.places]
+            analysed = _by_analysis(*tiles, sequences, lengths, mask_mod, 1)
+            for rows in ("kv", "full_kv", "q", "full_q"):
+                assert _spelt_out(closed, rows) == _spelt_out(analysed, rows)
+        assert len(traced) == count
 
 
 def test_lengths_may_be_refreshed_in_place():

@@ -21,6 +21,7 @@ class Config(NamedTuple):
     persistent: int = 0  # a fixed number of instances take tiles from a counter, those with most to do first
     specialized: int = 0  # some warps load while others compute
     held: int = 0  # what the instance holds is copied by a tensor descriptor too
+    staged: int = 0  # captured values for every score pass through shared memory, copied steps ahead
 
     def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
         """Constants of a kernel that is written with a choice along these axes."""
@@ -36,7 +37,7 @@ STACK_BYTES = 16  # of local memory a thread, outside of loops: too few to matte
 
 LARGEST_TILE = 256  # of either length
 
-AXES = ("descriptors", "persistent", "specialized", "held")
+AXES = ("descriptors", "persistent", "specialized", "held", "staged")
 
 
 def axes_of(configs: Sequence[Config]) -> list[str]:
@@ -129,6 +130,7 @@ class Shape(NamedTuple):
     q_block: int | None = None  # the schedule's blocks, which a tile must divide; None for any tile
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
+    score_loads: int = 0  # those that need not pass through it, see Config.staged
     line_loads: int = 0  # those that vary along the walked side alone
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
     aligned: bool = True  # see AttentionProblem.aligned
@@ -211,7 +213,8 @@ def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, in
 
 
 def _captured(config: Config, shape: Shape, device: Device, walked: int) -> int:
-    loaded = shape.tile_loads * config.block_m * config.block_n * 4 + shape.line_loads * walked * 8
+    staged = shape.tile_loads + shape.score_loads * config.staged
+    loaded = staged * config.block_m * config.block_n * 4 + shape.line_loads * walked * 8
     return loaded * _ahead(config, device)
 
 
@@ -238,6 +241,8 @@ PRODUCTS: dict[Cost, tuple[int, int]] = {
     one_pass_cost: (3, 2),
 }
 
+STAGED = "staged"  # of all kernels whose mods load a value for every score
+
 # When tuning, the first config that fits is also timed with these axes, where the card has them.
 VARIANTS: dict[str, Sequence[Sequence[str]]] = {
     "forward": (
@@ -257,7 +262,8 @@ VARIANTS: dict[str, Sequence[Sequence[str]]] = {
 
 
 def variants(kind: str, config: Config, cost: Cost, device: Device, shape: Shape) -> list[Config]:
-    found = [config._replace(**dict.fromkeys(axes, 1)) for axes in VARIANTS.get(kind, ())]
+    choices = [*VARIANTS.get(kind, ()), *([(STAGED,)] if shape.score_loads else [])]
+    found = [config._replace(**dict.fromkeys(axes, 1)) for axes in choices]
     return [variant for variant in found if misfit(variant, cost, device, shape) is None]
 
 
@@ -286,7 +292,7 @@ def _with_rows(config: Config, shape: Shape) -> Config:
 
 def without_choice(kind: str, config: Config) -> str | None:
     """An axis of the config that a kind of kernel does not have."""
-    known = {axis for axes in VARIANTS.get(kind, ()) for axis in axes}
+    known = {STAGED, *(axis for axes in VARIANTS.get(kind, ()) for axis in axes)}
     return next((axis for axis in axes_of([config]) if axis not in known), None)
 
 
@@ -305,8 +311,11 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
     for axis in AXES:
         if getattr(config, axis) not in (0, 1):
             return f"{axis} is 0 or 1, not {getattr(config, axis)}"
-    if shape.mapped and axes_of([config]):
-        return f"{axes_of([config])[0]} is not for tiles that lie where a map says"
+    unmapped = [axis for axis in axes_of([config]) if axis != STAGED]
+    if shape.mapped and unmapped:
+        return f"{unmapped[0]} is not for tiles that lie where a map says"
+    if config.staged and device.family == "amd":
+        return "staged is for NVIDIA's cards, which alone have the other way"
     if config.descriptors and not device.describes:
         return f"{device.arch} has no tensor descriptors"
     if config.descriptors and not shape.aligned:
@@ -337,7 +346,7 @@ def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[in
     keys, values = PRODUCTS[cost]
     lanes = config.block_m * config.block_n // threads
     multiplied = lanes * (keys * shape.D + values * shape.V)
-    return shared, 48 + multiplied // 24 + lanes * (shape.tile_loads + shape.tile_values)
+    return shared, 48 + multiplied // 24 + lanes * (shape.tile_loads + shape.score_loads + shape.tile_values)
 
 
 def describe(config: Config) -> str:

@@ -21,7 +21,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.op.schedule import Visits
-from flex_inductor.op.tile_map import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE, TileMap
+from flex_inductor.op.tile_map import BATCH, COUNT, HEAD, INDEX, PIECE, ROW, SEQUENCE, TileMap
 
 from ..buffers import layout_of, realized
 from ..choice import choose, demanded, problem_class
@@ -127,6 +127,7 @@ class Builder:
         self.spare: list[Config] = []  # tried if the card has not the resources for what is chosen
         self.asked_for = False  # whether hints chose
         self.tile_loads = 0  # captured values that every lane loads
+        self.score_loads = 0  # those that need not pass through shared memory
         self.line_loads = 0  # those that vary along the walked side alone
         self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
 
@@ -167,6 +168,7 @@ class Builder:
         """The statements that belong in the loop; the others run before it."""
         inside = [s for s in statements if not s.axes <= self.outer]
         self.hoisted += [s.text for s in statements if s.axes <= self.outer]
+        self.score_loads += sum("per_score" in s.text for s in inside)
         loads = [s for s in inside if "tl.load(" in s.text]
         whole = sum({"q_idx", "kv_idx"} <= s.axes for s in loads)
         self.tile_loads += whole
@@ -175,7 +177,8 @@ class Builder:
 
     def shape(self, kind: str) -> Shape:
         """What a kernel's configs are chosen by, given the mods inlined so far."""
-        return shape_of(self.problem, kind, self.tile_loads, self.line_loads, self.tile_values)
+        loads = (self.tile_loads, self.score_loads, self.line_loads)
+        return shape_of(self.problem, kind, *loads, self.tile_values)
 
     def configs(self, kind: str) -> list[Config]:
         """The configs to time, or the one to use; called once the mods are inlined."""
@@ -377,7 +380,12 @@ def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str 
 
 
 def shape_of(
-    problem: AttentionProblem, kind: str, tile_loads: int = 0, line_loads: int = 0, tile_values: int = 0
+    problem: AttentionProblem,
+    kind: str,
+    tile_loads: int = 0,
+    score_loads: int = 0,
+    line_loads: int = 0,
+    tile_values: int = 0,
 ) -> Shape:
     """What configs are chosen by."""
     q_block, kv_block = problem.blocks or (None, None)
@@ -391,10 +399,11 @@ def shape_of(
         padded(problem.V),
         problem.dtype.itemsize,
         divides(q_block, problem.M),
-        # A step over scattered keys may begin and end within tiles.
-        None if problem.scattered and kind in HOLD_QUERIES else divides(kv_block, problem.N),
+        # A step over scattered keys may take several tiles.
+        PIECE if problem.scattered and kind in HOLD_QUERIES else divides(kv_block, problem.N),
         aligned=problem.aligned,
         tile_loads=tile_loads,
+        score_loads=score_loads,
         line_loads=line_loads,
         tile_values=tile_values,
         exact=dot_precision(problem.dtype) == "ieee" and current_device(problem.device).nvidia,

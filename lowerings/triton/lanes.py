@@ -366,7 +366,13 @@ class _LaneOps(CSEProxy):
         checks = [kernel.checks[v] for v in variables if v in kernel.checks]
         layout = V.graph.get_buffer(name).get_layout()
         extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
-        text = f"tl.load({kernel.arguments.captures[name]} + ({kernel.text(index, not fits_int32(extent))})"
+        pointers = f"{kernel.arguments.captures[name]} + ({kernel.text(index, not fits_int32(extent))})"
+        kernel.statements()
+        axes = frozenset().union(*(kernel.axes[v] for v in variables))
+        if kernel.nvidia and axes >= ALONG_A_TILE and dtype in (torch.float32, torch.float16, torch.bfloat16):
+            in_range = f"_in_range({pointers}, {' & '.join(checks)}" if checks else f"({pointers}"
+            return kernel.new(f"per_score{in_range}, STAGED)", torch.float32)
+        text = f"tl.load({pointers}"
         if checks:
             other = 'float("nan")' if dtype.is_floating_point else "0"
             text += f", mask={' & '.join(checks)}, other={other}"

@@ -19,6 +19,7 @@ from flex_inductor.lowerings.triton.configs import (
 )
 from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.resources import compile_for, machine_code
+from flex_inductor.tools.sass import main_loops
 
 
 def attend(q, mask):
@@ -34,6 +35,39 @@ def compiled(kind, target, head_dim=128, **axes):
     made = kernel.made.triton
     assert all(made.configs[0][axis.upper()] for axis in axes)
     return compile_for(made, made.configs[0], target), kernel.resources
+
+
+def biased(dtype, stop=None, **axes):
+    """The forward with a bias for every score; with `stop` its indices have to be checked."""
+    bias = torch.randn(512, dtype=dtype)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[q_idx - kv_idx + (256 if stop is None else stop[b])]
+
+    q = torch.randn(1, 2, 256, 64, dtype=torch.bfloat16)
+    options = {"configs": {"forward": axes}} if axes else None
+    mask = block_mask(causal)
+    report = flex_inductor.inspect(
+        lambda q: flex_attention(q, q, q, score_mod, block_mask=mask), q, target="sm_90", options=options
+    )
+    (kernel,) = report.kernels
+    return compile_for(kernel.made.triton, kernel.made.triton.configs[0], "sm_90")
+
+
+@pytest.mark.parametrize(
+    "dtype, load", [(torch.float32, "f32"), (torch.float16, "b16"), (torch.bfloat16, "b16")]
+)
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_value_for_every_score_arrives_where_the_scores_are(dtype, load, checked):
+    stop = torch.tensor([256]) if checked else None
+    straight, staged = biased(dtype, stop), biased(dtype, stop, staged=1)
+    loads = [text.asm["ptx"].count(f"ld.global.nc.{load}") for text in (straight, staged)]
+    assert loads[0] >= 64 and loads[1] == 0
+    found = [
+        [sum(i.matches("BAR") for i in loop) for loop in main_loops(machine_code(made))]
+        for made in (straight, staged)
+    ]
+    assert max(found[0]) == 2 and min(found[1]) > 2, found
 
 
 def operations(result):
@@ -124,6 +158,10 @@ def test_what_tuning_tries_besides_the_table():
     assert tried("backward_dkdv", "sm_100", shape) == ["descriptors", "descriptors+specialized"]
     assert tried("backward_onepass", "sm_100", shape) == ["descriptors"]
     assert tried("decode", "sm_90", shape) == []
+    biased = shape._replace(score_loads=1)
+    assert tried("backward_dq", "sm_90", biased) == ["descriptors", "staged"]
+    assert tried("decode", "sm_80", biased) == ["staged"]
+    assert "staged" not in tried("forward", "gfx942", biased)
 
 
 def test_a_launch_says_what_it_was_made_of():

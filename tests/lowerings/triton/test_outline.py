@@ -248,7 +248,7 @@ for step in range(0, last):
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
     score_2 = score_0 + score_1
-    score_3 = tl.load(captured_0 + (score_2))
+    score_3 = per_score(captured_0 + (score_2), STAGED)
     score_4 = score + score_3
     mask_1 = each_alone(kv_idx)
     mask_2 = mask_0 >= mask_1
@@ -265,7 +265,7 @@ for step in range(0, last):
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
     score_2 = score_0 + score_1
-    score_3 = tl.load(captured_0 + (score_2))
+    score_3 = per_score(captured_0 + (score_2), STAGED)
     score_4 = score + score_3
     v = load_tile(value_head)
     d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
@@ -292,7 +292,7 @@ for head in range(0, 1):
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
-        score_3 = tl.load(captured_0 + (score_2))
+        score_3 = per_score(captured_0 + (score_2), STAGED)
         score_4 = score + score_3
         mask_0 = each_alone(q_idx)
         mask_2 = mask_0 >= mask_1
@@ -311,7 +311,7 @@ for head in range(0, 1):
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
-        score_3 = tl.load(captured_0 + (score_2))
+        score_3 = per_score(captured_0 + (score_2), STAGED)
         score_4 = score + score_3
         d_out = load_tile(d_out_head)
         dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)

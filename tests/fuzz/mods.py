@@ -150,8 +150,9 @@ INDICES = st.recursive(
     max_leaves=3,
 )
 CONDITIONS = _joined("({0} {1} {2})", INDICES, st.sampled_from([">=", "<", "==", "!="]), INDICES)
-# What runs once is exact, or in fp32. Rounded to 16 bits it would be most of every side's error, of which a single
-# one is luck: exp(2.5) may be off by 0.004, and so may a logsumexp of it, unless dense attention rounds that back.
+# What is computed without a score is exact, or in fp32. Rounded to 16 bits it would be most of every side's error, of
+# which a single one is luck: exp(2.5) may be off by 0.004, and so may a logsumexp of it, unless dense attention rounds
+# that back; and sigmoid(number), off by as much, may be the other one of a maximum.
 LOOKUPS = st.one_of(
     _joined("few[{0} % 5]", INDICES),
     _joined("few[{0} % 5 - 5]", INDICES),
@@ -169,9 +170,15 @@ LOOKUPS = st.one_of(
 
 def _scores(*parts: str) -> st.SearchStrategy[str]:
     """`parts`: what is called on two scores."""
+    of_scores = st.sampled_from(
+        ["score", "score", "score * 0.5 + 1", "straight_through(score)", "(score - shift)"]
+    )
     finite = st.recursive(
-        st.sampled_from(["score", "score", "score * 0.5 + 1", "straight_through(score)", "(score - shift)"])
-        | LOOKUPS,
+        st.one_of(
+            of_scores,
+            _joined("({0} {1} {2})", of_scores, st.sampled_from("+-"), LOOKUPS),
+            _joined("wide({0})", LOOKUPS),
+        ),
         lambda inner: st.one_of(
             _joined("torch.{0}({1})", st.sampled_from(["tanh", "sigmoid", "sin", "neg"]), inner),
             _joined("({0}).clamp(-1, 1)", inner),

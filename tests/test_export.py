@@ -190,6 +190,25 @@ def test_arithmetic_on_a_length_inside_a_mod(masked):
     torch.testing.assert_close(program.module()(*args), Halved(masked)(*args))
 
 
+class WrittenOut(torch.nn.Module):
+    """Tables of several dtypes inside of mods: in a score, in its derivative, in the masks of a call and of its schedule."""
+
+    def forward(self, q, k, v):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.tensor([1.5, -2.0])[h] * score**2 + torch.tensor([], dtype=torch.int64).sum()
+
+        def mask_mod(b, h, q_idx, kv_idx):
+            return torch.tensor([True, False, True])[kv_idx % 3] | (q_idx < torch.tensor([40, 70])[h])
+
+        length = q.shape[2]
+        mask = create_block_mask(mask_mod, None, 2, length, length, "cpu", 32)
+        return (flex_attention(q, k, v, score_mod, mask),)
+
+
+def test_tables_that_are_written_out_in_mods():
+    check_with_gradients(saved_and_loaded(WrittenOut(), inputs(), DYNAMIC), WrittenOut(), inputs(100))
+
+
 class Given(torch.nn.Module):
     """Schedules of both kinds that were there before, and grouped heads."""
 

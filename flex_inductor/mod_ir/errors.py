@@ -30,13 +30,6 @@ def argument_refused(value: Any) -> FlexValueError:
     )
 
 
-def constant_in_export(name: str) -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        f"A mod holds `{name}`, a table written out in it, which torch.export cannot save with strict=False. Make the "
-        f"tensor before the call and capture it, or export with strict=True."
-    )
-
-
 def constant_refused(name: str, value: Any) -> FlexValueError:
     return FlexValueError(
         f"A mod holds `{name}`, a {type(value).__name__}, which cannot be written into a compiled graph. Expected a "

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from .. import compat
 from . import errors
+from .apart import apart_from_surrounding_trace
 
 FORMAT = 1
 DEPTH = 4  # how deeply lists may be nested in an argument
@@ -139,10 +139,9 @@ def _constant_data(constant: Any, name: str) -> list[Any]:
     plain = type(constant) in (Tensor, torch.nn.Parameter) and constant.layout == torch.strided
     if not plain or constant.is_quantized:
         raise errors.constant_refused(name, constant)
-    if compat.is_exporting():  # which keeps values from being read
-        raise errors.constant_in_export(name)
-    flat = constant.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-    content = bytes(flat.view(torch.uint8).tolist())
+    with apart_from_surrounding_trace():  # export keeps values from being read
+        flat = constant.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+        content = bytes(flat.view(torch.uint8).tolist())
     text = base64.b64encode(content).decode()
     return [str(constant.dtype), list(constant.shape), str(constant.device), text]
 
@@ -238,7 +237,8 @@ def graph_function(data: Any) -> GraphFunction:
     inputs, constants, steps, output = fields(data, "inputs", "constants", "steps", "output")
     expect(is_count(inputs), f"a graph has {inputs!r} inputs")
     expect(isinstance(constants, list) and isinstance(steps, list), "a graph's parts are not lists")
-    held = [_constant(constant) for constant in constants]
+    with apart_from_surrounding_trace():  # what was read is kept for calls outside of it
+        held = [_constant(constant) for constant in constants]
     own = [False] * (inputs + len(held))  # whether a step made the value's memory
     read = []
     for step in steps:

@@ -117,11 +117,14 @@ class ContextParallel:
             parts.append(tensor.index_select(dim, positions.to(tensor.device)))
         return pytree.tree_unflatten(parts, spec)
 
-    def unshard(self, tensor: Tensor, dim: int, layout: Layout | PlannedMask | None = None) -> Tensor:
+    def unshard(
+        self, tensor: Tensor, dim: int, layout: Layout | PlannedMask | None = None, *, partial: bool = False
+    ) -> Tensor:
         """The whole sequence, on every rank.
 
         Its gradient is taken to be the same on every rank, as of a loss that each computes alike: a rank keeps its
-        own part of it.
+        own part of it. With `partial` each rank has a part of the gradient, as of what a mod looks up: the sum of all
+        ranks' parts comes back.
         """
         own = self._layout("unshard", layout)
         expected = own.local_length(self.rank)
@@ -129,7 +132,7 @@ class ContextParallel:
             raise errors.wrong_local_length(
                 "unshard: tensor", tensor.size(dim), expected, self.rank, own.length
             )
-        return unshard(tensor, dim, own, self.rank, self.group)
+        return unshard(tensor, dim, own, self.rank, self.group, partial)
 
     def next_tokens(self, tokens: Tensor, dim: int = -1, ignore: int = -100) -> Tensor:
         """The labels of this rank's tokens, given the whole sequence: the token after each, `ignore` after the last.

@@ -192,6 +192,26 @@ def peer_gone(group: str) -> FlexRuntimeError:
     )
 
 
+def bad_positions(name: str, value: Any, batch: Any, length: Any) -> ContextParallelError:
+    what = f"{_described(value)} of {value.dtype}" if isinstance(value, Tensor) else _described(value)
+    return ContextParallelError(
+        f"decode: {name}: expected whole numbers of shape [{length}] or [{batch}, {length}], got {what}."
+    )
+
+
+def decode_gradient() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "decode: has no gradient, but query, key or value requires one. Call it under torch.no_grad()."
+    )
+
+
+def other_lse(lse: Tensor, out: Tensor) -> ContextParallelError:
+    return ContextParallelError(
+        f"merge: lse: expected shape {list(out.shape[:-1])}, that of out without its last dimension, got "
+        f"{list(lse.shape)}. Transpose it."
+    )
+
+
 def other_form(name: str, count: int, expected: int) -> ContextParallelError:
     return ContextParallelError(f"{name}: expected one for each of {expected}, got {count}.")
 

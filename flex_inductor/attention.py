@@ -67,13 +67,15 @@ def flex_attention(
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
         return _of_nested[0](query, key, value, score_mod, block_mask, *options)
+    captures: tuple[Any, ...] = ()  # of score_mod, where they are known already
     try:
         if isinstance(block_mask, PlannedMask):
-            query, key, value, like_query, head = block_mask.local(query, key, value)
+            given, (query, key, value, like_query, head) = query, block_mask.local(query, key, value)
         check_tensors(query, key, value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
         if isinstance(block_mask, PlannedMask):
             block_mask.check(query, key)
+            score_mod, captures = block_mask.lifted(score_mod, given, query)
         elif needs_plan():
             raise errors.unplanned("flex_attention")
         elif block_mask is not None:
@@ -85,6 +87,8 @@ def flex_attention(
     wants_max = return_aux is not None and return_aux.max_scores
 
     def call(query: Tensor, key: Tensor, value: Tensor, mask_mod: Any, inputs: Inputs) -> Any:
+        if captures:
+            inputs = inputs._replace(score_captures=captures)
         return attention(
             query,
             key,

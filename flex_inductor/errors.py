@@ -299,6 +299,14 @@ def capture_mutated(mod: str, capture: str, op: str) -> FlexRuntimeError:
     )
 
 
+def dtensor_in_compiled_mod(name: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"{name}: looks up a DTensor, which compiled code does not trace. Look up x.to_local(grad_placements="
+        "[Partial()]) where it is Replicate(), and context_parallel's unshard(x.to_local(), dim, partial=True) where "
+        "it is sharded along the sequence."
+    )
+
+
 def parameter_mutated(mod: str, line: Any) -> FlexRuntimeError:
     """`line` is where, a source_lines.Line, if that is known."""
     where = f", at {line} ({line.text})" if line else ""

@@ -23,6 +23,7 @@ from . import errors
 from .balance import BALANCERS, owners
 from .choose import MethodChoice, choose_method
 from .cost import CostModel
+from .decode import decode, merge
 from .layout import Layout
 from .masks import Place, Sharded
 from .methods import METHODS, Groups
@@ -117,11 +118,14 @@ class ContextParallel:
             parts.append(tensor.index_select(dim, positions.to(tensor.device)))
         return pytree.tree_unflatten(parts, spec)
 
-    def unshard(self, tensor: Tensor, dim: int, layout: Layout | PlannedMask | None = None) -> Tensor:
+    def unshard(
+        self, tensor: Tensor, dim: int, layout: Layout | PlannedMask | None = None, *, partial: bool = False
+    ) -> Tensor:
         """The whole sequence, on every rank.
 
         Its gradient is taken to be the same on every rank, as of a loss that each computes alike: a rank keeps its
-        own part of it.
+        own part of it. With `partial` each rank has a part of the gradient, as of what a mod looks up: the sum of all
+        ranks' parts comes back.
         """
         own = self._layout("unshard", layout)
         expected = own.local_length(self.rank)
@@ -129,7 +133,7 @@ class ContextParallel:
             raise errors.wrong_local_length(
                 "unshard: tensor", tensor.size(dim), expected, self.rank, own.length
             )
-        return unshard(tensor, dim, own, self.rank, self.group)
+        return unshard(tensor, dim, own, self.rank, self.group, partial)
 
     def next_tokens(self, tokens: Tensor, dim: int = -1, ignore: int = -100) -> Tensor:
         """The labels of this rank's tokens, given the whole sequence: the token after each, `ignore` after the last.
@@ -143,6 +147,47 @@ class ContextParallel:
         after = tokens.roll(-1, dim)
         after.select(dim, -1).fill_(ignore)
         return self.shard(after, dim)
+
+    def decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any = None,
+        mask_mod: Any = None,
+        *,
+        positions: Tensor,
+        at: Tensor,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of queries that all ranks have to keys of which each rank has some; all get the whole result.
+
+        Needs no plan. Each rank sends the others what it attends to itself, one row for each query and head.
+
+        Args:
+            query: [B, H, M, D], the same on all ranks.
+            key, value: [B, K, N, D] of this rank's cache; N may differ between ranks, or be 0.
+            score_mod, mask_mod: of the whole sequence, as one process has them.
+            positions: int32 or int64 [N] or [B, N], where each key is in the whole sequence; below 0 there is none.
+            at: [M] or [B, M], where each query is.
+            scale, enable_gqa, return_lse: as in flex_attention.
+        """
+        out, lse = decode(
+            query, key, value, score_mod, mask_mod, positions, at, scale, enable_gqa, self.ranks, self.group
+        )
+        return (out, lse) if return_lse else out
+
+    def merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The output and logsumexp of attention to all ranks' keys, given those of attention to this rank's.
+
+        For calls that `decode` does not make, such as varlen_attention over pages. `out` has one dimension more, the
+        last. Pass both in fp32 where it matters: what is rounded before is rounded twice.
+        """
+        if lse.shape != out.shape[:-1]:
+            raise errors.other_lse(lse, out)
+        return merge(out, lse, self.ranks, self.group)
 
     def _layout(self, what: str, given: Any) -> Layout:
         found = given.layout if isinstance(given, Sharded) else given

@@ -1,4 +1,4 @@
-"""DTensors as queries, keys and values."""
+"""DTensors as queries, keys and values, and as what mods look up."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..mod_ir.arguments import SCORE_LANES
+from ..mod_ir.capture import lift
 from . import errors
+from .layout import Layout
+from .unshard import unshard
 
 
 def local_tensors(
@@ -49,3 +54,60 @@ def local_tensors(
         )
 
     return *parts, like_query, first * parts[0].size(1)
+
+
+def lifted(
+    score_mod: Any, query: Any, local_query: Tensor, layout: Layout, rank: int, group: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """score_mod as a function of its lanes and of what it looks up, and this: of a DTensor all, as a plain tensor."""
+    mod, captures = lift(score_mod, SCORE_LANES, local_query)
+    alike = _replicated(query)
+    whole = (_whole(c, alike, layout, rank, group) if isinstance(c, DTensor) else c for c in captures)
+    return mod, tuple(whole)
+
+
+def _replicated(query: Any) -> set[str]:
+    """The process groups whose ranks all compute the same."""
+    if not isinstance(query, DTensor):
+        return set()
+    mesh = query.device_mesh
+    return {
+        mesh.get_group(dim).group_name for dim, at in enumerate(query.placements) if isinstance(at, Replicate)
+    }
+
+
+def _whole(capture: DTensor, alike: set[str], layout: Layout, rank: int, group: str) -> Tensor:
+    """All of it. Its gradient is partial over ranks that compute different things.
+
+    Sharded along the plan's ranks it has this rank's tokens, as queries do.
+    """
+    mesh = capture.device_mesh
+    sharded: int | None = None
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    gradients: list[Any] = []
+    for dim, at in enumerate(capture.placements):
+        name = mesh.get_group(dim).group_name
+        gradients.append(Replicate() if name in alike else Partial())
+        if name == group and not isinstance(at, Replicate):
+            if not isinstance(at, Shard):
+                raise errors.capture_placement(capture.placements)
+            sharded = at.dim
+            placements[dim] = gradients[dim] = at
+    if sharded is not None:
+        _check_tokens(capture, capture.to_local().size(sharded), layout, rank)
+    if capture.placements != tuple(placements):  # its backward would reduce partial gradients
+        capture = capture.redistribute(placements=placements)
+    local = capture.to_local(grad_placements=gradients)
+    if sharded is None:
+        return local
+    return unshard(local, sharded, layout, rank, group, partial=True)
+
+
+def _check_tokens(capture: DTensor, length: int, layout: Layout, rank: int) -> None:
+    """A parameter that torch has cut into chunks may be as long as this rank's tokens, and of others."""
+    chunk = -(-layout.length // layout.ranks)
+    first = torch.arange(layout.length)[rank * chunk :][:length]
+    if length != layout.local_length(rank):
+        raise errors.capture_length(length, layout.local_length(rank), rank)
+    if capture.is_leaf and capture.requires_grad and not torch.equal(first.int(), layout.positions(rank)):
+        raise errors.sharded_parameter(capture.placements)

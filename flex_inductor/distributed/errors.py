@@ -43,6 +43,29 @@ def bad_placement(name: str, placements: Any, mesh: Any) -> ContextParallelError
     )
 
 
+def capture_placement(placements: Any) -> ContextParallelError:
+    return ContextParallelError(
+        f"score_mod: looks up a DTensor with placements {tuple(placements)}; expected Replicate() or Shard on the "
+        "plan's mesh dimension. Redistribute it to Replicate()."
+    )
+
+
+def capture_length(got: int, expected: int, rank: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"score_mod: looks up a DTensor that is sharded along the plan's mesh dimension, with {got} entries on rank "
+        f"{rank}; expected {expected}, those of its tokens. Shard it with the shard() of the plan's layout, or "
+        "redistribute it to Replicate()."
+    )
+
+
+def sharded_parameter(placements: Any) -> ContextParallelError:
+    return ContextParallelError(
+        f"score_mod: looks up a parameter with placements {tuple(placements)}, of which torch gives each rank the next "
+        "chunk; the plan's layout gives it other tokens. Redistribute it to Replicate() before the call, or make it "
+        "Replicate()."
+    )
+
+
 def not_a_dtensor(name: str) -> FlexTypeError:
     return FlexTypeError(
         f"{name}: expected a DTensor like the others of query, key and value, got a plain tensor. "
@@ -166,6 +189,26 @@ def peer_gone(group: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"context_parallel: an exchange in the process group {group!r} failed: a rank is gone, or makes other calls "
         "than this one. The error of torch.distributed is above."
+    )
+
+
+def bad_positions(name: str, value: Any, batch: Any, length: Any) -> ContextParallelError:
+    what = f"{_described(value)} of {value.dtype}" if isinstance(value, Tensor) else _described(value)
+    return ContextParallelError(
+        f"decode: {name}: expected whole numbers of shape [{length}] or [{batch}, {length}], got {what}."
+    )
+
+
+def decode_gradient() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "decode: has no gradient, but query, key or value requires one. Call it under torch.no_grad()."
+    )
+
+
+def other_lse(lse: Tensor, out: Tensor) -> ContextParallelError:
+    return ContextParallelError(
+        f"merge: lse: expected shape {list(out.shape[:-1])}, that of out without its last dimension, got "
+        f"{list(lse.shape)}. Transpose it."
     )
 
 

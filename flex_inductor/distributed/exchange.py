@@ -116,10 +116,15 @@ def exchanged(
     rows: Tensor, sent: Tensor, received: Tensor, count: Any, group: str, plan: Tensor | None = None
 ) -> Tensor:
     out = torch.ops.flex_inductor.send_rows(rows.contiguous(), sent, received, count, plan, group)
+    return waited(out, group)
+
+
+def waited(coming: Tensor, group: str) -> Tensor:
+    """What an exchange gives, once it is there."""
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops._c10d_functional.wait_tensor(out)
+        return torch.ops._c10d_functional.wait_tensor(coming)
     with named(group):
-        return torch.ops._c10d_functional.wait_tensor(out)
+        return torch.ops._c10d_functional.wait_tensor(coming)
 
 
 @torch.library.impl(_library, "send_rows", "CompositeExplicitAutograd")

@@ -22,7 +22,7 @@ from ..op.schedule import BlockRuns
 from ..op.tile_map import BATCH, HEAD, SEQUENCE, TileMap
 from . import errors
 from .choose import MethodChoice
-from .dtensors import local_tensors
+from .dtensors import lifted, local_tensors
 from .exchange import Picked, Traffic, cast, move, process_group
 from .layout import Layout
 from .plan import Part
@@ -112,6 +112,11 @@ class Sharded(PlannedMask):
         if not any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
             return query, key, value, _itself, 0
         return local_tensors(query, key, value, self.group, self.heads, self.length)
+
+    def lifted(self, score_mod: Any, query: Any, local_query: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        if score_mod is None or torch.compiler.is_dynamo_compiling():
+            return score_mod, ()
+        return lifted(score_mod, query, local_query, self.layout, self.rank, self.group)
 
     def _called(self, call: Call, query: Tensor, key: Tensor, value: Tensor, here: Inputs) -> Any:
         if torch.compiler.is_dynamo_compiling():

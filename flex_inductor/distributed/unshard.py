@@ -9,25 +9,35 @@ from .exchange import Traffic, exchanged
 from .layout import Layout
 
 
-def unshard(tensor: Tensor, dim: int, layout: Layout, rank: int, group: str) -> Tensor:
+def unshard(tensor: Tensor, dim: int, layout: Layout, rank: int, group: str, partial: bool = False) -> Tensor:
+    """A rank's gradient of the whole is that of all ranks, or with `partial` one part of their sum."""
     order = torch.cat([layout.positions(other) for other in range(layout.ranks)])
     lengths = torch.tensor(layout.lengths)
     local = torch.full_like(lengths, layout.local_length(rank))
-    return _Unshard.apply(tensor, dim, Traffic(local, lengths, order), layout.positions(rank), group)
+    traffic = Traffic(local, lengths, order)
+    return _Unshard.apply(tensor, dim, *traffic, layout.positions(rank), group, partial)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, dim, traffic, positions, group):
-        ctx.dim = dim
-        ctx.save_for_backward(positions.to(tensor.device))
+    def forward(ctx, tensor, dim, sent, received, came, positions, group, partial):
+        ctx.dim, ctx.group, ctx.partial, ctx.length = dim, group, partial, tensor.size(dim)
+        kept = came if partial else positions
+        ctx.save_for_backward(kept.to(tensor.device), sent, received)
         rows = tensor.movedim(dim, 0)
-        rows = rows.expand(traffic.sent.numel(), *rows.shape).flatten(0, 1)
-        came = exchanged(rows, traffic.sent, traffic.received, traffic.came.numel(), group)
-        order = torch.argsort(traffic.came).to(tensor.device)
-        return came.index_select(0, order).movedim(0, dim)
+        rows = rows.expand(sent.numel(), *rows.shape).flatten(0, 1)
+        whole = exchanged(rows, sent, received, came.numel(), group)
+        order = torch.argsort(came).to(tensor.device)
+        return whole.index_select(0, order).movedim(0, dim)
 
     @staticmethod
     def backward(ctx, grad):
-        (positions,) = ctx.saved_tensors
-        return grad.index_select(ctx.dim, positions), None, None, None, None
+        positions, sent, received = ctx.saved_tensors
+        grad = grad.index_select(ctx.dim, positions)
+        if ctx.partial:
+            ranks = sent.numel()
+            parts = exchanged(grad.movedim(ctx.dim, 0), received, sent, ranks * ctx.length, ctx.group)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            summed = parts.unflatten(0, (ranks, ctx.length)).sum(0, dtype=wide)
+            grad = summed.to(grad.dtype).movedim(0, ctx.dim)
+        return grad, None, None, None, None, None, None, None

@@ -29,6 +29,10 @@ class PlannedMask:
         """What this process has of them, a function that gives results the type of query, and the first head."""
         raise NotImplementedError
 
+    def lifted(self, score_mod: Any, query: Any, local_query: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """score_mod, and what it captures as this process computes with it; nothing where it is traced later."""
+        return score_mod, ()
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, call: Callable[..., Any], wants: Wants, head: int
     ) -> Any:

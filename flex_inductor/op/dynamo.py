@@ -236,6 +236,8 @@ def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:
     for placeholder in graph.find_nodes(op="placeholder")[lanes:]:
         example, capture = placeholder.meta["example_value"], placeholder.meta[CAPTURE_NAME]
+        if hasattr(example, "to_local"):  # without importing torch.distributed
+            raise errors.dtensor_in_compiled_mod(name)
         if isinstance(example, Tensor) and example.device != query.device:
             raise errors.capture_on_other_device(name, capture, example.device, query.device)
         if name == "mask_mod" and isinstance(example, Tensor) and example.requires_grad:

@@ -26,7 +26,10 @@ def documents(seed):
     )
 
 
-def layer(query, key, value, gate, mask):
+def layer(query, key, value, gate, mask, cp=None):
+    if cp is not None:  # of this rank's tokens
+        gate = cp.unshard(gate, 0, partial=True)
+
     def gated(score, b, h, q_idx, kv_idx):
         return score * torch.sigmoid(gate[q_idx]) + gate[kv_idx]
 
@@ -46,14 +49,17 @@ def compiled(group, method, dynamic):
         mask = documents(seed)
         planned = cp.plan(mask)
         rows = [t.requires_grad_() for t in cp.shard(tensors, 2)]
-        own = gate.clone().requires_grad_()
-        out = run(*rows, own, planned)
+        spread = method == "cast"
+        own = (cp.shard(gate, 0) if spread else gate.clone()).requires_grad_()
+        out = run(*rows, own, planned, cp) if spread else run(*rows, own, planned)
         got = [out, *torch.autograd.grad(out.square().sum(), [*rows, own])]
-        torch.distributed.all_reduce(got[-1], group=group)
+        if not spread:
+            torch.distributed.all_reduce(got[-1], group=group)
         wide = [t.double().requires_grad_() for t in (*tensors, gate)]
         want = layer(*wide, mask)
         gold = [want, *torch.autograd.grad(want.square().sum(), wide)]
-        for ours, whole in zip(got, [*cp.shard(gold[:4], 2), gold[4]], strict=True):
+        wanted_gate = cp.shard(gold[4], 0) if spread else gold[4]
+        for ours, whole in zip(got, [*cp.shard(gold[:4], 2), wanted_gate], strict=True):
             error = (ours - whole).abs().max() / whole.abs().max()
             assert error <= 2e-6, error
     found = [decision for decision in decisions() if not decision.call.startswith("plan")]

@@ -1,0 +1,99 @@
+"""Queries that all ranks have, and keys of which each rank has some: partial results are merged by their logsumexp."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import check_options, check_tensors, mark_sizes, refused
+from ..errors import FlexError
+from ..op import Inputs, attention
+from ..options import call_options
+from . import errors
+from .exchange import waited
+
+
+def merge(out: Tensor, lse: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of all ranks, given that to each rank's own. The same bits on all of them."""
+    both = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(both.contiguous(), ranks, group)
+    gathered = waited(gathered, group).unflatten(0, (ranks, out.size(0)))
+    parts, of_parts = gathered[..., :-1], gathered[..., -1]
+    total = of_parts.logsumexp(0)
+    weights = (of_parts - torch.where(total == -math.inf, 0.0, total)).exp()
+    return (parts * weights.unsqueeze(-1)).sum(0).to(out.dtype), total
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    mask_mod: Any,
+    positions: Tensor,
+    at: Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    ranks: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """See ContextParallel.decode."""
+    try:
+        check_tensors(query, key, value, enable_gqa)
+        check_options(query, score_mod, scale, False, None, None)
+        _check(query, key, value, positions, at)
+    except FlexError as error:
+        refused(error)
+    mark_sizes(query, key, value)
+    # Dynamo does not trace into mod_ir, which has a function for it.
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if key.size(2):
+        out, lse, _ = attention(
+            query,
+            key,
+            value,
+            score_mod and _placed(score_mod, positions, at),
+            _filled(mask_mod, positions, at),
+            1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+            Inputs(partial=wide != query.dtype),
+            call_options(None, lse=True, max_scores=False),
+        )
+    else:
+        out = query.new_zeros((*query.shape[:3], value.size(3)), dtype=wide)
+        lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
+    out, lse = merge(out, lse, ranks, group)
+    return out.to(query.dtype), lse
+
+
+def _placed(score_mod: Any, positions: Tensor, at: Tensor) -> Any:
+    def placed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b, h, _position(at, b, q_idx), _position(positions, b, kv_idx))
+
+    return placed
+
+
+def _filled(mask_mod: Any, positions: Tensor, at: Tensor) -> Any:
+    def filled(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        position = _position(positions, b, kv_idx)
+        if mask_mod is None:
+            return position >= 0
+        return (position >= 0) & mask_mod(b, h, _position(at, b, q_idx), position)
+
+    return filled
+
+
+def _position(positions: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    return positions[index] if positions.dim() == 1 else positions[b, index]
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, positions: Any, at: Any) -> None:
+    batch = query.size(0)
+    for name, given, length in (("positions", positions, key.size(2)), ("at", at, query.size(2))):
+        is_index = isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64)
+        if not is_index or tuple(given.shape) not in ((length,), (batch, length)):
+            raise errors.bad_positions(name, given, batch, length)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        raise errors.decode_gradient()

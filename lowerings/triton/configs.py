@@ -165,7 +165,9 @@ def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
     loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # there with 64-bit addresses
     tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
-    return _backward_shared(config, shape, device, m, n), tiles + _operands(m + n, shape, device)
+    # Found by compiling: what lanes add to memory changes its layout on the way.
+    moved = 512 * config.warps if shape.tile_values else 0
+    return _backward_shared(config, shape, device, m, n) + moved, tiles + _operands(m + n, shape, device)
 
 
 def dkdv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:

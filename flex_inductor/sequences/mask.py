@@ -61,7 +61,7 @@ def sequence_mask(
     tile_map = TileMap(queries.lines(places[0], queries.of(shift)[0]), keys.lines(places[1], 0))
     both: Window | None = window
     if mask_mod is not None:
-        found, reads_heads = seen(mask_mod, sequences.cu_q)
+        found, reads_heads, _ = seen(mask_mod, sequences.cu_q)
         if not reads_heads:
             heads = None
         elif heads is None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..mod_ir.replay import Recording, is_alone, keep, replayed
 from .schedule import TENSORS, RunSchedule
-from .trace import INDEX_NAMES, MaskProgram, Ref, name_of, trace_mask
+from .trace import INDEX_NAMES, MaskProgram, Ref, Step, name_of, trace_mask
 
 BLOCK = 128
 _SEEN = "seen"  # what is kept of a trace
@@ -52,6 +52,11 @@ class Window(NamedTuple):
             return q_idx == q_idx if seen is None else seen
 
         return window
+
+    @property
+    def has_no_gaps(self) -> bool:
+        """Whether neighbours see ranges that touch, so that what a tile sees is one range too."""
+        return min(self.left, self.right) >= 0 if self.chunk else self.left + self.right >= 0
 
     def turned(self) -> Window:
         """What a key is seen by."""
@@ -102,19 +107,20 @@ class Side(NamedTuple):
 def visited(window: Window, side: Side) -> tuple[list[Tensor], list[Tensor]]:
     """Where runs of partial tiles begin and end, in turn, and runs of full ones. Some are empty.
 
-    A tile is full if its tokens all see all of the other's, and both have as many as a tile can.
+    A tile is full if its tokens all see all of the other's, and both have as many as a tile can. Of a window with gaps
+    there may be partial tiles of which nothing is seen.
     """
     block, least, tokens, others, last, origin, pieces = side
     whole = others * pieces
     most = least + tokens - 1
-    stop = (window.end(most, origin, last) + (others - 1)) // others
+    end = window.end(most, origin, last)
+    stop = torch.where(tokens > 0, (end + (others - 1)) // others, 0)
     full_stop = torch.where(tokens == block, window.end(least, origin, last) // whole * pieces, 0)
     begin = window.begin(least, origin)
     if begin is None:
-        stop = torch.where(tokens > 0, stop, 0)
         return [full_stop, stop], [torch.zeros_like(stop), full_stop]
     start = begin // others
-    stop = torch.where(tokens > 0, stop, 0).maximum(start)
+    stop = torch.where(begin < end, stop, 0).maximum(start)
     all_see = window.begin(most, origin)
     assert all_see is not None
     full_start = torch.minimum(((all_see + (whole - 1)) // whole * pieces).maximum(start), stop)
@@ -180,8 +186,14 @@ _COMPARED = {  # the sign by which left - right is at least 0, and what to take 
 }
 
 
-def seen(mask_mod: Callable, like: Tensor) -> tuple[Window | None, bool]:
-    """The window that a mask is, or None, and whether it reads h. `like` is on the indices' device.
+class Seen(NamedTuple):
+    window: Window | None  # that the mask is
+    reads_heads: bool
+    program: MaskProgram | None  # where the mask was traced
+
+
+def seen(mask_mod: Callable, like: Tensor) -> Seen:
+    """What is known of a mask without analysis. `like` is on the indices' device.
 
     The function runs each time; what it calls was traced in an earlier run (mod_ir/replay.py).
     """
@@ -200,11 +212,11 @@ def seen(mask_mod: Callable, like: Tensor) -> tuple[Window | None, bool]:
 
     recorded.__name__ = name_of(mask_mod)
     program = trace_mask(recorded, like.device)
-    found = window_of(program), "h" in program.reads
+    found = Seen(window_of(program), "h" in program.reads, None)
     traces = keep(runs[0], INDEX_NAMES, like) if len(runs) == 1 and is_alone(like) else None
     if traces is not None:
         traces.graphs[_SEEN] = found
-    return found
+    return found._replace(program=program)
 
 
 def window_of(program: MaskProgram) -> Window | None:
@@ -212,13 +224,30 @@ def window_of(program: MaskProgram) -> Window | None:
     return _window(program, Ref(program.output))
 
 
-def _window(program: MaskProgram, at: object) -> Window | None:
+def limits_of(lane: fx.Graph) -> Window:
+    """A window outside of which the mask of this lane graph lets nothing through."""
+    steps = [Step(name, (), {}, torch.int64, (), frozenset()) for name in INDEX_NAMES]
+    found: dict[fx.Node, Ref] = {node: Ref(i) for i, node in enumerate([*lane.nodes][: len(INDEX_NAMES)])}
+    for node in [*lane.nodes][len(INDEX_NAMES) : -1]:
+        found[node] = Ref(len(steps))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+        value = node.meta.get("val")
+        steps.append(Step(node.target, args, kwargs, getattr(value, "dtype", None), (), frozenset()))
+    (output,) = lane.output_node().args[0]
+    program = MaskProgram(steps, found[output].step, "", torch.device("cpu"))
+    return _window(program, Ref(program.output), at_most=True) or ALL
+
+
+def _window(program: MaskProgram, at: object, at_most: bool = False) -> Window | None:
+    """With `at_most`, of conditions joined by `and` those that are windows are enough."""
     if not isinstance(at, Ref):
         return Window() if at is True else None  # of `causal & True`
     step = program.steps[at.step]
     name = _name(step.target)
     if name in ("bitwise_and", "logical_and"):
-        left, right = (_window(program, argument) for argument in step.args)
+        left, right = (_window(program, argument, at_most) for argument in step.args)
+        if at_most and None in (left, right):
+            return left or right
         return None if left is None or right is None else left.within(right)
     if name == "eq":
         return _same_chunk(program, *step.args)

@@ -63,7 +63,7 @@ def sequence_mask(
     pieces = math.lcm(PIECE, keys.block) // keys.block if sequences.pages is not None else 1
     both: Window | None = window
     if mask_mod is not None:
-        found, reads_heads = seen(mask_mod, sequences.cu_q)
+        found, reads_heads, _ = seen(mask_mod, sequences.cu_q)
         if not reads_heads:
             heads = None
         elif heads is None:

@@ -10,18 +10,20 @@ import sympy
 import torch
 from torch._inductor import ir
 
+from flex_inductor.masks.window import ALL, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
 
 from ..buffers import layout_of, realized
 from ..choice import choose
-from ..lanes import mods
+from ..lanes import graph, mods
 from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
 from ..walks import Walk, walks
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
+MOST_LIMIT = 1 << 30
 AMX_KEYS = 32  # that a product of tiles takes: in smaller blocks some would belong to a neighbour
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
@@ -101,6 +103,7 @@ def rendered(
         scale=f"{float(call.scale)!r}f",
         schedule=problem.schedule,
         masked=call.mask_mod is not None,
+        limits=_limits(problem),
         blocks=problem.blocks,
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={body: lanes.loops(stores, kernel) for body, stores in bodies.items()},
@@ -110,6 +113,15 @@ def rendered(
         outputs={outputs[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()},
         **values,
     )
+
+
+def _limits(problem: AttentionProblem) -> dict[str, int | None]:
+    """How far before and behind itself a query may see; None for any distance."""
+    mask = problem.programs.mask
+    found = ALL if mask is None else limits_of(graph(mask.lane))
+    ends = {"left": found.left, "right": found.right}
+    # Of larger numbers, sums of indices may wrap around.
+    return {name: int(end) if abs(end) < MOST_LIMIT else None for name, end in ends.items()}
 
 
 def add_node(

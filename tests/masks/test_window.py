@@ -6,27 +6,72 @@ import math
 import pytest
 import torch
 
-from flex_inductor import create_block_mask
-from flex_inductor.masks.window import Window, schedule_of
+from flex_inductor import RunSchedule, create_block_mask
+from flex_inductor.masks.refine import tile_runs
+from flex_inductor.masks.tables import Extent
+from flex_inductor.masks.trace import trace_mask
+from flex_inductor.masks.window import Window, limits_of, schedule_of
+from flex_inductor.mod_ir.arguments import MASK_LANES
+from flex_inductor.mod_ir.split import split
+from flex_inductor.mod_ir.trace import trace_value
 
+GAPS = [Window(3, -5), Window(math.inf, -150, 200), Window(-3, math.inf, 7)]
 LENGTHS = ((1, 700), (300, 300), (513, 100), (128, 256), (5, 1))
 WINDOWS = [
     Window(left, right, chunk)
     for left, right, chunk in itertools.product((math.inf, 5, 200), (math.inf, 0, 150), (0, 7, 200))
 ]
+WINDOWS += [Window(-3, math.inf), Window(200, -5), Window(math.inf, -1), Window(-5, 130)]
 
 
 @pytest.mark.parametrize("queries, keys", LENGTHS)
 def test_visits_what_the_analysis_finds(queries, keys):
-    for window in WINDOWS:
-        closed = schedule_of(window, queries, keys, torch.device("cpu"))
-        mask_mod = window.mask_mod(keys - queries)
-        analysed = create_block_mask(mask_mod, None, None, queries, keys, "cpu", compact=True)
-        for side in ("kv", "full_kv", "q", "full_q"):
-            found, expected = (grid_of(schedule, side) for schedule in (closed, analysed))
-            wide = torch.zeros_like(found)
-            wide[: expected.size(0), : expected.size(1)] = expected
-            assert torch.equal(found, wide), (window, side)
+    extent, cpu = Extent(1, 1, (queries, keys), (128, 128)), torch.device("cpu")
+    for window in (*WINDOWS, *GAPS):
+        for shift in (keys - queries, 0):
+            mask_mod = window.mask_mod(shift)
+            runs = tile_runs(trace_mask(mask_mod, cpu), extent)
+            analysed = RunSchedule.from_runs(runs, (1, 1), extent, mask_mod)
+            made = create_block_mask(mask_mod, None, None, queries, keys, "cpu", compact=True)
+            for ours, theirs in zip(made.tensors, analysed.tensors, strict=True):
+                assert torch.equal(ours, theirs), (window, shift)
+            if shift or queries == keys:
+                closed = schedule_of(window, queries, keys, cpu)
+                _visit_the_same(closed, analysed, or_more=window in GAPS)
+
+
+def _visit_the_same(closed, analysed, or_more):
+    for side in ("kv", "full_kv", "q", "full_q"):
+        found, expected = (grid_of(schedule, side) for schedule in (closed, analysed))
+        wide = torch.zeros_like(found)
+        wide[: expected.size(0), : expected.size(1)] = expected
+        assert torch.equal(found, wide) or (or_more and (found >= wide).all()), (closed, side)
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_see(queries, keys):
+    mask = create_block_mask(Window(right=0).mask_mod(), None, None, queries, keys, "cpu", compact=True)
+    assert not any(getattr(mask, f"{side}_runs").numel() for side in ("kv", "full_kv", "q", "full_q"))
+
+
+LIMITS = {
+    "causal": (lambda b, h, q, kv: q >= kv, Window(right=0)),
+    "beside others": (
+        lambda b, h, q, kv: (q % 3 == 1) & (q - kv <= 9) & (q // 4 == kv // 4),
+        Window(9, chunk=4),
+    ),
+    "both ends": (lambda b, h, q, kv: ((q - kv).abs() < 5) & (kv < 3), Window(4, 4)),
+    "or": (lambda b, h, q, kv: (q >= kv) | (kv < 3), Window()),
+    "a captured number": (lambda b, h, q, kv: q + torch.ones(2, dtype=torch.int64)[b] >= kv, Window()),
+    "floats": (lambda b, h, q, kv: q * 1.0 >= kv, Window()),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits(case):
+    mask_mod, expected = LIMITS[case]
+    graph = trace_value(mask_mod, MASK_LANES, torch.zeros(()), ())
+    assert limits_of(split(graph, MASK_LANES).lane.graph) == expected
 
 
 def grid_of(schedule, side):

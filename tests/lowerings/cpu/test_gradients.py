@@ -72,6 +72,21 @@ def test_captured(name, masked):
     judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, mask)
 
 
+def test_windows():
+    """What lies beside a window is left out within blocks too, of either side."""
+
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx <= 37) & (kv_idx < q_idx + 22) & ((q_idx + kv_idx) % 3 != 1)
+
+    sizes = SIZES._replace(queries=200, keys=230)
+    mask = create_block_mask(window, None, None, 200, 230, device="cpu")
+    captures, build = MODS["prologue and epilogue"]
+    inputs = sizes.inputs(torch.float32)
+    judge(
+        fused(attention_of(build), dynamic=False), dense_of(build), inputs, (captures[0], normal(230)), mask
+    )
+
+
 def test_pointwise_neighbours():
     """Sums and products around two kernels, gradients that are added up among them, stay outside of both."""
 

@@ -69,8 +69,8 @@ auto tmp15 = -std::numeric_limits<float>::infinity();
 auto tmp16 = Vec(tmp15);
 auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, tmp6.template cast<float,1>());
 tmp17.store(scores + x1 + x0*TILE_LD);
-for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !dropped[n / PANEL];
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
+for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !dropped[n / PANEL];
 for (int64_t n = aligned; n < n0 + columns; n += PANEL)
 for (int64_t r = 0; r < count; r += BLOCK)
 dot_block(own.query.data + (r0 + r) * key_width, key_width, STEP, keys + n * key_width, PANEL * STEP,

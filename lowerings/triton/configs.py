@@ -166,7 +166,7 @@ def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # there with 64-bit addresses
     tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
     # Found by compiling: what lanes add to memory changes its layout on the way.
-    moved = 512 * config.warps if shape.tile_values else 0
+    moved = 512 * config.warps if shape.score_loads and shape.tile_values else 0
     return _backward_shared(config, shape, device, m, n) + moved, tiles + _operands(m + n, shape, device)
 
 

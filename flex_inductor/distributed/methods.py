@@ -16,6 +16,7 @@ from .exchange import Traffic
 from .layout import Layout
 from .masks import Around, CastMask, HeadsMask, Place, RingHeadsMask, RingMask
 from .plan import LEAST, Part, Side, Sides, cast, part, reads, stacked
+from .portable import digest
 
 
 class Groups(NamedTuple):
@@ -30,6 +31,7 @@ def _common(mask: RunSchedule, layout: Layout, rank: int, group: str) -> dict[st
     text = hashlib.sha256(layout.digest().encode())
     for table in mask.tensors:
         text.update(table.cpu().numpy().tobytes())
+    text.update(digest(mask.mask_mod, mask.tensors[0]))
     return {
         "plan": torch.tensor([int.from_bytes(text.digest()[:7], "big"), secrets.randbits(56)]),
         "positions": layout.positions(rank),

@@ -1,7 +1,8 @@
-"""mask_mods that another process can read: those that pickle cannot name, as graphs."""
+"""mask_mods that another process can read, as graphs where pickle cannot name them, and what tells them apart."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,22 @@ def portable(mask_mod: Callable | None, like: Tensor) -> Callable | None:
         return mask_mod
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
+    return PortableMask(*_read(mask_mod, like))
+
+
+def digest(mask_mod: Callable, like: Tensor) -> bytes:
+    """The same for masks that compute the same of the same values, in any process."""
+    text, captures = _read(mask_mod, like)
+    found = hashlib.sha256(text.encode())
+    for capture in captures:
+        found.update(f"{capture.dtype} {[*capture.shape]}".encode())
+        found.update(capture.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.digest()
+
+
+def _read(mask_mod: Callable, like: Tensor) -> tuple[str, tuple[Tensor, ...]]:
+    """The graph as text, and what it captures."""
     query = torch.empty(0, device=like.device)
     lifted, captures = lift(mask_mod, MASK_LANES, query)
     graph = lane_graph(lifted, "mask_mod", query, captures)
-    return PortableMask(serialise.dump({"graph": serialise.graph_data(graph)}), tuple(captures))
+    return serialise.dump({"graph": serialise.graph_data(graph)}), tuple(captures)

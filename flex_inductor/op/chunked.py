@@ -105,7 +105,7 @@ def backward(
     factors = (query, key) if grad_out is None else (query, key, grad_out)
     run = _run(query, key, value, inputs, mods, scale, factors)
     d_query, d_key, d_value = (
-        torch.zeros(t.shape, dtype=run.dtype, device=t.device) if name in wants else None
+        empty_like_layout(t, t.shape, run.dtype).zero_() if name in wants else None
         for name, t in zip(QKV, (query, key, value), strict=True)
     )
     captures = inputs.score_captures
@@ -135,7 +135,7 @@ def backward(
             if d_key is not None:
                 run.add_per_kv_head(d_key, tile, d_score, scaled_query, live)
     grads = [
-        None if grad is None else empty_gradient(like, inputs.partial).copy_(grad)
+        None if grad is None else grad.to(score_dtype(like.dtype) if inputs.partial else like.dtype)
         for grad, like in zip((d_query, d_key, d_value), (query, key, value), strict=True)
     ]
     captured = leaves.gradients() if leaves is not None else (None,) * len(captures)

@@ -139,6 +139,10 @@ def refused(group, what):
         elif what == "other plans":
             mask = cp.plan(sliding_window(7 if cp.rank else 150), LENGTH, block=32)
             flex_attention(query, key, value, block_mask=mask, **more)
+        elif what == "other values":  # in the same tiles
+            ids = torch.arange(LENGTH) // (10 + cp.rank)
+            mask = cp.plan(lambda b, h, q, kv: (q >= kv) & (ids[q] != ids[kv] - 1000), LENGTH, block=32)
+            flex_attention(query, key, value, block_mask=mask, **more)
         elif what == "attn_mask":
             with cp:
                 torch.nn.functional.scaled_dot_product_attention(query, key, value, torch.ones(1))
@@ -193,6 +197,7 @@ def refused(group, what):
         ("other group", "planned for the process group 'none such', which this process does not have"),
         ("other shapes", r"ranks call with different shapes: rank 0 \[1, 2, 22\], rank 1 \[1, 2, 24\]"),
         ("other plans", "ranks call with different plans: rank 0 "),
+        ("other values", "ranks call with different plans: rank 0 "),
         ("attn_mask", "attn_mask: got a tensor inside of"),
         ("dropout", "dropout_p: got 0.1 inside of"),
         ("local capture", "^$"),

@@ -109,7 +109,7 @@ def prepare(namespace: dict[str, Any]) -> None:
     _keep_conditions()
     _patch_the_language_once()
     namespace["libdevice"] = _Libdevice()
-    for name, same in (("each_alone", _itself), ("reciprocal", _reciprocal)):  # in place of assembly
+    for name, same in _PLAIN.items():
         namespace[name] = triton.jit(types.FunctionType(same.__code__, namespace))
 
 
@@ -119,6 +119,14 @@ def _itself(x: Any) -> Any:
 
 def _reciprocal(x: Any) -> Any:
     return 1.0 / x
+
+
+def _in_place(pointers: Any, in_range: Any) -> Any:
+    return tl.load(pointers, mask=in_range != 0, other=float("nan")).to(tl.float32)  # type: ignore[name-defined]  # noqa: F821
+
+
+# In place of assembly.
+_PLAIN = {"each_alone": _itself, "reciprocal": _reciprocal, "_in_place": _in_place}
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 import json
 from argparse import Namespace
 
-from flex_inductor.tools import bench_distributed, cli
-from flex_inductor.tools.bench_distributed import CASES, METHODS, TORCH, Result
+from flex_inductor.tools import cli, distributed_methods
+from flex_inductor.tools.distributed_methods import CASES, METHODS, TORCH, Result
 from flex_inductor.tools.rounds import Spread
 
 LENGTH = 512
@@ -12,8 +12,8 @@ LENGTH = 512
 
 
 def measured(group, gold):
-    bench_distributed._torchs = unable  # it compiles for half a minute
-    return bench_distributed._measured(BIASED, gold, Namespace(length=LENGTH, rounds=2, eager=True))
+    distributed_methods._torchs = unable  # it compiles for half a minute
+    return distributed_methods._measured(BIASED, gold, Namespace(length=LENGTH, rounds=2, eager=True))
 
 
 def unable(*_):
@@ -21,7 +21,7 @@ def unable(*_):
 
 
 def test_the_sides(group):
-    for found in group.run(measured, bench_distributed._gold(BIASED, LENGTH), ranks=2):
+    for found in group.run(measured, distributed_methods._gold(BIASED, LENGTH), ranks=2):
         assert found.pop(TORCH) == "does not run: not today"
         assert tuple(found) == METHODS
         for forward, both, sent, error in found.values():
@@ -30,7 +30,7 @@ def test_the_sides(group):
 
 
 def test_a_wrong_side_has_its_error(group):
-    gold = [tensor * 1.5 for tensor in bench_distributed._gold(BIASED, LENGTH)]
+    gold = [tensor * 1.5 for tensor in distributed_methods._gold(BIASED, LENGTH)]
     for found in group.run(measured, gold, ranks=2):
         assert all(abs(found[method][3] - 1 / 3) < 1e-4 for method in METHODS)
 
@@ -44,7 +44,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
             Result(BIASED.name, TORCH, note="does not run: not today"),
         ]
 
-    monkeypatch.setattr(bench_distributed, "measure", measure)
+    monkeypatch.setattr(distributed_methods, "measure", measure)
     file = tmp_path / "found.json"
     assert cli.main(["bench", "distributed", "--only", "bias", "--json", str(file)]) == 0
     first, second = json.loads(file.read_text())["results"]

@@ -253,7 +253,7 @@ MASK_RESULTS = {
     "shape \\[\\] and dtype torch.int32. Compare": lambda b, h, q_idx, kv_idx: q_idx - kv_idx,
     "shape \\[2\\] and dtype torch.bool": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx).expand(2),
     "a bool": lambda b, h, q_idx, kv_idx: True,
-    "a NoneType": lambda b, h, q_idx, kv_idx: None,
+    "None": lambda b, h, q_idx, kv_idx: None,
 }
 SCORE_RESULTS = {
     "shape \\[\\] and dtype torch.int32": lambda score, b, h, q_idx, kv_idx: q_idx,
@@ -261,7 +261,7 @@ SCORE_RESULTS = {
     "shape \\[2\\]": lambda score, b, h, q_idx, kv_idx: score.expand(2),
     "a float": lambda score, b, h, q_idx, kv_idx: 1.0,
     "a tuple": lambda score, b, h, q_idx, kv_idx: (score, score),
-    "a NoneType": lambda score, b, h, q_idx, kv_idx: None,
+    "None": lambda score, b, h, q_idx, kv_idx: None,
 }
 
 

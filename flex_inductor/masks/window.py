@@ -156,7 +156,7 @@ def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -
 
 def _side(length: int, others: int, shift: int, origin: int, device: torch.device) -> Side:
     """There are two tiles at least: what has one of something, torch compiles by itself."""
-    at = torch.arange(torch.sym_max(-(-length // BLOCK), 2), device=device) * BLOCK
+    at = torch.arange(max(-(-length // BLOCK), 2), device=device) * BLOCK
     tokens = _from_zero(length - at).clamp(max=BLOCK)
     return Side(BLOCK, at + shift, tokens, BLOCK, torch.full_like(at, others), origin)
 
@@ -176,7 +176,7 @@ class _Sum(NamedTuple):
 
 
 _OPERANDS = {"add": 2, "sub": 2, "neg": 1}
-_MOST = 1 << 30  # sums beyond it may wrap around, as indices are int32
+MOST = 1 << 30  # sums beyond it may wrap around, as indices are int32
 
 _COMPARED = {  # the sign by which left - right is at least 0, and what to take away where they must differ
     "ge": (1, 0),
@@ -313,7 +313,7 @@ def _sum(program: MaskProgram, value: object) -> _Sum | None:
     if None in sums:
         return None
     total = sums[0].times(-1) if name == "neg" else sums[0].plus(sums[1], 1 if name == "add" else -1)
-    return total if abs(total.q) <= 1 and abs(total.kv) <= 1 and abs(total.number) <= _MOST else None
+    return total if abs(total.q) <= 1 and abs(total.kv) <= 1 and abs(total.number) <= MOST else None
 
 
 def _name(target: object) -> str:

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch._inductor import ir
 
-from flex_inductor.masks.window import ALL, limits_of
+from flex_inductor.masks.window import ALL, MOST, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
 
@@ -23,7 +23,6 @@ from ..walks import Walk, walks
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
-MOST_LIMIT = 1 << 30
 AMX_KEYS = 32  # that a product of tiles takes: in smaller blocks some would belong to a neighbour
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
@@ -121,7 +120,7 @@ def _limits(problem: AttentionProblem) -> dict[str, int | None]:
     found = ALL if mask is None else limits_of(graph(mask.lane))
     ends = {"left": found.left, "right": found.right}
     # Of larger numbers, sums of indices may wrap around.
-    return {name: int(end) if abs(end) < MOST_LIMIT else None for name, end in ends.items()}
+    return {name: int(end) if abs(end) < MOST else None for name, end in ends.items()}
 
 
 def add_node(

@@ -51,7 +51,7 @@ from .tables import TABLES
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-HOLD_QUERIES = ("forward", "decode", "backward_dq", "backward_magnitudes")
+HOLD_QUERIES = ("forward", "decode", "backward_dq", "backward_magnitudes")  # and walk keys
 FAR = 1 << 30  # no position in a sequence lies further
 
 

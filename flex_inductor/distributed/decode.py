@@ -55,7 +55,7 @@ def decode(
             query,
             key,
             value,
-            score_mod and _placed(score_mod, positions, at),
+            None if score_mod is None else _placed(score_mod, positions, at),
             _filled(mask_mod, positions, at),
             1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
             Inputs(partial=wide != query.dtype),

@@ -64,25 +64,27 @@ _kernels = _Classes()
 clear_on_fresh_cache(_kernels)
 
 
-def compiled(call: Call) -> Callable[[Sequence[Tensor]], Any]:
-    """A function of the call's tensors (`tensors_of`) that gives what the op gives."""
-    key, tensors = (class_of(call), _settings()), tensors_of(call)
-    kernel = _find(key, tensors)
-    if kernel is None:
-        with compile_lock:
-            kernel = _find(key, tensors)
-            if kernel is None:
-                if len(_kernels.get(key, ())) >= MOST_LAYOUTS:
-                    raise errors.too_many_layouts(MOST_LAYOUTS)
-                kernel = _compile(call)
-                _kernels.setdefault(key, []).append(kernel)
-    found = kernel
+def compiled(call: Call, known: Any = None) -> Callable[[Sequence[Tensor]], Any]:
+    """A function of the call's tensors (`tensors_of`) that gives what the op gives. `known` is the call's class."""
+    key = class_of(call) if known is None else known, _settings()
 
     def run(tensors: Sequence[Tensor]) -> Any:
-        results = found.run([*found.sizes(tensors), *tensors])
-        return _as_outputs(call, results)
+        kernel, sizes = _find(key, tensors) or _made(key, call, tensors)
+        return _as_outputs(call, kernel.run([*sizes, *tensors]))
 
     return run
+
+
+def _made(key: Any, call: Call, tensors: Sequence[Tensor]) -> tuple[Kernel, list[int]]:
+    with compile_lock:
+        found = _find(key, tensors)  # another thread may have made it
+        if found is None:
+            if len(_kernels.get(key, ())) >= MOST_LAYOUTS:
+                raise errors.too_many_layouts(MOST_LAYOUTS)
+            kernel = _compile(call)
+            _kernels.setdefault(key, []).append(kernel)
+            found = kernel, kernel.sizes(tensors)
+    return found
 
 
 def _settings() -> tuple[Any, ...]:
@@ -95,10 +97,12 @@ def _settings() -> tuple[Any, ...]:
     )
 
 
-def _find(key: Any, tensors: Sequence[Tensor]) -> Kernel | None:
+def _find(key: Any, tensors: Sequence[Tensor]) -> tuple[Kernel, list[int]] | None:
+    """A kernel for such tensors, and its symbols' values."""
     for kernel in _kernels.get(key, ()):
-        if kernel.fits(tensors, kernel.sizes(tensors)):
-            return kernel
+        sizes = kernel.sizes(tensors)
+        if kernel.fits(tensors, sizes):
+            return kernel, sizes
     return None
 
 

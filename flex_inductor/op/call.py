@@ -109,9 +109,13 @@ def _is_absent(value: Any) -> bool:
 
 def _tensors(value: Any) -> list[Any]:
     """In the order of tree_flatten, which takes ten times as long: eager calls ask several times."""
-    if isinstance(value, tuple):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []
+    found: list[Any] = []
+    for part in value if isinstance(value, tuple) else (value,):
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, tuple):
+            found += _tensors(part)
+    return found
 
 
 class AttentionCall(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._higher_order_ops.utils import redirect_to_mode, reenter_make_fx, register_fake
 from torch._ops import HigherOrderOperator
@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import (
     set_original_aten_op,
     track_tensor_tree,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .. import errors, upward
@@ -131,7 +131,13 @@ def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *
     return track_tensor_tree(example, proxy, constant=None, tracer=mode.tracer)
 
 
+def _negated(op: HigherOrderOperator, *args):
+    """Of views whose values are to be negated when they are read."""
+    return op(*tree_map_only(Tensor, Tensor.resolve_neg, args))
+
+
 for _op, _layout in zip((attention, attention_backward), (AttentionCall, BackwardCall), strict=True):
+    _op.py_impl(DispatchKey.Negative)(functools.partial(_negated, _op))
     _op.py_functionalize_impl(functools.partial(_functionalize, _op))
     _op.py_impl(ProxyTorchDispatchMode)(functools.partial(_proxy, _op, _layout))
 

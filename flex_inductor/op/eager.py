@@ -46,9 +46,11 @@ def set_eager_kernels(mode: str) -> str:
 
 def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
     """What the call gives."""
-    if not _may_compile(call):
+    tensors = tensors_of(call)
+    if not _may_compile(call, tensors):
         return chunked()
-    key = class_of(call)
+    own = call._replace(options=call.options._replace(eager=True))
+    key = class_of(own)
     with _lock:
         before = _scores.pop(key, 0)
         computed = _scores[key] = before + _scores_of(call)
@@ -59,9 +61,8 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
             why = f"an eager call; its class gets a kernel after {ENOUGH:,} scores"
             upward.record_eager(call, why)
         return chunked()
-    options = call.options._replace(eager=True)
     try:
-        return upward.compiled(call._replace(options=options))(tensors_of(call))
+        return upward.compiled(own, key)(tensors)
     except Exception as error:
         if _mode == "always":
             raise
@@ -70,13 +71,13 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
         return chunked()
 
 
-def _may_compile(call: AttentionCall | BackwardCall) -> bool:
+def _may_compile(call: AttentionCall | BackwardCall, tensors: list[Tensor]) -> bool:
     if _mode == "never":
         return False
     scores = _scores_of(call)
     if scores == 0 or (_mode == "auto" and scores < LEAST):
         return False
-    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors_of(call))
+    return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def _scores_of(call: AttentionCall | BackwardCall) -> int:

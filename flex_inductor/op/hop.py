@@ -7,20 +7,57 @@ What torch's dispatcher, tracers and transforms do with the ops is in `autograd`
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors
-from .call import AttentionCall, BackwardCall
+from .call import AttentionCall, BackwardCall, tensors_of
 from .prepare import lift_captures
 from .saved import save
 
 
-class Attention(HigherOrderOperator):
+class _Op(HigherOrderOperator):
+    def given(self, call: AttentionCall | BackwardCall) -> Any:
+        """What the op gives. torch's dispatcher takes longer than a small kernel: it is asked where it has a choice."""
+        if not _only_autograd_sees(tensors_of(call)):
+            return super().__call__(*call.wire())
+        below = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
+        key = DispatchKey.CompositeExplicitAutograd if below else DispatchKey.Autograd
+        return self.py_kernels[key](*call)
+
+
+def _only_autograd_sees(tensors: list[Tensor]) -> bool:
+    """Whether tensors are plain ones, under no mode and no transform."""
+    return not (
+        torch._C._len_torch_function_stack()
+        or _len_torch_dispatch_stack()
+        or _len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._functorch.peek_interpreter_stack()
+        or torch._C._is_any_autocast_enabled()
+    ) and all(
+        type(tensor) in _PLAIN and not torch._C._dispatch_keys(tensor).raw_repr() & ~_keys(tensor.device)
+        for tensor in tensors
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def _keys(device: torch.device) -> int:
+    """Of a plain tensor, for the dispatcher."""
+    with torch.inference_mode(False):
+        return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()
+
+
+class Attention(_Op):
     """(out, logsumexp, max_scores), the last two per row and in natural logarithm."""
 
     def __init__(self) -> None:
@@ -30,10 +67,10 @@ class Attention(HigherOrderOperator):
         call = lift_captures(AttentionCall.read(*args))
         if compat.is_exporting():
             return save(call)
-        return super().__call__(*call.wire())
+        return self.given(call)
 
 
-class AttentionBackward(HigherOrderOperator):
+class AttentionBackward(_Op):
     """(d query, d key, d value, (d capture, ...)), None for what needs none."""
 
     def __init__(self) -> None:
@@ -41,9 +78,8 @@ class AttentionBackward(HigherOrderOperator):
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
         # The pullback of torch.func.vjp may be called once the transform has ended.
-        return super().__call__(
-            *tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall.read(*args).wire())
-        )
+        call = tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall.read(*args))
+        return self.given(call)
 
 
 class Refusal(HigherOrderOperator):

@@ -117,7 +117,7 @@ def test_calls_that_stay_in_chunks(why, monkeypatch):
 
 
 def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplog):
-    def fail(call):
+    def fail(call, known):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(upward, "compiled", fail)

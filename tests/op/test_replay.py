@@ -29,6 +29,8 @@ def traced(monkeypatch):
     """The graphs that have been traced, by what they are of."""
     seen = []
     monkeypatch.setattr(replay, "_roots", {})
+    monkeypatch.setattr(replay, "_traces", 0)  # all are dropped once there are too many
+    monkeypatch.setattr(replay, "_steps", 0)
 
     def counting(name):
         trace = getattr(checks, name)

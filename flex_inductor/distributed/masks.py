@@ -259,7 +259,7 @@ class Around(NamedTuple):
         passed = ended = 0
         for step in range(place.ranks):
             owner = (place.rank - step) % place.ranks
-            far, rows = int(self.far[owner]), int(self.lengths[owner])
+            far, rows = int(self.far[owner]), int(self.lengths[owner].sum())
             passed += rows * (far > step)
             ended += rows * (far == step > 0)  # its gradient goes home
         return Sent(row * passed, (row + gradient) * passed + gradient * ended)

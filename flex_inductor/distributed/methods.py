@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..masks.schedule import RunSchedule
+from ..op.ring import HALVES
 from . import errors
 from .exchange import Traffic
 from .layout import Layout
@@ -128,14 +129,31 @@ def _around(
     far = torch.zeros(ranks, dtype=torch.int64)
     far.scatter_reduce_(0, owner[column], (reader - owner[column]) % ranks, "amax")
     rows = (sides.queries.owner() == rank).nonzero().squeeze(1)
-    read = [(needs[rank] & (owner == (rank - step) % ranks)).nonzero().squeeze(1) for step in range(ranks)]
+    lengths = _halves(sides.keys, places[1])
+    middle = lengths[owner, 0]
+    second = places[1] >= middle
+    read = [
+        (needs[rank] & (owner == (rank - hops) % ranks) & (second == half)).nonzero().squeeze(1)
+        for hops in range(ranks)
+        for half in range(HALVES)
+    ]
     most = max(LEAST, *(columns.numel() for columns in read))
+    begins = places[1] - middle * second
     parts = [
-        part(heads or mask, sides, rows, places[0][rows], columns, places[1][columns], most)
-        for columns in read
+        part(heads or mask, sides, rows, places[0][rows], columns, begins[columns], most) for columns in read
     ]
     visits = torch.tensor([columns.numel() for columns in read]).clamp(max=1)
-    return stacked(parts), Around(torch.tensor(sides.keys.layout.lengths), far, visits)
+    return stacked(parts), Around(lengths, far, visits)
+
+
+def _halves(side: Side, places: Tensor) -> Tensor:
+    """[ranks, HALVES]: how many rows each half of a rank's blocks has; of an odd number the first half has one more."""
+    owner, found = side.owner(), []
+    for rank, length in enumerate(side.layout.lengths):
+        begins = [*places[owner == rank].sort().values.tolist(), length]
+        middle = begins[len(begins) // 2]
+        found.append([middle, length - middle])
+    return torch.tensor(found)
 
 
 def ring_heads_mask(mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> RingHeadsMask:

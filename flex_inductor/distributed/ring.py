@@ -1,15 +1,18 @@
-"""Ring attention: blocks of keys and values go from rank to rank, while each attends to the one that it has.
+"""Ring attention: keys and values go from rank to rank, while each attends to those that it has.
 
-A block travels only as far as some rank reads it, and the next one travels during the computation. Partial results are
-in fp32. In the backward the gradient of a block travels with it, and from the last rank back to its own.
+The keys of a rank travel as two blocks, its halves, only as far as some rank reads them, and further blocks travel
+during the computation. Partial results are in fp32. In the backward the gradient of a block travels behind it, and from
+the last rank back to its own: that of one half is on its way while that of the other is computed, so that no more is
+held than one block of each kind.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from ..mod_ir.trace import trace_value
 from ..op import AttentionCall, BackwardCall, attention, attention_backward, call_text, chunked
 from ..op.call import QKV, tensors_of, wanted_gradients
 from ..op.layout import empty_like_layout
-from ..op.ring import Ring
+from ..op.ring import HALVES, Ring
 from ..op.schedule import BlockRuns
 from ..op.tile_map import TileMap
 from ..options import loaded_options, saved_options
@@ -32,6 +35,7 @@ from .masks import inputs
 from .plan import Part
 
 Outputs = tuple[Tensor, Tensor, Tensor]
+Block: TypeAlias = list[Tensor]  # keys and values, or their gradients
 
 
 class _Way:
@@ -39,32 +43,44 @@ class _Way:
 
     def __init__(self, ring: Ring, key: Tensor, value: Tensor):
         # Nothing here holds a block: they take all the memory.
-        self.batch, self.heads, self.width = *key.shape[:2], key.size(-1) + value.size(-1)
+        self.batch, self.heads, self.widths = *key.shape[:2], (key.size(-1), value.size(-1))
         self.device = key.device
         self.name, self.group = ring.group, process_group(ring.group)
-        self.rank, self.ranks = ring.rank, ring.lengths.numel()
+        self.rank, self.ranks = ring.rank, ring.far.numel()
         self.lengths, self.far, self.visits = ring.lengths.tolist(), ring.far.tolist(), ring.visits.tolist()
 
+    def hops(self, step: int) -> int:
+        """From the rank whose block is here at this step."""
+        return step // HALVES
+
     def owner(self, step: int) -> int:
-        return (self.rank - step) % self.ranks
+        return (self.rank - self.hops(step)) % self.ranks
 
     def goes_on(self, step: int) -> bool:
         """Whether the block that is here at this step is sent to the next rank."""
-        return self.far[self.owner(step)] > step
+        return self.far[self.owner(step)] > self.hops(step)
 
     def is_here(self, step: int) -> bool:
-        return self.far[self.owner(step)] >= step
+        return step < len(self.visits) and self.far[self.owner(step)] >= self.hops(step)
 
-    def send(self, tensor: Tensor, to: int) -> dist.P2POp:
-        return dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to % self.ranks)
+    def send(self, block: Block, to: int) -> list[dist.P2POp]:
+        return self._messages(dist.isend, block, to)
 
-    def receive(self, tensor: Tensor, sender: int) -> dist.P2POp:
-        return dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=sender % self.ranks)
+    def receive(self, block: Block, sender: int) -> list[dist.P2POp]:
+        return self._messages(dist.irecv, block, sender)
 
-    def block(self, step: int, dtype: torch.dtype) -> Tensor:
+    def _messages(self, what: Any, block: Block, other: int) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(what, part, group=self.group, group_peer=other % self.ranks)
+            for part in block
+            if part.numel()
+        ]
+
+    def block(self, step: int, dtype: torch.dtype) -> Block:
         """Unfilled, for the block that is here at this step."""
-        shape = (self.batch, self.heads, self.lengths[self.owner(step)], self.width)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        rows = self.lengths[self.owner(step)][step % HALVES]
+        shape = (self.batch, self.heads, rows)
+        return [torch.empty((*shape, width), dtype=dtype, device=self.device) for width in self.widths]
 
     def begin(self, messages: list[dist.P2POp]) -> list[Any]:
         with named(self.name):
@@ -74,28 +90,33 @@ class _Way:
         with named(self.name):
             for work in works:
                 work.wait()
+        works.clear()  # they hold what was sent
 
-    def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """What is here at each step; the next one comes meanwhile."""
-        held: Tensor | None = torch.cat([key, value], -1)
-        for step in range(self.ranks):
-            messages, coming = [], None
-            if held is not None and self.goes_on(step):
-                messages.append(self.send(held, self.rank + 1))
-            if step + 1 < self.ranks and self.is_here(step + 1):
-                coming = self.block(step + 1, key.dtype)
-                messages.append(self.receive(coming, self.rank - 1))
+    def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Block | None]]:
+        """What is here at each step; what is here HALVES steps later comes meanwhile."""
+        halves = (tensor.split(self.lengths[self.rank], 2) for tensor in (key, value))
+        here: deque[Any] = deque(zip(*halves, strict=True))
+        for step in range(len(self.visits)):
+            held, coming = here.popleft(), None
+            messages = []
+            if held is not None:
+                held = [part.contiguous() for part in held]
+                if self.goes_on(step):
+                    messages += self.send(held, self.rank + 1)
+            if self.is_here(step + HALVES):
+                coming = self.block(step + HALVES, key.dtype)
+                messages += self.receive(coming, self.rank - 1)
+            here.append(coming)
             works = self.begin(messages)
             yield step, held
             self.end(works)
-            held = coming
 
 
-def _step(call: Any, block: Tensor, step: int) -> Any:
+def _step(call: Any, block: Block, step: int) -> Any:
     """The call on the keys and values that are here at this step."""
     schedule: BlockRuns = call.inputs.schedule
-    ranks, tables = call.inputs.ring.lengths.numel(), schedule[2:]
-    grids = schedule.kv_offsets.size(0) // ranks
+    steps, tables = call.inputs.ring.visits.numel(), schedule[2:]
+    grids = schedule.kv_offsets.size(0) // steps
     columns = schedule.q_offsets.size(-1) - 1
     at = [table[step * grids : (step + 1) * grids] if table.dim() == 3 else table for table in tables]
     lines = call.inputs.tile_map
@@ -103,15 +124,27 @@ def _step(call: Any, block: Tensor, step: int) -> Any:
         BlockRuns(*schedule[:2], *at),
         TileMap(lines.queries, lines.keys[step * columns : (step + 1) * columns]),
     )
-    width = block.size(-1) - call.value.size(-1)
     here = inputs(part, call.query.size(0))
     partial = call.query.dtype != score_dtype(call.query.dtype)
     kept = call.inputs._replace(schedule=here.schedule, tile_map=here.tile_map, ring=None, partial=partial)
-    return call._replace(key=block[..., :width], value=block[..., width:], inputs=kept)
+    return call._replace(key=block[0], value=block[1], inputs=kept)
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return None if one is None else one + other
+
+
+def _total(total: Block | None, grads: Any, block: Block, dtype: torch.dtype) -> Block:
+    """The gradients of a block, added to what other ranks have of them."""
+    if total is None:
+        return [
+            torch.zeros_like(part, dtype=dtype) if grad is None else grad.contiguous()
+            for part, grad in zip(block, grads, strict=True)
+        ]
+    for at, grad in zip(total, grads, strict=True):
+        if grad is not None:
+            at += grad
+    return total
 
 
 def forward(call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | None = None) -> Outputs:
@@ -125,15 +158,14 @@ def forward(call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | No
     out = call.query.new_zeros((*rows, call.value.size(-1)), dtype=dtype)
     lse, peak = (call.query.new_full(rows, -math.inf, dtype=dtype) for _ in range(2))
     for step, block in way.blocks(call.key, call.value):
-        if block is None or not way.visits[step]:
-            block = None  # before the next one comes, as below
-            continue
-        part, part_lse, part_peak = attend(_step(call, block, step))
-        new_lse = torch.logaddexp(lse, part_lse)
-        base = torch.where(new_lse == -math.inf, 0.0, new_lse)
-        out.mul_((lse - base).exp_().unsqueeze(-1)).add_(part * (part_lse - base).exp_().unsqueeze(-1))
-        lse, peak = new_lse, torch.maximum(peak, part_peak)
-        block = part = None
+        if way.visits[step]:
+            part, part_lse, part_peak = attend(_step(call, block, step))
+            new_lse = torch.logaddexp(lse, part_lse)
+            base = torch.where(new_lse == -math.inf, 0.0, new_lse)
+            weight, part_weight = ((old - base).exp_().unsqueeze(-1) for old in (lse, part_lse))
+            out.mul_(weight).addcmul_(part, part_weight)
+            lse, peak = new_lse, torch.maximum(peak, part_peak)
+        block = part = None  # before further ones come
     return empty_like_layout(call.query, out.shape).copy_(out), lse, peak
 
 
@@ -144,46 +176,44 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
     d_query = torch.zeros_like(call.query, dtype=dtype)
     d_captures: list[Tensor | None] | None = None
     works: list[Any] = []
-    summed: Tensor | None = None  # the gradient of the block that comes next, from the ranks before this one
+    # The gradients of the blocks of this step and the next, from the ranks before this one; those of this rank's own.
+    coming: deque[Block | None] = deque([None] * HALVES)
+    home: list[Block] = []
     for step, block in way.blocks(call.key, call.value):
-        grads: Any = None
-        if block is not None and way.visits[step]:
-            grads = attend(_step(call, block, step))
+        grads: Any = attend(_step(call, block, step)) if way.visits[step] else None
         way.end(works)
-        total = torch.zeros_like(block, dtype=dtype) if summed is None and block is not None else summed
+        messages: list[dist.P2POp] = []
+        total, arriving = coming.popleft(), None
+        if block is not None:
+            total = _total(total, grads[1:3] if grads else (None, None), block, dtype)
         if grads is not None:
-            d_query_part, d_key, d_value, captured = grads
+            d_query_part, _, _, captured = grads
             if d_query_part is not None:
                 d_query += d_query_part
-            width = block.size(-1) - call.value.size(-1)
-            for grad, at in ((d_key, total[..., :width]), (d_value, total[..., width:])):
-                if grad is not None:
-                    at += grad
             d_captures = [*captured] if d_captures is None else [*map(_added, d_captures, captured)]
-            grads = grad = d_query_part = d_key = d_value = None
-        block = None
-        messages, summed = [], None
+        block = grads = d_query_part = None  # before further ones come
         if total is not None and way.goes_on(step):
-            messages.append(way.send(total, way.rank + 1))
-        elif total is not None and step:
-            messages.append(way.send(total, way.owner(step)))
+            messages += way.send(total, way.rank + 1)
+        elif total is not None and way.hops(step):
+            messages += way.send(total, way.owner(step))
         elif total is not None:
-            home = total
-        if step + 1 < way.ranks and way.is_here(step + 1):
-            summed = way.block(step + 1, dtype)
-            messages.append(way.receive(summed, way.rank - 1))
-        if step and step == way.far[way.rank]:
-            home = way.block(0, dtype)
-            messages.append(way.receive(home, way.rank + step))
+            home.append(total)
+        if way.is_here(step + HALVES):
+            arriving = way.block(step + HALVES, dtype)
+            messages += way.receive(arriving, way.rank - 1)
+        coming.append(arriving)
+        if 0 < way.hops(step) == way.far[way.rank]:
+            home.append(way.block(step % HALVES, dtype))
+            messages += way.receive(home[-1], way.rank + way.hops(step))
         works = way.begin(messages)
     way.end(works)
-    d_key, d_value = home.split([call.key.size(-1), call.value.size(-1)], -1)
+    d_keys, d_values = zip(*home, strict=True)
     found = [
-        empty_like_layout(like, like.shape).copy_(grad) if name in call.wants else None
-        for name, like, grad in (
-            ("query", call.query, d_query),
-            ("key", call.key, d_key),
-            ("value", call.value, d_value),
+        _joined(like, parts) if name in call.wants else None
+        for name, like, parts in (
+            ("query", call.query, (d_query,)),
+            ("key", call.key, d_keys),
+            ("value", call.value, d_values),
         )
     ]
     if d_captures is None:  # no query here visits any key
@@ -193,6 +223,14 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
             for capture, want in zip(call.inputs.score_captures, wanted, strict=True)
         ]
     return found[0], found[1], found[2], tuple(d_captures)
+
+
+def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """One after the other, in the dtype and layout of `like`."""
+    whole = empty_like_layout(like, like.shape)
+    for at, part in zip(whole.split([part.size(2) for part in parts], 2), parts, strict=True):
+        at.copy_(part)
+    return whole
 
 
 # In compiled code the call is one op, whose mods come as text; each step runs a kernel of its class.

@@ -6,17 +6,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+HALVES = 2
+
 
 class Ring(NamedTuple):
     """The call's schedule and map have a part for each step, one after the other along the schedule's batch dimension.
 
-    At step s a rank has the keys of the rank s before it. Tensors are int64 and on the CPU, the last three with an
-    entry for each rank.
+    The keys of each rank are two blocks, its halves. At steps 2 s and 2 s + 1 a rank has those of the rank s before it.
+    Tensors are int64 and on the CPU.
     """
 
     group: str
     rank: int
     plan: Tensor  # a number, the same on all ranks, and one for this time that it was made
-    lengths: Tensor  # of keys
-    far: Tensor  # over how many ranks each block travels
+    lengths: Tensor  # [ranks, HALVES], of keys
+    far: Tensor  # [ranks], over how many ranks the blocks of each travel
     visits: Tensor  # at each step, whether a query of this rank visits one of the keys

@@ -152,7 +152,12 @@ product, product, elements, product, product, elements""",
 
     def test_ring(self):
         forward, backward = self.group.run(steps, ranks=2)[1]
-        self.assertExpectedInline(forward, """EXCHANGE, attention, WAIT, attention""")
         self.assertExpectedInline(
-            backward, """EXCHANGE, attention, EXCHANGE, WAIT, attention, WAIT, EXCHANGE, WAIT"""
+            forward, """EXCHANGE, attention, WAIT, EXCHANGE, attention, WAIT, attention"""
+        )
+        self.assertExpectedInline(
+            backward,
+            """\
+EXCHANGE, attention, EXCHANGE, WAIT, EXCHANGE, attention, WAIT, EXCHANGE, WAIT, attention, WAIT,
+EXCHANGE, WAIT, EXCHANGE, WAIT""",
         )

@@ -271,6 +271,13 @@ def capture_on_other_device(mod: str, capture: str, device: Any, expected: Any) 
     )
 
 
+def capture_of_a_part(capture: str, tokens: Any, whole: Any) -> FlexValueError:
+    return FlexValueError(
+        f"score_mod looks up `{capture}` by positions in the whole sequence, {whole} tokens, but it has {tokens} "
+        "entries, as many as this rank has tokens. Do not shard what mods look up, or gather it with unshard()."
+    )
+
+
 def capture_of_inference_mode(mod: str, capture: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"{mod} captures `{capture}`, which was made under torch.inference_mode(), so autograd cannot keep it for the "

@@ -119,6 +119,7 @@ class Sharded(PlannedMask):
         return lifted(score_mod, query, local_query, self.layout, self.rank, self.group)
 
     def _called(self, call: Call, query: Tensor, key: Tensor, value: Tensor, here: Inputs) -> Any:
+        here = here._replace(sharded=(self.positions.size(0), self.length))
         if torch.compiler.is_dynamo_compiling():
             return call(query, key, value, self.mask_mod, here)
         try:

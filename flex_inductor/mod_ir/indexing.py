@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from .lookups import as_indexing
+from .writes import storage_of
 
 
 def is_lane_index(index: Any) -> bool:
@@ -62,6 +64,20 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         filler = torch.as_tensor(value[0], dtype=tensor.dtype, device=tensor.device)
         return torch.ops.aten.index_put_(tensor, indices, filler)
     return torch.ops.aten.index.Tensor(tensor, indices)
+
+
+def sizes_at_positions(graph: fx.GraphModule, count: int) -> Iterator[tuple[int, Any]]:
+    """Of the graph's last `count` arguments those that it looks up at q_idx or kv_idx: which, and the size there."""
+    arguments = graph.graph.find_nodes(op="placeholder")
+    captures = arguments[len(arguments) - count :]
+    positions = arguments[len(arguments) - count - 2 : len(arguments) - count]
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.index.Tensor:
+            tensor, indices = node.args
+            if (source := storage_of(tensor)) in captures:
+                for size, index in zip(tensor.meta["val"].shape, indices, strict=False):
+                    if index in positions:
+                        yield captures.index(source), size
 
 
 def _clamp(tensor, min=None, max=None):

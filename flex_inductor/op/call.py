@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     ring: Ring | None = None  # of ranks, each of which has a part of the keys
     partial: bool = False  # outputs and gradients in fp32, to be added to those of other calls
     stand_ins: tuple[Tensor, ...] = ()  # for key and value, whose gradients these get, in fp32; not read
+    sharded: tuple[Any, Any] | None = None  # tokens here, of how many that mods see; only checked
 
     def given(self) -> list[str]:
         """The names of those that the call has."""

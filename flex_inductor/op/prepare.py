@@ -11,6 +11,7 @@ from .. import errors
 from ..mod_ir.arguments import MASK_LANES, SCORE_LANES, number_dtype, score_dtype
 from ..mod_ir.capture import LiftedMod, lift
 from ..mod_ir.checks import lane_graph
+from ..mod_ir.indexing import sizes_at_positions
 from ..mod_ir.names import WrappedMod, capture_names
 from .call import AttentionCall, Inputs
 from .schedule import grid_of
@@ -57,7 +58,24 @@ def prepare(call: AttentionCall) -> AttentionCall:
     if call.mask_mod is not None:
         mask = lane_graph(call.mask_mod, "mask_mod", call.query, inputs.mask_captures)
         call = call._replace(mask_mod=mask)
+    if inputs.sharded is not None:
+        _check_whole(call)
+        call = call.with_inputs(sharded=None)
     return call
+
+
+def _check_whole(call: AttentionCall) -> None:
+    """Where this process has a part of a sequence, captures are of the whole, which mods see."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
+
+    captures, (tokens, whole) = call.inputs.score_captures, call.inputs.sharded
+    if call.score_mod is None or tokens == whole:
+        return
+    graph: Any = with_score_graph(call).score_mod
+    for capture, size in sizes_at_positions(graph, len(captures)):
+        if statically_known_true(size == tokens):
+            name = capture_names(call.score_mod, len(captures))[capture]
+            raise errors.capture_of_a_part(name, tokens, whole)
 
 
 def _check_tile_map(inputs: Inputs) -> None:

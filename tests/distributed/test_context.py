@@ -152,6 +152,18 @@ def refused(group, what):
         elif what == "local capture":
             gate = torch.randn(query.size(2), dtype=torch.float64)
             flex_attention(query, key, value, lambda s, b, h, q, kv: s + gate[q], block_mask=mask, **more)
+        elif what == "compiled local capture":
+            gate = torch.randn(2, query.size(2), dtype=torch.float64)
+
+            def call(gate):
+                return flex_attention(
+                    query, key, value, lambda s, b, h, q, kv: s + gate[h % 2, kv], block_mask=mask, **more
+                )
+
+            torch.compile(call, backend="flex_inductor", fullgraph=True)(gate)
+        elif what == "beyond a capture":
+            gate = torch.randn(query.size(2), dtype=torch.float64)
+            flex_attention(query, key, value, lambda s, b, h, q, kv: s + gate[q * 1], block_mask=mask, **more)
             if cp.rank == 0:  # whose tokens all are below its own length
                 return ""
         elif what == "placement":
@@ -200,7 +212,15 @@ def refused(group, what):
         ("other values", "ranks call with different plans: rank 0 "),
         ("attn_mask", "attn_mask: got a tensor inside of"),
         ("dropout", "dropout_p: got 0.1 inside of"),
-        ("local capture", "^$"),
+        (
+            "local capture",
+            r"score_mod looks up `gate` by positions in the whole sequence, 300 tokens, but it has \d+ ",
+        ),
+        (
+            "compiled local capture",
+            "score_mod looks up `gate` by positions in the whole sequence, 300 tokens, but ",
+        ),
+        ("beyond a capture", "^$"),
         ("placement", r"query: a DTensor with placements \(Shard\(dim=1\),\) on .*expected Shard\(2\)"),
         ("planned twice", r"masks\['a'\] is planned already"),
         ("lengths", r"expected masks of one length, .* masks\[0\] 300 x 300, masks\[1\] 64 x 64"),
@@ -216,6 +236,6 @@ def refused(group, what):
 )
 def test_bad_input(group, what, text):
     first, second = group.run(refused, what, ranks=2)
-    if what == "local capture":
+    if what == "beyond a capture":
         assert "beyond its end. Mods see indices of the whole sequence, 300 tokens, of which" in second
     assert re.search(text, first), first

@@ -297,3 +297,29 @@ def test_partial_output():
     gold, *_ = attention(*(t.double() for t in rows), None, causal, SCALE, inputs, ALL)
     assert out.dtype == torch.float32 and (out != out.half()).any()
     torch.testing.assert_close(out.double(), gold, rtol=2e-3, atol=2e-3)
+
+
+def test_partial_gradients():
+    """Those of stand-ins, as ranks add them up, are not rounded to fp16."""
+    inputs, _ = packed(causal, PARTS, (16, 32), HEAD)
+    table = BIAS[1]()
+
+    def gradients(attend, dtype):
+        query, *kv = (t.half().to(dtype) for t in tensors(*lengths(PARTS, 0)))
+        wide = score_dtype(dtype)
+        leaves = query, *(t.new_zeros((), dtype=wide).expand(t.shape) for t in kv), table.half().to(dtype)
+        query, *stand_ins, biases = (leaf.requires_grad_() for leaf in leaves)
+        out, lse = attend(query, *kv, biases, tuple(stand_ins))
+        loss = out.to(wide).sin().sum() + lse.nan_to_num(0, 0, 0).cos().sum()
+        return torch.autograd.grad(loss, (query, *stand_ins, biases))
+
+    def attend(q, k, v, table, stand_ins):
+        given = inputs._replace(stand_ins=stand_ins)
+        return attention(q, k, v, bias_of(table), causal, SCALE, given, ALL)[:2]
+
+    with served_by("triton", "triton"):
+        found = gradients(interpret.compiled(attend), torch.float16)
+    assert [grad.dtype for grad in found] == [torch.float16, torch.float32, torch.float32, torch.float16]
+    for grad, gold in zip(found, gradients(attend, torch.float64), strict=True):
+        torch.testing.assert_close(grad.double(), gold, rtol=4e-3, atol=4e-3)
+    assert all((grad != grad.half()).any() for grad in found[1:3])

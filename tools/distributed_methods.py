@@ -211,7 +211,9 @@ def _ours(method: str, case: Case, length: int, gold: list[Tensor], eager: bool)
     *rows, table = case.tensors(length)
     tensors = [tensor.requires_grad_() for tensor in (*cp.shard(rows, 2), table)]
     attention = (
-        flex_attention if eager else torch.compile(flex_attention, backend="flex_inductor", dynamic=False)
+        flex_attention
+        if eager
+        else torch.compile(flex_attention, backend="flex_inductor", fullgraph=True, dynamic=False)
     )
     attend = partial(_attend, case, attention, mask=planned)
 
@@ -248,7 +250,7 @@ def _torchs(case: Case, length: int, gold: list[Tensor], eager: bool) -> Side:
     parts: list[Any] = _attention._context_parallel_shard(mesh, [*rows, gold[0]], [2] * 4, balance)
     query, key, value, want = parts
     mask = _attention._create_cp_block_mask(case.mask_mod(length), 1, 1, length, length, mesh, balance)
-    attention = torchs if eager else torch.compile(torchs, dynamic=False)
+    attention = torchs if eager else torch.compile(torchs, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def forward() -> Tensor:

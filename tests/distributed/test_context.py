@@ -57,8 +57,9 @@ def planned(group):
     again = pytree.tree_unflatten(leaves, spec).to("cpu")
     case = Case(length=LENGTH, score=False, dtype=torch.float64)
     rows = cp.shard([t[:, :, :LENGTH] for t in case.tensors()[:3]], 2)
-    one, other = (flex_attention(*rows, block_mask=m, enable_gqa=True) for m in (found["window"], again))
-    assert torch.equal(one, other)
+    one = flex_attention(*rows, block_mask=found["window"], enable_gqa=True)
+    with torch.inference_mode():
+        assert torch.equal(one, flex_attention(*rows, block_mask=again, enable_gqa=True))
     return found["causal"].plan[0].item()
 
 

@@ -35,7 +35,9 @@ from .prepare import prepare, with_score_graph
 @attention.py_impl(DispatchKey.CompositeExplicitAutograd)
 @torch.no_grad()
 def _eager(*args):
-    call = with_score_graph(prepare(AttentionCall.read(*args))).with_inputs(stand_ins=())  # kept in inference mode
+    call = with_score_graph(prepare(AttentionCall.read(*args))).with_inputs(
+        stand_ins=()
+    )  # kept in inference mode
     if call.inputs.ring is not None:
         return upward.ring().forward(call)
     check_served(call.inputs, chunked.SERVES)

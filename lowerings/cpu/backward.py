@@ -29,13 +29,13 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
 
     bodies, scatters, leaf_sizes = {}, [], []
     if score is not None:
-        bodies["full_scores"] = lanes.score_stores(score, None)
+        bodies["full_scores"] = lanes.body(lanes.score_stores, score, None)
     if mask is not None:
-        bodies["partial_scores"] = lanes.score_stores(score, mask)
+        bodies["partial_scores"] = lanes.body(lanes.score_stores, score, mask)
     if joint is not None:
-        bodies["full_gradients"] = lanes.gradient_stores(joint, None)
+        bodies["full_gradients"] = lanes.body(lanes.gradient_stores, joint, None)
         if mask is not None:
-            bodies["partial_gradients"] = lanes.gradient_stores(joint, mask)
+            bodies["partial_gradients"] = lanes.body(lanes.gradient_stores, joint, mask)
         scatters, leaf_sizes = lanes.scatters(joint), joint.mod.leaf_sizes
     wanted = [f"d_{name}" for name in problem.outputs]
     names = [*wanted, *(f"leaf_{i}_sum" for i in range(len(scatters)))]
@@ -60,8 +60,8 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
                     "over_rows": scatter.over_rows,
                     "over_columns": scatter.over_columns,
                     "size": " * ".join(["int64_t(1)", *map(kernel.text, sizes)]),
-                    "code": lanes.loops(
-                        [scatter.store], kernel, row=not scatter.over_rows, column=not scatter.over_columns
+                    "code": lanes.code(
+                        scatter.body, kernel, row=not scatter.over_rows, column=not scatter.over_columns
                     ),
                 }
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)

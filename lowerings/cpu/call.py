@@ -87,7 +87,7 @@ def rendered(
     tensors: dict[str, Any],
     outputs: Sequence[str],
     lists: dict[str, Any],
-    bodies: dict[str, list[lanes.Store]],
+    bodies: dict[str, lanes.Body],
     **values: Any,
 ) -> str:
     """The template of this name with what every CPU kernel is given, and `values`."""
@@ -105,7 +105,7 @@ def rendered(
         limits=_limits(problem),
         blocks=problem.blocks,
         lane_symbols=lanes.SYMBOL_NAMES,
-        bodies={body: lanes.loops(stores, kernel) for body, stores in bodies.items()},
+        bodies={name: lanes.code(body, kernel) for name, body in bodies.items()},
         lists={tensor: given[tensor] for tensor in lists},
         tile_map={tensor: given[tensor] for tensor in template.TILES if tensor in given},
         tensors=given,

@@ -43,9 +43,9 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     }
     bodies = {}
     if score is not None:
-        bodies["full_tile"] = lanes.score_stores(score, None)
+        bodies["full_tile"] = lanes.body(lanes.score_stores, score, None)
     if mask is not None:
-        bodies["partial_tile"] = lanes.score_stores(score, mask)
+        bodies["partial_tile"] = lanes.body(lanes.score_stores, score, mask)
     mod_tensors = [tensor for mod in (score, mask) if mod for tensor in mod.tensors]
 
     def render(config: Any, kernel: template.TemplateKernel) -> str:

@@ -5,7 +5,7 @@ Ranges are those of exact integers. Where sums or products wrap around, a result
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -36,33 +36,41 @@ _RULES = {
 _MODULAR = ("add", "mul", "neg", "sub")
 
 
-def in_range(index: Any, length: Any, sizes: dict[str, Any]) -> bool:
-    """Whether 0 <= index < length for every lane; False where that is not evident.
+class NoMore(NamedTuple):
+    """A condition: that one number is no more than another."""
 
-    `sizes` gives the number of batches, heads, queries and keys by the name of the lane.
+    less: Any
+    more: Any
+
+
+def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | None:
+    """What must hold for 0 <= index < length in every lane, beside what is evident; None where nothing is known.
+
+    `bounds` are those of b, h, q_idx and kv_idx, by name.
     """
-    found = _range(index, sizes)
+    found = _range(index, bounds)
     if found is None:
-        return False
-    known = V.graph.sizevars.statically_known_leq
-    within = known(0, found.least) and known(found.most, length - 1)
-    return within and (known(length - 1, _LONGEST) or _fits(found, torch.int32))
+        return None
+    conditions = {NoMore(sympy.S.Zero, found.least), NoMore(found.most, sympy.sympify(length) - 1)}
+    if not _fits(found, torch.int32):
+        conditions.add(NoMore(sympy.sympify(length) - 1, sympy.Integer(_LONGEST)))
+    return {pair for pair in conditions if not V.graph.sizevars.statically_known_leq(*pair)}
 
 
-def may_wrap(node: fx.Node, sizes: dict[str, Any]) -> bool:
+def may_wrap(node: fx.Node, bounds: dict[str, Range]) -> bool:
     """Whether a sum or product of indices may be too large for its dtype. Lengths that change are taken for at most
     2^30, so that distances with a number added are not."""
-    found = _range(node, sizes) if _RULES.get(node.target) in _MODULAR else None
+    found = _range(node, bounds) if _RULES.get(node.target) in _MODULAR else None
     return found is not None and not _fits(found, node.meta["val"].dtype, 2**30)
 
 
-def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
+def _range(value: Any, bounds: dict[str, Range]) -> Range | None:
     if isinstance(value, int):
         return Range(sympy.Integer(value), sympy.Integer(value))
     if not isinstance(value, fx.Node):
         return None
     if value.op == "placeholder":
-        return Range(sympy.S.Zero, sympy.sympify(sizes[value.name]) - 1) if value.name in sizes else None
+        return bounds.get(value.name)
     if "val" not in value.meta or (dtype := value.meta["val"].dtype) not in _INTEGERS:
         return None
     name = _RULES.get(value.target)
@@ -73,7 +81,7 @@ def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
         if argument is None:  # a limit of clamp
             operands.append(None)
             continue
-        found = _range(argument, sizes)
+        found = _range(argument, bounds)
         if found is None:
             return None
         own = argument.meta["val"].dtype if isinstance(argument, fx.Node) else dtype
@@ -83,14 +91,17 @@ def _range(value: Any, sizes: dict[str, Any]) -> Range | None:
         return operands[0]
     if name == "remainder" and not operands[1].least.is_positive:
         return None
-    return ARITHMETIC[name](_ORDER, *operands)
+    return Range(*map(sympy.sympify, ARITHMETIC[name](_ORDER, *operands)))
 
 
 def _fits(found: Range, dtype: torch.dtype, longest: int = _LONGEST) -> bool:
     """Whether nothing can have wrapped around, with sizes that are at most `longest`."""
     info = torch.iinfo(dtype)
     least, most = (
-        bound_sympy(end, {size: ValueRanges(0, longest) for size in end.free_symbols}) for end in found
+        bound_sympy(
+            end, {s: ValueRanges(0 if s.is_nonnegative else -longest, longest) for s in end.free_symbols}
+        )
+        for end in found
     )
     return bool(least.lower >= info.min and most.upper <= info.max)
 

@@ -13,6 +13,7 @@ Buffers that the C++ around a body holds, rows TILE_LD apart where they have lan
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,10 +33,11 @@ from torch.utils._sympy.symbol import SymT
 from flex_inductor.compat import checks_what_it_computed
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
+from flex_inductor.mod_ir.ranges import Range
 
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
-from .index_ranges import in_range, may_wrap
+from .index_ranges import NoMore, may_wrap, needed
 from .template import TemplateKernel
 
 aten = torch.ops.aten
@@ -75,11 +77,33 @@ def refusal(program: LaneProgram) -> str | None:
     return lanes.refusal(program, _LOWERINGS)
 
 
-class Lanes:
-    """One mod of one call, its lanes those of a tile."""
+_MAPPED = Range(sympy.S.Zero, sympy.Integer(2**30 - 1))  # what positions in a map are taken for
+_BOUNDS_IN_TILE = {
+    "b": Range(_B, _B),
+    "h": Range(_H, _H),
+    "q_idx": Range(_Q_MAPPED, _Q_MAPPED + _ROWS - 1),
+    "kv_idx": Range(_KV, _KV + _COLUMNS - 1),
+}
 
-    def __init__(self, mod: Mod, sizes: dict[str, Any]):
-        self.mod, self.sizes = mod, sizes
+
+class Lanes:
+    """One mod of one call, its lanes those of a tile.
+
+    Where a map says which indices mods see, these are known tile by tile: `in_tile` is the mod for tiles of which
+    `needed` holds. No index leaves a tensor there.
+    """
+
+    def __init__(self, mod: Mod, sizes: dict[str, Any], of_tile: bool = False):
+        """`sizes` are the numbers of batches, heads, queries and keys by the name of the lane; none with a map."""
+        self.mod, self.sizes, self.of_tile = mod, sizes, of_tile
+        self.bounds = {name: Range(sympy.S.Zero, sympy.sympify(size) - 1) for name, size in sizes.items()}
+        self.needed: set[NoMore] = set()
+        self.in_tile: Lanes | None = None
+        if of_tile:
+            self.bounds = _BOUNDS_IN_TILE
+        elif not sizes:
+            lane = copy.deepcopy(mod.program.lane)
+            self.in_tile = Lanes(mod._replace(program=mod.program._replace(lane=lane)), sizes, of_tile=True)
         self._drop_needless_guards()
         self._wrap_around()
 
@@ -104,9 +128,12 @@ class Lanes:
             *coordinates, *(live for _ in program.guards), *fixed
         )
 
-    def in_range(self, index: Any, size: Any) -> bool:
-        """Whether an index, a node of the lane graph, lies within `size` in every lane."""
-        return in_range(index, size, self.sizes)
+    def conditions(self, indices: Sequence[Any], sizes: Sequence[Any]) -> set[NoMore] | None:
+        """With what indices, nodes of the lane graph, lie within `sizes` in every lane; None where they may not."""
+        found = [needed(index, size, self.bounds) for index, size in zip(indices, sizes, strict=False)]
+        if None in found or (any(found) and not self.of_tile):
+            return None
+        return set().union(*found)
 
     def _drop_needless_guards(self) -> None:
         """Where an index cannot leave the tensor, neither a guard nor a check is needed."""
@@ -121,16 +148,18 @@ class Lanes:
                 for index in node.args[1]
             ]
             lengths = named[node.args[0]].get_size()
-            if all(self.in_range(i, n) for i, n in zip(indices, lengths, strict=False)):
+            conditions = self.conditions(indices, lengths)
+            if conditions is not None:
+                self.needed |= conditions
                 node.target, node.args = aten._unsafe_index.Tensor, (node.args[0], indices)
         lane.eliminate_dead_code()
 
     def _wrap_around(self) -> None:
         """Inductor computes with indices as with exact integers, unless an operation comes between that it cannot."""
         lane = graph(self.mod.program.lane)
-        sizes = self.sizes or dict.fromkeys(("b", "h", "q_idx", "kv_idx"), 2**30)
+        bounds = self.bounds if self.sizes else dict.fromkeys(_BOUNDS_IN_TILE, _MAPPED)
         for node in list(lane.nodes):
-            if not may_wrap(node, sizes):
+            if not may_wrap(node, bounds):
                 continue
             with lane.inserting_after(node):
                 wrapped = lane.call_function(aten.bitwise_or.Scalar, (node, 0))
@@ -195,20 +224,37 @@ def gradient_stores(joint: Lanes, mask: Lanes | None) -> list[Store]:
     return [Store(buffer, _where(live, value, 0.0).make_loader()) for buffer, value in values]
 
 
+class Body(NamedTuple):
+    """Statements, and the same for tiles of which `needed` holds."""
+
+    stores: list[Store]
+    in_tile: list[Store]
+    needed: frozenset[NoMore]
+
+
+def body(make: Callable[..., list[Store]], *mods: Lanes | None) -> Body:
+    """What `make` gives for the mods."""
+    inner = [mod and mod.in_tile for mod in mods]
+    found = frozenset().union(*(mod.needed for mod in inner if mod))
+    return Body(make(*mods), make(*inner) if found else [], found)
+
+
 class Scatter(NamedTuple):
     """How lanes add to a leaf. What has the same index along rows or columns of the tile is summed there first."""
 
     over_rows: bool  # one sum for each column
     over_columns: bool  # one sum for each row
-    store: Store
+    body: Body
 
 
 def scatters(joint: Lanes) -> list[Scatter]:
     result = []
     for i, leaf in enumerate(joint.mod.program.leaves):
         over_rows, over_columns = "q_idx" not in leaf.axes, "kv_idx" not in leaf.axes
-        store = _scatter(joint, i, _summed_at(over_rows, over_columns))
-        result.append(Scatter(over_rows, over_columns, store))
+        at = _summed_at(over_rows, over_columns)
+        store, _ = _scatter(joint, i, at)
+        inner, found = _scatter(joint.in_tile, i, at) if joint.in_tile else (store, frozenset())
+        result.append(Scatter(over_rows, over_columns, Body([store], [inner], found)))
     return result
 
 
@@ -219,7 +265,8 @@ def _summed_at(over_rows: bool, over_columns: bool) -> Callable:
     return (lambda i: i[1]) if over_rows else _lane_at
 
 
-def _scatter(joint: Lanes, leaf: int, at: Callable) -> Store:
+def _scatter(joint: Lanes, leaf: int, at: Callable) -> tuple[Store, frozenset[NoMore]]:
+    """The statement, and what it needs to hold of a tile."""
     value = _lanes_of(f"leaf_{leaf}_lanes", at)
     # A lane that adds nothing may hold any index.
     adds = lowerings[aten.ne.Scalar](value, 0.0)
@@ -228,8 +275,11 @@ def _scatter(joint: Lanes, leaf: int, at: Callable) -> Store:
         program.by_leaf(outputs)[leaf] for outputs in (joint.inline(adds), joint.mod.outputs)
     )
     parts: list[tuple[Callable, Any, bool]] = []
+    found: set[NoMore] = set()
     for index, node, size in zip(indices, nodes, joint.mod.leaf_sizes[leaf], strict=True):
-        safe = joint.in_range(node, size)
+        conditions = joint.conditions([node], [size])
+        safe = conditions is not None
+        found |= conditions or set()
         if not safe:
             index = lowerings[aten.where.self](adds, index, _constant(0, index.get_dtype()))
         parts.append((index.make_loader(), size, safe))
@@ -240,7 +290,8 @@ def _scatter(joint: Lanes, leaf: int, at: Callable) -> Store:
             flat = flat * size + ops.indirect_indexing(load(i), size, check=not safe, wrap_neg=not safe)
         return flat
 
-    return Store(f"leaf_{leaf}", value.make_loader(), address, adds=True)
+    store = Store(f"leaf_{leaf}", value.make_loader(), address, adds=True)
+    return store, frozenset(found | joint.needed if found else ())
 
 
 # What the template has a faster function for.
@@ -255,8 +306,17 @@ class _KernelGroup(KernelGroup):
         return checks_what_it_computed(super().new_kernel(*args))
 
 
+def code(body: Body, kernel: TemplateKernel, **axes: bool) -> str:
+    """C++ for a body: see `loops` for `axes`."""
+    checked = loops(body.stores, kernel, **axes)
+    if not body.needed:
+        return checked
+    holds = " && ".join(sorted(f"{kernel.text(less)} <= {kernel.text(more)}" for less, more in body.needed))
+    return f"if ({holds}) {{\n{loops(body.in_tile, kernel, **axes)}\n}} else {{\n{checked}\n}}"
+
+
 def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, column: bool = True) -> str:
-    """C++ for a body: loops over the tile's rows and columns, vectorised along the columns.
+    """Loops over the tile's rows and columns, vectorised along the columns.
 
     Without `row` or `column` there is just one of them. Then the other is the vectorised dimension.
     """

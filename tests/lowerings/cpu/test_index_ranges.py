@@ -1,12 +1,14 @@
 """Which indices are known to stay inside of what they look up."""
 
 import pytest
+import sympy
 import torch
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flex_inductor.lowerings.cpu.index_ranges import in_range
+from flex_inductor.lowerings.cpu.index_ranges import needed
+from flex_inductor.mod_ir.ranges import Range
 
 SIZES = {"q_idx": 100, "kv_idx": 70}
 
@@ -18,7 +20,8 @@ def stays_below(length, index, sizes=SIZES):
         node.name = name
     (output,) = graph.graph.find_nodes(op="output")[0].args
     with V.set_graph_handler(GraphLowering(graph)):
-        return in_range(output, length, sizes)
+        bounds = {name: Range(sympy.S.Zero, sympy.Integer(size - 1)) for name, size in sizes.items()}
+        return needed(output, length, bounds) == set()
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,7 @@ def stays_below(length, index, sizes=SIZES):
         (9, lambda q, k: torch.clamp(k * 100_000_000, 0, 8)),
         (100, lambda q, k: (q - k).clamp(min=0)),
         (6, lambda q, k: q.clamp(max=5)),
+        (6, lambda q, k: (q % 9).clamp(max=5)),
         (100, lambda q, k: torch.maximum(q, k)),
         (70, lambda q, k: torch.minimum(q, k)),
     ],

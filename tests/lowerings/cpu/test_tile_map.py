@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 import torch._inductor.lowering  # before the tuner, which imports it as well
 from torch import Tensor
+from torch._functorch import config
 from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 import flex_inductor
 from flex_inductor import compat, create_block_mask
@@ -148,7 +151,7 @@ def mapped(build: Callable | None, mask_mod: Callable | None, **options) -> Call
 def biased(table, by_query, by_key):
     """Reads every index."""
     return lambda score, b, h, q_idx, kv_idx: (
-        score + table[b, h, q_idx - kv_idx + TABLE] + by_query[b, q_idx] * by_key[h, kv_idx]
+        score + table[b, h, q_idx - kv_idx] + by_query[b, q_idx] * by_key[h, kv_idx]
     )
 
 
@@ -343,3 +346,24 @@ def test_what_is_timed_gets_a_map(monkeypatch):
             (row < tensor.size(2)).all() and (batch < tensor.size(0)).all() and lines[:, COUNT].max() <= block
         )
     assert [len(lines) for lines in maps] == [len(lines) for lines in case.inputs.tile_map]
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_lookups_are_checked_once_for_a_tile():
+    """Lane by lane only where a tile has an index that is out of range, or negative."""
+    case = made(causal, PARTS, (32, 32))
+    captures = [capture.float().requires_grad_() for capture in biases(PARTS)]
+    with config.patch(force_non_lazy_backward_lowering=True):
+        _, sources = run_and_get_code(mapped(biased, causal), *case.tensors, captures, case)
+    found = [
+        (quick, checked)
+        for source in sources
+        for quick, checked in re.findall(
+            r"TILE_COLUMNS\) \{\n[^\n]*\n?if \((.*?)\n\} else \{\n(.*?)\n  \};", source, re.DOTALL
+        )
+    ]
+    assert len(found) == 2 + 4 + len(
+        captures
+    )  # scores, once more and gradients in the backward, what captures get
+    for quick, checked in found:
+        assert "index out of bounds" not in quick and "index out of bounds" in checked

@@ -88,6 +88,7 @@ def _asked_for() -> Iterator[dict[str, dict[str, int]]]:
     yield {"forward": {"descriptors": 1, "persistent": 1, "held": 1}}
     yield {kernel: {"descriptors": 1, "specialized": 1} for kernel in ("forward", *TWO_PASSES)}
     yield {kernel: {"staged": 1} for kernel in ("forward", *TWO_PASSES)}
+    yield {"backward_dq": {"coalesced": 1}}
     yield {"backward_onepass": {}}
     yield {"backward_onepass": {"descriptors": 1}}
     yield {"backward_dk": {}, "backward_dv": {}}

@@ -125,8 +125,17 @@ def _in_place(pointers: Any, in_range: Any) -> Any:
     return tl.load(pointers, mask=in_range != 0, other=float("nan")).to(tl.float32)  # type: ignore[name-defined]  # noqa: F821
 
 
+def _add_in_place(pointers: Any, values: Any, live: Any) -> None:
+    tl.atomic_add(pointers, values, mask=live != 0, sem="relaxed")  # type: ignore[name-defined]  # noqa: F821
+
+
 # In place of assembly.
-_PLAIN = {"each_alone": _itself, "reciprocal": _reciprocal, "_in_place": _in_place}
+_PLAIN = {
+    "each_alone": _itself,
+    "reciprocal": _reciprocal,
+    "_in_place": _in_place,
+    "_add_in_place": _add_in_place,
+}
 
 
 @functools.cache

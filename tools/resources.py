@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flex_inductor.lowerings.triton.configs import STACK_BYTES
+from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .generated import GeneratedKernel
 from .pipes import CARDS, cycles
@@ -111,6 +112,9 @@ def compile_untuned(kernel: GeneratedKernel, target: str) -> tuple[dict[str, int
     best: tuple[dict[str, int], Any, Resources] | None = None
     for config in (kernel.configs[0], *kernel.better):
         compiled = compile_for(kernel, config, target)
+        if adds_twice(config, compiled):
+            config = {**config, "COALESCED": 1}
+            compiled = compile_for(kernel, config, target)
         found = resources(compiled, target)
         if best is None or (found.spill_bytes or 0) < (best[2].spill_bytes or 0):
             best = config, compiled, found

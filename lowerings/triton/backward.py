@@ -154,6 +154,7 @@ def _dq(
         lambda name: builder.render("backward_dq.jinja", name, configs, values),
         builder.arguments,
         configs,
+        builder.axes,
         lambda config: launch.grid(tiles(queries, config.block_m), problem.H, batches),
         accumulated=_accumulated(placed),
         spare=builder.spare,
@@ -215,6 +216,7 @@ def _dkdv(
         lambda name: builder.render("backward_dkdv.jinja", name, configs, values),
         builder.arguments,
         configs,
+        builder.axes,
         lambda config: launch.grid(tiles(keys, config.block_n), parts, batches),
         accumulated=[
             *_accumulated(placed),

@@ -54,6 +54,7 @@ class Placed(NamedTuple):
     name: str
     how: str
     where: str
+    in_place: bool  # lanes add where they are, see Config.coalesced
     value: str  # of each lane, as a tile
     offset: str
     inside: str  # the condition that the leaf has such an element, or None
@@ -158,10 +159,21 @@ def place(builder: Builder, joint: Inline, found: Sequence[Sum], program: LanePr
                 f"{name}_per_unit = tl.load({builder.tensor(f'{name}_units', total.per_unit).name})"
             )
         builder.tile_values += where == "lane"  # its place in the leaf
+        in_place = builder.nvidia and (total.how, where) == ("atomics", "lane")
+        builder.score_adds += in_place
         pointed = " & ".join([*checks, *([inside_tile[where]] if where in inside_tile else [])])
         spread = builder.spread(value, "tl.float32")
         placed.append(
-            Placed(name, total.how, where, spread, offset, " & ".join(checks) or "None", pointed or "None")
+            Placed(
+                name,
+                total.how,
+                where,
+                in_place,
+                spread,
+                offset,
+                " & ".join(checks) or "None",
+                pointed or "None",
+            )
         )
     return placed
 

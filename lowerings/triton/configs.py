@@ -22,6 +22,9 @@ class Config(NamedTuple):
     specialized: int = 0  # some warps load while others compute
     held: int = 0  # what the instance holds is copied by a tensor descriptor too
     staged: int = 0  # captured values for every score pass through shared memory, copied steps ahead
+    coalesced: int = (
+        0  # so does what every score adds to memory, to be added by neighbours in a warp side by side
+    )
 
     def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
         """Constants of a kernel that is written with a choice along these axes."""
@@ -37,7 +40,7 @@ STACK_BYTES = 16  # of local memory a thread, outside of loops: too few to matte
 
 LARGEST_TILE = 256  # of either length
 
-AXES = ("descriptors", "persistent", "specialized", "held", "staged")
+AXES = ("descriptors", "persistent", "specialized", "held", "staged", "coalesced")
 
 
 def axes_of(configs: Sequence[Config]) -> list[str]:
@@ -131,6 +134,7 @@ class Shape(NamedTuple):
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
     score_loads: int = 0  # those that need not pass through it, see Config.staged
+    score_adds: int = 0  # what every score adds to memory and need not pass through it, see Config.coalesced
     line_loads: int = 0  # those that vary along the walked side alone
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
     aligned: bool = True  # see AttentionProblem.aligned
@@ -166,7 +170,8 @@ def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # there with 64-bit addresses
     tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
     # Found by compiling: what lanes add to memory changes its layout on the way.
-    moved = 512 * config.warps if shape.score_loads and shape.tile_values else 0
+    moves = shape.score_loads and shape.tile_values and (config.coalesced or not shape.score_adds)
+    moved = 512 * config.warps if moves else 0
     return _backward_shared(config, shape, device, m, n) + moved, tiles + _operands(m + n, shape, device)
 
 
@@ -244,6 +249,7 @@ PRODUCTS: dict[Cost, tuple[int, int]] = {
 }
 
 STAGED = "staged"  # of all kernels whose mods load a value for every score
+COALESCED = "coalesced"  # of all that add one for every score
 
 # When tuning, the first config that fits is also timed with these axes, where the card has them.
 VARIANTS: dict[str, Sequence[Sequence[str]]] = {
@@ -266,6 +272,7 @@ VARIANTS: dict[str, Sequence[Sequence[str]]] = {
 def variants(kind: str, config: Config, cost: Cost, device: Device, shape: Shape) -> list[Config]:
     choices = [*VARIANTS.get(kind, ()), *([(STAGED,)] if shape.score_loads else [])]
     found = [config._replace(**dict.fromkeys(axes, 1)) for axes in choices]
+    found += [config._replace(coalesced=1 - config.coalesced)] if shape.score_adds else []
     return [variant for variant in found if misfit(variant, cost, device, shape) is None]
 
 
@@ -279,22 +286,26 @@ def candidates(
     width = next((w for w in sorted(classes) if shape.widest <= w), max(classes))
     kept: list[Config] = []
     rejected: list[tuple[Config, str]] = []
-    for config in dict.fromkeys(_with_rows(c, shape) for c in (*classes[width], *last)):
+    for config in dict.fromkeys(_adapted(c, shape, device) for c in (*classes[width], *last)):
         reason = misfit(config, cost, device, shape)
         if reason is None:
             kept.append(config)
         else:
             rejected.append((config, reason))
-    return kept or [_with_rows(last[-1], shape)], rejected
+    return kept or [_adapted(last[-1], shape, device)], rejected
 
 
-def _with_rows(config: Config, shape: Shape) -> Config:
+def _adapted(config: Config, shape: Shape, device: Device) -> Config:
+    """A table's config for a call."""
+    if shape.score_adds and device.family == "blackwell":
+        # Found by compiling: sums that wait for the next step to be added take registers that larger tiles need.
+        config = config._replace(coalesced=1)
     return config if shape.rows is None else config._replace(block_m=shape.rows)
 
 
 def without_choice(kind: str, config: Config) -> str | None:
     """An axis of the config that a kind of kernel does not have."""
-    known = {STAGED, *(axis for axes in VARIANTS.get(kind, ()) for axis in axes)}
+    known = {STAGED, COALESCED, *(axis for axes in VARIANTS.get(kind, ()) for axis in axes)}
     return next((axis for axis in axes_of([config]) if axis not in known), None)
 
 
@@ -313,11 +324,12 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
     for axis in AXES:
         if getattr(config, axis) not in (0, 1):
             return f"{axis} is 0 or 1, not {getattr(config, axis)}"
-    unmapped = [axis for axis in axes_of([config]) if axis != STAGED]
+    unmapped = [axis for axis in axes_of([config]) if axis not in (STAGED, COALESCED)]
     if shape.mapped and unmapped:
         return f"{unmapped[0]} is not for tiles that lie where a map says"
-    if config.staged and device.family == "amd":
-        return "staged is for NVIDIA's cards, which alone have the other way"
+    straight = [axis for axis in (STAGED, COALESCED) if getattr(config, axis)]
+    if straight and device.family == "amd":
+        return f"{straight[0]} is for NVIDIA's cards, which alone have the other way"
     if config.descriptors and not device.describes:
         return f"{device.arch} has no tensor descriptors"
     if config.descriptors and not shape.aligned:

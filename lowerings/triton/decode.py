@@ -99,6 +99,7 @@ def lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, A
         lambda name: builder.render("decode.jinja", name, configs, values),
         builder.arguments,
         configs,
+        builder.axes,
         lambda config: launch.grid(count, int(problem.H) // heads, _batches(problem)),
         spare=builder.spare,
     )
@@ -140,5 +141,6 @@ def _combine(
         lambda name: builder.render("combine.jinja", name, [config], values),
         builder.arguments,
         [config],
+        builder.axes,
         lambda config: launch.grid(queries, problem.H, _batches(problem)),
     )

@@ -2,7 +2,8 @@
 that should fit.
 
 How many registers a config takes is only known once it is compiled. If it needs local memory, the next two are
-compiled as well, and the one that needs least is taken.
+compiled as well, and the one that needs least is taken. So are its layouts: where they rule out additions in place,
+Triton's own take their part.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 import triton
 from torch._inductor.runtime.triton_compat import PTXASError
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict, config_to_dict
 
 from .. import errors
 from .configs import STACK_BYTES, describe, launched_with
+from .in_place import adds_twice
 
 log = logging.getLogger("flex_inductor")
 
@@ -68,11 +70,16 @@ class WithSpare(CachingAutotuner):
 
     def _precompile_config(self, config: Any) -> Any:
         try:
-            return super()._precompile_config(config)
+            result = super()._precompile_config(config)
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise
             raise CompilerGaveUp(str(error)) from error
+        if adds_twice(config.kwargs, result.kernel):
+            log.info("%s: %s: threads share scores, additions are coalesced", self.kind, _text(config))
+            plain = {**config_to_dict(config), "COALESCED": 1}
+            return self._precompile_config(config_from_dict(plain))
+        return result
 
     def _precompile_worker(self) -> None:
         while True:

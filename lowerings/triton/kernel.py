@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from ..observing import observer
-from .configs import Config, axes_of
+from .configs import Config
 
 INT_MAX = 2**31 - 1
 
@@ -142,7 +142,8 @@ class Before(NamedTuple):
 
 
 class KernelCall(ir.ExternKernel):
-    """One launch. `render(name)` gives the source; the autotuner times `configs` where there are several."""
+    """One launch. `render(name)` gives the source, with a constant for each of `axes`; the autotuner times `configs`
+    where there are several."""
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class KernelCall(ir.ExternKernel):
         render: Callable[[str], str],
         arguments: Arguments,
         configs: Sequence[Config],
+        axes: Sequence[str],
         grid: Callable[[Config], Sequence[Any]],
         accumulated: Sequence[str] = (),
         spare: Sequence[Config] = (),
@@ -159,7 +161,7 @@ class KernelCall(ir.ExternKernel):
         self.device = tensors[0].get_device()
         super().__init__(None, ir.NoneLayout(device=self.device), tensors, tuple(arguments.sizes))
         self.kind, self.render, self.arguments = kind, render, arguments
-        self.configs, self.axes = configs, axes_of(configs)
+        self.configs, self.axes = configs, axes
         self.grids = {config: [*map(sympy.sympify, grid(config))] for config in [*configs, *spare]}
         self.before = before
         self.accumulated = list(accumulated)  # arguments that the kernel adds to
@@ -228,13 +230,15 @@ class KernelCall(ir.ExternKernel):
         }
 
     def _inductor_meta(self, launch_symbols: dict[sympy.Symbol, sympy.Symbol]) -> dict[str, Any]:
-        grids = []
+        grids: list[dict[str, Any]] = []
         for config, grid in self.grids.items():
-            axes = [sympy_subs(axis, launch_symbols) for axis in grid]
-            python, cpp = [*map(pexpr, axes)], [*map(cexpr, axes)]
-            grids.append(
-                {"config": config.launch(self.axes), "python": python, "cpp": cpp, "python_slow": python}
-            )
+            sizes = config.constants(
+                ["persistent"] if "persistent" in self.axes else []
+            )  # what it depends on
+            if all(known["config"] != sizes for known in grids):
+                axes = [sympy_subs(axis, launch_symbols) for axis in grid]
+                python, cpp = [*map(pexpr, axes)], [*map(cexpr, axes)]
+                grids.append({"config": sizes, "python": python, "cpp": cpp, "python_slow": python})
         return {
             **TritonKernel.inductor_meta_common(),
             "grid_type": "PrecomputedGrid",

@@ -30,6 +30,7 @@ from ..problem import AttentionProblem
 from ..walks import Walk, walks
 from . import fallback_configs, timing
 from .configs import (
+    COALESCED,
     LARGEST_TILE,
     Config,
     Shape,
@@ -124,10 +125,12 @@ class Builder:
         )
         self.hoisted: list[str] = []
         self.kind = ""
+        self.axes: list[str] = []  # along which its configs may differ
         self.spare: list[Config] = []  # tried if the card has not the resources for what is chosen
         self.asked_for = False  # whether hints chose
         self.tile_loads = 0  # captured values that every lane loads
         self.score_loads = 0  # those that need not pass through shared memory
+        self.score_adds = 0  # what every lane adds to memory and need not pass through it
         self.line_loads = 0  # those that vary along the walked side alone
         self.tile_values = 0  # what is computed for every lane's score and kept for its gradient
 
@@ -177,8 +180,8 @@ class Builder:
 
     def shape(self, kind: str) -> Shape:
         """What a kernel's configs are chosen by, given the mods inlined so far."""
-        loads = (self.tile_loads, self.score_loads, self.line_loads)
-        return shape_of(self.problem, kind, *loads, self.tile_values)
+        counts = ("tile_loads", "score_loads", "score_adds", "line_loads", "tile_values")
+        return shape_of(self.problem, kind, **{name: getattr(self, name) for name in counts})
 
     def configs(self, kind: str) -> list[Config]:
         """The configs to time, or the one to use; called once the mods are inlined."""
@@ -205,6 +208,9 @@ class Builder:
         if demanded(self.problem, kind) is None:
             plain = {*axes_of(chosen)}
             self.spare = [c for c in others if c not in chosen and plain.issuperset(axes_of([c]))]
+        self.axes = axes_of(chosen)
+        if self.score_adds and COALESCED not in self.axes:  # what layouts forbid is known once it is compiled
+            self.axes.append(COALESCED)
         return chosen
 
     def spread(self, value: Inlined, dtype: str) -> str:
@@ -311,7 +317,7 @@ class Builder:
         return {"scaled": scaled and not before, "scaled_before": before, "scale": repr(scale)}
 
     def render(self, template: str, name: str, configs: Sequence[Config], values: dict[str, Any]) -> str:
-        axes = axes_of(configs)
+        axes = self.axes
         constants = configs[0].constants(axes)
         text = source(template).render(
             name=name,
@@ -379,15 +385,8 @@ def refused_config(kind: str, config: Config, problem: AttentionProblem) -> str 
     return misfit(config, TABLES[kind][1], current_device(problem.device), shape_of(problem, kind))
 
 
-def shape_of(
-    problem: AttentionProblem,
-    kind: str,
-    tile_loads: int = 0,
-    score_loads: int = 0,
-    line_loads: int = 0,
-    tile_values: int = 0,
-) -> Shape:
-    """What configs are chosen by."""
+def shape_of(problem: AttentionProblem, kind: str, **counts: int) -> Shape:
+    """What configs are chosen by; `counts` are of what mods load, keep and add."""
     q_block, kv_block = problem.blocks or (None, None)
 
     def divides(block: int | None, length: Any) -> int | None:
@@ -401,11 +400,8 @@ def shape_of(
         divides(q_block, problem.M),
         # A step over scattered keys may take several tiles.
         PIECE if problem.scattered and kind in HOLD_QUERIES else divides(kv_block, problem.N),
+        **counts,
         aligned=problem.aligned,
-        tile_loads=tile_loads,
-        score_loads=score_loads,
-        line_loads=line_loads,
-        tile_values=tile_values,
         exact=dot_precision(problem.dtype) == "ieee" and current_device(problem.device).nvidia,
         mapped=problem.map_tiles is not None,
     )

@@ -163,7 +163,9 @@ def _gpu_kernel(source: Source, choice: Choice | None, target: str, schedule: An
     first = source.triton.configs[0]
     if choice is not None and config != first:
         settled, left = (launched_with(config_from_dict(c)) for c in (config, first))
-        choice = choice._replace(config=settled._asdict(), why=f"{describe(left)}: more local memory")
+        shared = settled == left._replace(coalesced=1)
+        why = "threads share scores" if shared else "more local memory"
+        choice = choice._replace(config=settled._asdict(), why=f"{describe(left)}: {why}")
     return Kernel(
         source, target, config, choice, found, f"triton {triton.__version__} for {target}", schedule
     )

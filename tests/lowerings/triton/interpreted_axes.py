@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import RunSchedule, create_block_mask, decisions
 from flex_inductor.lowerings.triton import persistent
+from flex_inductor.lowerings.triton.configs import Device
 from flex_inductor.tools import interpret
 
 BOTH = {"descriptors": 1, "persistent": 1}
@@ -119,3 +120,30 @@ def test_over_runs(axes, kinds):
     attend = interpret.compiled(attention_of(None), options=options(axes))
     judge(attend, dense_of(None), sizes.inputs(torch.float16), (), runs)
     check(kinds, axes)
+
+
+@pytest.mark.parametrize(
+    "configs, coalesced",
+    [({}, 0), ({"backward_dq": {"staged": 1, "coalesced": 1}}, 1), ({"backward_onepass": {}}, 0)],
+    ids=["in place", "through shared memory", "one pass"],
+)
+def test_values_for_every_score(configs, coalesced, monkeypatch):
+    """The kernels for NVIDIA's cards, with plain twins in place of assembly."""
+    monkeypatch.setattr(Device, "nvidia", property(lambda self: True))
+    make, found = interpret._Interpreted.__init__, []
+
+    def noting(self, kernel):
+        make(self, kernel)
+        found.extend(self.config[name] for name in ("COALESCED",) if name in self.config)
+
+    monkeypatch.setattr(interpret._Interpreted, "__init__", noting)
+    sizes, mod = Sizes(batch=1, heads=2, kv_heads=1), MODS["relative_bias"]
+    attend = interpret.compiled(attention_of(mod.build), options={"configs": configs})
+    judge(
+        attend,
+        dense_of(mod.build),
+        sizes.inputs(torch.float32),
+        mod.captures(sizes),
+        MASKS["sliding_window"](sizes),
+    )
+    assert found == [coalesced]

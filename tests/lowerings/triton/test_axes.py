@@ -13,6 +13,7 @@ from flex_inductor.lowerings.triton import persistent
 from flex_inductor.lowerings.triton.configs import (
     Config,
     Shape,
+    candidates,
     known_device,
     launched_with,
     variants,
@@ -160,6 +161,12 @@ def test_what_tuning_tries_besides_the_table():
     assert tried("decode", "sm_90", shape) == []
     biased = shape._replace(score_loads=1)
     assert tried("backward_dq", "sm_90", biased) == ["descriptors", "staged"]
+    adding = biased._replace(score_adds=1)
+    assert tried("backward_dq", "sm_90", adding) == ["descriptors", "staged", "coalesced"]
+    table, cost = TABLES["backward_dq"]
+    (best, *_), _ = candidates(table, cost, known_device("sm_100"), adding)
+    others = variants("backward_dq", best, cost, known_device("sm_100"), adding)
+    assert best.coalesced and best._replace(coalesced=0) in others
     assert tried("decode", "sm_80", biased) == ["staged"]
     assert "staged" not in tried("forward", "gfx942", biased)
 

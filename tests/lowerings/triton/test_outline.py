@@ -21,7 +21,9 @@ def outline(source: str) -> str:
     kept = []
     for line in body.splitlines()[2:]:
         text = line.strip()
-        if re.match(r"(for |# (Blocks|Full|All|Listed))|(score|mask)_\d+ = |tl\.atomic_add", text):
+        if re.match(
+            r"(for |# (Blocks|Full|All|Listed))|(score|mask)_\d+ = |tl\.atomic_add|add_per_score", text
+        ):
             kept.append(line)
         elif re.search(r"\b(load_tile|store_tile|tl\.(dot|load|store))\(", text):
             kept.append(_without_addresses(line))
@@ -254,7 +256,7 @@ for step in range(0, last):
     mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
     d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
-    tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
+    add_per_score(sum_0 + (score_2), contribution, live, COALESCED)
     dq = tl.dot(d_score.to(k.dtype), k, dq)
 # Full blocks of keys.
 last = tl.load(full_counts) * TILES
@@ -269,7 +271,7 @@ for step in range(0, last):
     score_4 = score + score_3
     v = load_tile(value_head)
     d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
-    tl.atomic_add(sum_0 + (score_2), contribution, mask=live, sem="relaxed")
+    add_per_score(sum_0 + (score_2), contribution, live, COALESCED)
     dq = tl.dot(d_score.to(k.dtype), k, dq)
 store_tile(d_query, dq * 0.125)""",
         )

@@ -88,7 +88,7 @@ def test_mods_that_compute_tensors():
         (
             {"forward": {"rows": 64}},
             "configs['forward'] has no 'rows', only block_m, block_n, warps, stages, descriptors, persistent, "
-            "specialized, held, staged",
+            "specialized, held, staged, coalesced",
         ),
         ({"forward": {"held": 1}}, "configs['forward']: held is with descriptors alone"),
         ({"forward": {"persistent": 2}}, "configs['forward']: persistent is 0 or 1, not 2"),

@@ -54,11 +54,12 @@ def choose(
     device: str,
     time: Callable[[Sequence[Config]], list[float]] | None,
     estimate: Callable[[Any], str],
+    more: Sequence[Config] = (),
 ) -> list[Config]:
     """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
 
-    `time` gives seconds, and is called when tuning; without it all of `fitting` are returned, to be timed later.
-    `estimate` says what a config takes.
+    `time` gives seconds, and is called when tuning; without it all of `fitting` and `more` are returned, to be timed
+    later. `estimate` says what a config takes.
     """
     left_out = tuple(_line(config, reason) for config, reason in rejected)
     others: tuple[tuple[str, str], ...] = ()
@@ -71,7 +72,7 @@ def choose(
         others = (*(_line(c, f"not timed; {estimate(c)}") for c in fitting[1:]), *left_out)
     else:
         key = problem_class(problem, kernel)
-        chosen, why, times = _tuned(key, device, fitting, time)
+        chosen, why, times = _tuned(key, device, [*fitting, *more], time)
         others = tuple(
             _line(c, _text(times[c]) if c in times else f"not timed; {estimate(c)}")
             for c in fitting
@@ -91,7 +92,7 @@ def _tuned(
     why = "fastest when timed before"
     if known is None or tuple(known.config.items()) not in by_sizes:
         if time is None:
-            return [*fitting], f"first of {len(fitting)} that fit; all are timed at the first call", {}
+            return [*fitting], f"first of {len(fitting)} that fit; to be timed at the first call", {}
         try:
             seconds = time(fitting)
         except RuntimeError as error:  # the mod fails on made-up inputs

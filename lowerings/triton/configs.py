@@ -251,7 +251,7 @@ PRODUCTS: dict[Cost, tuple[int, int]] = {
 STAGED = "staged"  # of all kernels whose mods load a value for every score
 COALESCED = "coalesced"  # of all that add one for every score
 
-# When tuning, the first config that fits is also timed with these axes, where the card has them.
+# The axes that tuning turns on together, where the card has them.
 VARIANTS: dict[str, Sequence[Sequence[str]]] = {
     "forward": (
         ("descriptors",),
@@ -267,13 +267,6 @@ VARIANTS: dict[str, Sequence[Sequence[str]]] = {
     ),
     "backward_onepass": (("descriptors",),),
 }
-
-
-def variants(kind: str, config: Config, cost: Cost, device: Device, shape: Shape) -> list[Config]:
-    choices = [*VARIANTS.get(kind, ()), *([(STAGED,)] if shape.score_loads else [])]
-    found = [config._replace(**dict.fromkeys(axes, 1)) for axes in choices]
-    found += [config._replace(coalesced=1 - config.coalesced)] if shape.score_adds else []
-    return [variant for variant in found if misfit(variant, cost, device, shape) is None]
 
 
 def candidates(

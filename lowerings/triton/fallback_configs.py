@@ -18,8 +18,9 @@ from torch._inductor.runtime.triton_compat import PTXASError
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict, config_to_dict
 
 from .. import errors
-from .configs import STACK_BYTES, describe, launched_with
+from .configs import STACK_BYTES, axes_of, describe, launched_with
 from .in_place import adds_twice
+from .search import on_the_fastest
 
 log = logging.getLogger("flex_inductor")
 
@@ -38,6 +39,8 @@ def or_next(kind: str, spare: Sequence[dict[str, int]], asked_for: bool) -> Call
             kernel.__class__ = WithSpare
         kernel.kind, kernel.spare, kernel.tried = kind, [*spare], []
         kernel.better = [] if asked_for else [*spare[:BETTER]]
+        if isinstance(kernel, WithSpare):
+            kernel.split()
         return kernel
 
     return decorate
@@ -57,6 +60,13 @@ class WithSpare(CachingAutotuner):
     spare: list[dict[str, int]]
     better: list[dict[str, int]]
     tried: list[tuple[str, str]]
+    later: list[Any]  # configs that are timed in a second step, see search.py
+
+    def split(self) -> None:
+        """Of several configs keep those for later that differ from the first in an axis."""
+        axes = [axes_of([launched_with(config)]) for config in self.configs]
+        self.later = [config for config, own in zip(self.configs, axes, strict=True) if own != axes[0]]
+        self.configs = [config for config, own in zip(self.configs, axes, strict=True) if own == axes[0]]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         # Descriptors take memory from Triton's allocator, which each thread has to set. Inductor sets it only at a
@@ -101,18 +111,41 @@ class WithSpare(CachingAutotuner):
                 _local_bytes(best[0][0]),
                 _text(config),
             )
-            self.launchers, self.compile_results, self.configs = [], [], [config]
-            self._load_source()
-            try:
-                super()._precompile_worker()
-                super()._make_launchers()
-            except RuntimeError as error:
-                log.info("%s: %s: %s", self.kind, _text(config), error)
-            else:
-                best = min(
-                    best, (self.launchers, self.compile_results), key=lambda it: _local_bytes(it[0][0])
-                )
+            other = self._loaded([config])
+            if other[0]:
+                best = min(best, other, key=lambda it: _local_bytes(it[0][0]))
             self.launchers, self.compile_results = best
+        if len(self.launchers) == 1 and self.later:  # the first step has found its tile
+            self._add_later(self.launchers[0].config)
+
+    def benchmark_all_configs(self, *args: Any, **kwargs: Any) -> dict[Any, float]:
+        timings = super().benchmark_all_configs(*args, **kwargs)
+        if self.later:
+            first, count = [*self.launchers], len(self.launchers)
+            self._add_later(min(timings, key=timings.__getitem__).config)
+            self.launchers = self.launchers[count:]
+            timings |= super().benchmark_all_configs(*args, **kwargs)
+            self.launchers = first + self.launchers
+        return timings
+
+    def _add_later(self, fastest: Any) -> None:
+        """Make launchers for the second step too."""
+        step, self.later = on_the_fastest(self.later, fastest, launched_with), []
+        before = self.launchers, self.compile_results
+        found = self._loaded(step) if step else ([], [])
+        self.launchers, self.compile_results = (a + b for a, b in zip(before, found, strict=True))
+
+    def _loaded(self, configs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Launchers and binaries for those of other configs that can run."""
+        self.launchers, self.compile_results, self.configs = [], [], configs
+        self._load_source()
+        try:
+            super()._precompile_worker()
+            super()._make_launchers()
+        except RuntimeError as error:
+            log.info("%s: %s: %s", self.kind, "; ".join(map(_text, configs)), error)
+            return [], []
+        return self.launchers, self.compile_results
 
     def _launch_what_fits(self) -> None:
         while True:

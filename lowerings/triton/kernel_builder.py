@@ -28,7 +28,7 @@ from ..choice import choose, demanded, problem_class
 from ..lanes import Mods
 from ..problem import AttentionProblem
 from ..walks import Walk, walks
-from . import fallback_configs, timing
+from . import fallback_configs, search, timing
 from .configs import (
     COALESCED,
     LARGEST_TILE,
@@ -40,7 +40,6 @@ from .configs import (
     describe,
     estimate,
     misfit,
-    variants,
     without_choice,
 )
 from .hinted_configs import hinted
@@ -189,12 +188,14 @@ class Builder:
         table, cost = TABLES[kind]
         device = current_device(self.problem.device)
         fitting, rejected = candidates(table, cost, device, shape)
-        fitting += variants(kind, fitting[0], cost, device, shape)
+        tiles = search.tiles(fitting, cost, device, shape)
+        more = [*tiles[len(fitting) :], *search.with_axes(kind, tiles, cost, device, shape)]
+        fitting += search.with_axes(kind, fitting[:1], cost, device, shape)
         others = fitting
         wanted = hinted(fitting[0], kind, self.problem.options.hinted)
         if wanted != fitting[0]:
             self.asked_for = True
-            fitting = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]]
+            fitting, more = [wanted if misfit(wanted, cost, device, shape) is None else fitting[0]], []
         self.kind, self.timed_as = kind, problem_class(self.problem, kind)
         chosen = choose(
             self.problem,
@@ -204,6 +205,7 @@ class Builder:
             device.key,
             time=None,
             estimate=lambda config: estimate(config, cost, device, shape),
+            more=[config for config in more if config not in fitting],
         )
         if demanded(self.problem, kind) is None:
             plain = {*axes_of(chosen)}

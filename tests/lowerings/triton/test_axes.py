@@ -13,11 +13,12 @@ from flex_inductor.lowerings.triton import persistent
 from flex_inductor.lowerings.triton.configs import (
     Config,
     Shape,
+    axes_of,
     candidates,
     known_device,
     launched_with,
-    variants,
 )
+from flex_inductor.lowerings.triton.search import with_axes
 from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.resources import compile_for, machine_code
 from flex_inductor.tools.sass import main_loops
@@ -140,10 +141,7 @@ def test_what_tuning_tries_besides_the_table():
 
     def tried(kind, arch, shape):
         cost = TABLES[kind][1]
-        return [
-            "+".join(axis for axis, on in zip(Config._fields[4:], config[4:], strict=True) if on)
-            for config in variants(kind, first, cost, known_device(arch), shape)
-        ]
+        return ["+".join(axes_of([c])) for c in with_axes(kind, [first], cost, known_device(arch), shape)]
 
     assert tried("forward", "sm_80", shape) == ["persistent"]
     assert tried("forward", "sm_90", shape) == [
@@ -160,12 +158,12 @@ def test_what_tuning_tries_besides_the_table():
     assert tried("backward_onepass", "sm_100", shape) == ["descriptors"]
     assert tried("decode", "sm_90", shape) == []
     biased = shape._replace(score_loads=1)
-    assert tried("backward_dq", "sm_90", biased) == ["descriptors", "staged"]
+    assert tried("backward_dq", "sm_90", biased) == ["staged", "descriptors", "descriptors+staged"]
     adding = biased._replace(score_adds=1)
-    assert tried("backward_dq", "sm_90", adding) == ["descriptors", "staged", "coalesced"]
+    assert len(tried("backward_dq", "sm_90", adding)) == 2**3 - 1
     table, cost = TABLES["backward_dq"]
     (best, *_), _ = candidates(table, cost, known_device("sm_100"), adding)
-    others = variants("backward_dq", best, cost, known_device("sm_100"), adding)
+    others = with_axes("backward_dq", [best], cost, known_device("sm_100"), adding)
     assert best.coalesced and best._replace(coalesced=0) in others
     assert tried("decode", "sm_80", biased) == ["staged"]
     assert "staged" not in tried("forward", "gfx942", biased)

@@ -11,8 +11,9 @@ from torch import fx
 
 from . import upward
 from .op import AttentionCall, attention
-from .op.schedule import BlockRuns, by_rows
+from .op.schedule import BlockRuns, RowBounds, by_rows
 from .options import tuning_options
+from .windows import ON_NUMBERS
 
 _LEAST_SHARE = 2.0**-12
 
@@ -24,19 +25,22 @@ def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     imported = upward.imported_tuning()
     for node in module.graph.find_nodes(op="call_function", target=attention):
         call = AttentionCall.read(*node.args)
-        shares = _visited(call.inputs.schedule, values)
+        shares = _visited(call, values)
         node.args = call._replace(options=tuning_options(call.options, imported, shares)).wire()
     module.recompile()
 
 
-def _visited(schedule: Any, values: Mapping[Any, Any]) -> tuple[float, float] | None:
+def _visited(call: AttentionCall, values: Mapping[Any, Any]) -> tuple[float, float] | None:
     """The shares of partial and of full blocks, rounded to powers of the square root of two."""
-    if schedule is None or schedule.form == "bounds":
+    schedule = call.inputs.schedule
+    if schedule is None:
         return None
     given: Any = type(schedule)(*(values.get(field, field) for field in schedule))
-    if not _is_here(given.kv_block) or not all(map(_is_here, by_rows(given))):
+    if not all(map(_is_here, (given.kv_block, *(given if schedule.form == "bounds" else by_rows(given))))):
         return None
-    if isinstance(given, BlockRuns):
+    if isinstance(given, RowBounds):
+        rows, columns, counts = _in_bounds(given.of_batch(0), *map(_length, (call.query, call.key)))
+    elif isinstance(given, BlockRuns):
         columns = given.q_offsets.size(-1) - 1
         rows = given.kv_offsets[..., 1:].numel()
         counts = [(runs[:, 1] - runs[:, 0]).sum().item() for runs in (given.kv_runs, given.full_kv_runs)]
@@ -47,6 +51,19 @@ def _visited(schedule: Any, values: Mapping[Any, Any]) -> tuple[float, float] | 
         counts = [0 if blocks is None else blocks.sum().item() for blocks in both]
     partial, full = (_coarse(count / max(rows * columns, 1)) for count in counts)
     return partial, full
+
+
+def _in_bounds(bounds: RowBounds, queries: int, keys: int) -> tuple[int, int, Sequence[float]]:
+    """How many rows and columns of blocks there are, and how many blocks of either kind."""
+    rows, columns = -(-queries // bounds.q_block), -(-keys // bounds.kv_block)
+    found = [bounds.row(row, queries, keys, ON_NUMBERS) for row in range(rows)]
+    counts = [sum(sum(ends[1::2]) - sum(ends[::2]) for ends in kind) for kind in zip(*found, strict=True)]
+    return rows, columns, counts or [0, 0]
+
+
+def _length(tensor: Any) -> int:
+    size = tensor.meta["example_value"].size(2)
+    return size if isinstance(size, int) else size.node.hint
 
 
 def _is_here(value: Any) -> bool:

@@ -17,7 +17,7 @@ from .problem import AttentionProblem
 
 class ChunkedRoute:
     name = "chunked"
-    serves = frozenset(chunked.SERVES)
+    serves = frozenset((*chunked.SERVES, "bounds"))
 
     def available(self) -> tuple[bool, str]:
         return True, "plain torch operations in bounded memory"
@@ -25,8 +25,6 @@ class ChunkedRoute:
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
         if problem.options.configs:
             return False, "has no kernel to configure"
-        if problem.schedule == "bounds":
-            return False, "does not read a schedule of bounds"
         return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
 
     def notes(self, problem: AttentionProblem) -> list[str]:

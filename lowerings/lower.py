@@ -50,8 +50,8 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     call = call._replace(**tensors)
     inputs: Any = call.inputs
     schedule = inputs.schedule
-    listed = schedule is not None and schedule.form != "bounds"
-    counts: Any = by_rows(schedule).partial_counts if listed else None
+    bounds = schedule is not None and schedule.form == "bounds"
+    counts: Any = None if schedule is None or bounds else by_rows(schedule).partial_counts
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device(),
@@ -61,10 +61,10 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
         heads_alike=counts is None or counts.get_size()[1] == 1,
-        lists_queries=listed and schedule.lists_queries,
+        lists_queries=schedule is not None and schedule.lists_queries,
         map_tiles=tuple(lines.get_size()[0] for lines in inputs.tile_map) if inputs.tile_map else None,
         programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(joint), guarded=False),
-        inputs=tuple(inputs.given()),
+        inputs=(*inputs.given(), *(["bounds"] if bounds else [])),
         score_captures=_metadata(inputs.score_captures),
         mask_captures=_metadata(inputs.mask_captures),
         outputs=outputs,

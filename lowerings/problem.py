@@ -71,7 +71,7 @@ class AttentionProblem:
                 captures = len(getattr(self, f"{name}_captures"))
                 parts.append(f"{name}_mod" + (f" ({captures} captured)" if captures else ""))
         if self.blocks is not None:
-            runs = " in runs" if self.schedule == "runs" else ""
+            form = "" if self.schedule == "lists" else f" in {self.schedule}"
             mapped = "" if self.map_tiles is None else " where a map says"
-            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{runs}{mapped}")
+            parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{form}{mapped}")
         return ", ".join(parts)

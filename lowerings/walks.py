@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flex_inductor.op.schedule import Visits
+
+from .bounds import Ends
 
 
 class Walk(NamedTuple):
@@ -15,8 +17,13 @@ class Walk(NamedTuple):
     masked: bool  # whether mask_mod decides in these blocks
     form: str | None = None
     counts: Any = None  # or the offsets into runs
-    blocks: Any = None  # indices, or runs
+    blocks: Any = None  # indices, or runs, or what these are called
     whole: bool = False  # whether it goes through a map's full tiles, which have all their rows
+    numbers: Mapping[str, Any] | None = (
+        None  # of bounds: the tensors that are read first, and what is computed from them, by name
+    )
+    lines: Sequence[tuple[str, str]] = ()
+    ends: Sequence[str] = ()  # and where runs begin and end, in turn
 
 
 def walks(
@@ -40,3 +47,12 @@ def walks(
         counts, blocks = fields["full_counts"], fields["full_blocks"]
         found.append(Walk(f"Full blocks of {side}.", False, form, counts, blocks, whole=mapped))
     return found
+
+
+def walks_in(ends: Ends, side: str, masked: bool) -> list[Walk]:
+    """The same where bounds say what a line visits. The second pass knows what the first has computed."""
+    title = f"Blocks of {side} where mask_mod decides." if masked else f"Blocks of {side} that are not full."
+    return [
+        Walk(title, masked, "bounds", None, "partial_blocks", False, *ends[:3]),
+        Walk(f"Full blocks of {side}.", False, "bounds", None, "full_blocks", numbers={}, ends=ends.full),
+    ]

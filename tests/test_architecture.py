@@ -16,9 +16,10 @@ MAY_IMPORT = {
     "reference": (),
     "mods": ("errors",),
     "mod_ir": ("errors", "compat"),
-    "op": ("mod_ir", "errors", "compat", "options", "upward"),
-    "masks": ("op", "mod_ir", "errors", "compat"),
-    "sequences": ("attention", "masks", "op", "errors", "options"),
+    "windows": (),
+    "op": ("windows", "mod_ir", "errors", "compat", "options", "upward"),
+    "masks": ("op", "windows", "mod_ir", "errors", "compat"),
+    "sequences": ("attention", "masks", "op", "windows", "errors", "options"),
     "integrations": ("attention", "masks", "op", "errors", "options"),
     "distributed": (
         "attention",

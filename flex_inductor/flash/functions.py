@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch.nn.attention.flex_attention import and_masks
 from .. import errors as call_errors
 from ..attention import flex_attention, refused
 from ..masks import create_block_mask
-from ..masks.window import ALL, Window, schedule_of
+from ..masks.window_schedule import schedule_of
 from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention
 from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
+from ..windows import ALL, Window
 from . import errors
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,8 +54,7 @@ def flash_attn_func(
         both = aligned if window == ALL else and_masks(window.mask_mod(shift), aligned)
         mask = create_block_mask(both, q.size(0), q.size(2), q.size(1), k.size(1), device=q.device)
     elif window != ALL:
-        make = schedule_of if torch.compiler.is_dynamo_compiling() else _kept_schedule
-        mask = make(window, q.size(1), k.size(1), q.device)
+        mask = schedule_of(window, q.size(1), k.size(1), q.device)
     out, lse = flex_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -228,9 +227,6 @@ def splits_option(num_splits: int) -> dict[str, int] | None:
 def window_of(causal: bool, window_size: tuple[int, int], attention_chunk: int) -> Window:
     left, right = (float("inf") if n is None or n < 0 else int(n) for n in window_size)
     return Window(left, 0 if causal else right, attention_chunk)
-
-
-_kept_schedule = functools.lru_cache(maxsize=256)(schedule_of)
 
 
 def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:

@@ -20,6 +20,8 @@ from .ordinary import ordinary_tensors
 from .schedule import RunSchedule
 from .tables import Extent
 from .trace import check_signature
+from .window import seen
+from .window_schedule import WindowSchedule, bounds_of
 
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 
@@ -89,7 +91,11 @@ def _compact(
             "compact: got True under FakeTensorMode, where the mask has no values, and how many runs there are "
             "depends on them. Make the schedule outside the mode, or use compact=False."
         )
-    runs, grids = analysed(mask_mod, extent, device, unstated)
+    known = seen(mask_mod, torch.empty(0, device=device))
+    if known.is_plain_window and separate_full_blocks:
+        bounds = bounds_of(known.window, extent.block, 0)
+        return WindowSchedule(bounds, extent, device, mask_mod)
+    runs, grids = analysed(mask_mod, extent, device, unstated, known)
     return RunSchedule.from_runs(
         runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
     )

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from .. import compat
-from ..op.schedule import BlockLists, BlockRuns
+from ..op.schedule import BlockLists, BlockRuns, Schedule
 from .algebra import offset
 from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
@@ -99,6 +99,11 @@ class RunSchedule:
     @property
     def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in TENSORS]
+
+    @property
+    def visits(self) -> Schedule:
+        """What the ops are told to visit."""
+        return BlockRuns(*self.BLOCK_SIZE, *self.tensors)
 
     @property
     def extent(self) -> Extent:
@@ -252,12 +257,12 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
     )
 
 
-def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[BlockLists | BlockRuns, Callable]:
+def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[Schedule, Callable]:
     """What the ops are told to visit, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
         fields, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
         return BlockLists(*fields), mask_mod
-    return BlockRuns(*block_mask.BLOCK_SIZE, *block_mask.tensors), block_mask.mask_mod
+    return block_mask.visits, block_mask.mask_mod
 
 
 def extent_of(block_mask: BlockMask) -> Extent:

@@ -16,7 +16,7 @@ from .. import errors
 from ..mod_ir.serialise import graph_key
 from ..options import CallOptions
 from .ring import Ring
-from .schedule import FORMS, RowBounds, Schedule
+from .schedule import FORMS, Schedule
 from .tile_map import TileMap
 
 QKV = ("query", "key", "value")
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
     score_captures: tuple[Tensor, ...] = ()  # what score_mod captures
     mask_captures: tuple[Tensor, ...] = ()
-    schedule: Schedule | RowBounds | None = None  # which blocks to visit; None for all
+    schedule: Schedule | None = None  # which blocks to visit; None for all
     tile_map: TileMap | None = None  # where tiles lie and which indices mods see there; None for a plain call
     scattered: bool = False  # whether a map's tiles of keys lie anywhere
     random_state: Tensor | None = None  # seed and offset of dropout
@@ -199,8 +199,6 @@ def wanted_gradients(joint: Any, count: int) -> list[bool]:
 def check_served(inputs: Inputs, served: Iterable[str]) -> None:
     """Refuse inputs that whoever computes the call does not know."""
     missing = [name for name in inputs.given() if name not in served]
-    if inputs.schedule is not None and inputs.schedule.form == "bounds" and "bounds" not in served:
-        missing.append("a schedule of bounds")
     if missing:
         raise errors.inputs_not_served(missing)
 

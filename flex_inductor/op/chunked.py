@@ -23,7 +23,7 @@ from ..mod_ir.program import AXES, LaneProgram, Leaf
 from ..mod_ir.split import Programs
 from .call import QKV, Inputs, is_guarded
 from .layout import empty_like_layout
-from .schedule import Band
+from .schedule import Band, placed
 
 # A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
 # level near the cores; narrow tiles rule out more of a causal mask.
@@ -172,7 +172,7 @@ class _Run:
         factors: Sequence[Tensor],
     ):
         self.query, self.kv, self.scale, self.mods, self.inputs = query, (key, value), scale, mods, inputs
-        self.schedule: Any = inputs.schedule
+        self.schedule: Any = placed(inputs.schedule, query, key)
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
         self.kv_heads, self.keys = key.shape[1:3]

@@ -30,7 +30,7 @@ from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.program import AXES, LaneProgram
 from ..mod_ir.serialise import GraphFunction
 from .chunked import run_lanes
-from .schedule import Schedule
+from .schedule import Schedule, placed
 
 LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
@@ -158,7 +158,8 @@ class Exact:
         mask_mod: Mod | None,
         scale: float,
     ):
-        self.query, self.key, self.value, self.schedule, self.scale = query, key, value, schedule, scale
+        self.query, self.key, self.value, self.scale = query, key, value, scale
+        self.schedule = placed(schedule, query, key)
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.dtype = score_dtype(query.dtype)
         self.units = Units.of(query)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
 from .call import AttentionCall, BackwardCall
 from .hop import attention, attention_backward
+from .schedule import placed
 
 
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
@@ -27,8 +28,8 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     batch, heads, queries, _ = call.query.shape
     lanes = batch * heads * queries * call.key.size(2)
-    schedule: Any = call.inputs.schedule
-    if schedule is None or not _has_values(schedule[2]):
+    schedule: Any = placed(call.inputs.schedule, call.query, call.key)
+    if schedule is None or not all(map(_has_values, (call.query, *_tensors(call.inputs.schedule)))):
         return lanes
     visited = 0
     for start in range(0, queries, schedule.q_block):
@@ -43,6 +44,10 @@ def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
 def _tokens_in_blocks(length: int, block: int, blocks: int) -> Tensor:
     """How many tokens each block holds: the last may be short."""
     return (length - torch.arange(blocks) * block).clamp(max=block)
+
+
+def _tensors(schedule: Any) -> list[Tensor]:
+    return [field for field in schedule if isinstance(field, Tensor)]
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from ..mod_ir.checks import lane_graph
 from ..mod_ir.indexing import sizes_at_positions
 from ..mod_ir.names import WrappedMod, capture_names
 from .call import AttentionCall, Inputs
-from .schedule import grid_of
+from .schedule import RowBounds, grid_of
 from .tile_map import COLUMNS, TileMap
 
 
@@ -38,6 +38,9 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
+    if isinstance(inputs.schedule, RowBounds):
+        bounds = inputs.schedule.with_numbers(lambda n: _bound_to_tensor(n, call.query))
+        call = call.with_inputs(schedule=bounds)
     if inputs.tile_map is not None and inputs.ring is None:
         _check_tile_map(inputs)
     if not _is_literal(call.scale, score_dtype(call.query.dtype)):
@@ -109,6 +112,14 @@ def _number_to_tensor(capture: Any, query: Tensor) -> Any:
         return capture
     number: Any = capture
     return torch.scalar_tensor(number, dtype=dtype, device=query.device)
+
+
+def _bound_to_tensor(bound: Any, query: Tensor) -> Any:
+    """The same for a number of a schedule."""
+    if not isinstance(bound, torch.SymInt):
+        return bound
+    number: Any = bound
+    return torch.full((1,), number, dtype=torch.int32, device=query.device)
 
 
 def _is_literal(scale: Any, dtype: torch.dtype) -> bool:

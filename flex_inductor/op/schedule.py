@@ -5,11 +5,14 @@ A schedule's class is its tag, and `form` the tag's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from ..windows import ON_NUMBERS, Arithmetic, Side, Window, visited
 
 
 class Visits(NamedTuple):
@@ -43,6 +46,11 @@ class BlockLists(NamedTuple):
     @property
     def form(self) -> str:
         return "lists"
+
+    @property
+    def grids(self) -> tuple[int, int]:
+        """For how many batches and heads it says so; 1 for all of them."""
+        return self.kv_num_blocks.size(0), self.kv_num_blocks.size(1)
 
     @property
     def lists_queries(self) -> bool:
@@ -89,6 +97,10 @@ class BlockRuns(NamedTuple):
         return "runs"
 
     @property
+    def grids(self) -> tuple[int, int]:
+        return self.kv_offsets.size(0), self.kv_offsets.size(1)
+
+    @property
     def lists_queries(self) -> bool:
         return self.q_runs is not None
 
@@ -105,21 +117,98 @@ class BlockRuns(NamedTuple):
         return Band(self.q_block, self.kv_block, m, partial, full)
 
 
+Number: TypeAlias = int | Tensor
+
+
 class RowBounds(NamedTuple):
-    """Closed forms instead of a table: expressions for the first and last key of each row. No route serves it yet."""
+    """Instead of tables what they follow from: the numbers of a window, whatever the lengths.
+
+    A number that changes from call to call is an int32 tensor [B or 1].
+    """
 
     q_block: int
     kv_block: int
-    expressions: str  # a graph as text, of the row and `tensors`
-    tensors: tuple[Tensor, ...]
+    left: Number | None  # None for no end
+    right: Number | None
+    chunk: Number  # 0 for none
+    shift: Number | None  # of queries against keys; None where the last query stands at the last key
 
     @property
     def form(self) -> str:
         return "bounds"
 
+    @property
+    def grids(self) -> tuple[int, int]:
+        return max((field.size(0) for field in self if isinstance(field, Tensor)), default=1), 1
 
-Schedule: TypeAlias = BlockLists | BlockRuns
+    @property
+    def lists_queries(self) -> bool:
+        return True
+
+    @property
+    def window(self) -> Window:
+        left, right = (math.inf if end is None else end for end in (self.left, self.right))
+        return Window(left, right, self.chunk)
+
+    def with_numbers(self, changed: Callable[[Any], Any]) -> RowBounds:
+        """With what `changed` makes of each number of the window."""
+        numbers: Any = map(changed, self[2:])
+        return RowBounds(self.q_block, self.kv_block, *numbers)
+
+    def of_batch(self, b: int) -> RowBounds:
+        """Without tensors."""
+        return self.with_numbers(lambda n: int(n[b % n.size(0)]) if isinstance(n, Tensor) else n)
+
+    def row(self, line: Any, queries: Any, keys: Any, on: Arithmetic) -> tuple[list[Any], list[Any]]:
+        """What a row of query blocks visits, as `visited` gives it."""
+        shift = keys - queries if self.shift is None else self.shift
+        first = line * self.q_block
+        tokens = on.least(queries - first, self.q_block)
+        return visited(self.window, Side(self.q_block, first + shift, tokens, self.kv_block, keys), on)
+
+    def column(self, line: Any, queries: Any, keys: Any, on: Arithmetic) -> tuple[list[Any], list[Any]]:
+        """Which blocks of queries visit a block of keys."""
+        shift = keys - queries if self.shift is None else self.shift
+        first = line * self.kv_block
+        tokens = on.least(keys - first, self.kv_block)
+        side = Side(self.kv_block, first - shift, tokens, self.q_block, queries, shift)
+        return visited(self.window.turned(), side, on)
+
+
+class _Placed:
+    """Bounds, read by the host for a call of these lengths."""
+
+    def __init__(self, bounds: RowBounds, queries: int, keys: int, device: torch.device):
+        self.grids, self.q_block, self.kv_block = bounds.grids, bounds.q_block, bounds.kv_block
+        self.of_batches = [bounds.of_batch(b) for b in range(self.grids[0])]
+        self.queries, self.keys, self.device = queries, keys, device
+
+    def band(self, b: slice, h: slice, m: slice) -> Band:
+        """What the queries `m` visit."""
+        rows, chosen = (
+            _blocks_of(m, self.q_block),
+            self.of_batches if self.grids[0] == 1 else self.of_batches[b],
+        )
+        columns = -(-self.keys // self.kv_block)
+        flags = torch.zeros(2, len(chosen), 1, rows.stop - rows.start, columns, dtype=torch.bool)
+        for batch, bounds in enumerate(chosen):
+            for row in range(rows.start, rows.stop):
+                found = bounds.row(row, self.queries, self.keys, ON_NUMBERS)
+                for kind, ends in zip(flags, found, strict=True):
+                    for start, stop in zip(ends[::2], ends[1::2], strict=True):
+                        kind[batch, 0, row - rows.start, start:stop] = True
+        return Band(self.q_block, self.kv_block, m, *flags.to(self.device))
+
+
+Schedule: TypeAlias = BlockLists | BlockRuns | RowBounds
 FORMS: dict[str, type] = {"lists": BlockLists, "runs": BlockRuns, "bounds": RowBounds}
+
+
+def placed(schedule: Schedule | None, query: Tensor, key: Tensor) -> Any:
+    """The schedule as what has bands, for a call with this query and key."""
+    if isinstance(schedule, RowBounds):
+        return _Placed(schedule, query.size(2), key.size(2), query.device)
+    return schedule
 
 
 def by_rows(schedule: Any) -> Visits:

@@ -292,7 +292,7 @@ def _check_blocks(exact: Exact, region: Region) -> None:
     """Blocks that all heads or batches share must be right for each of them, as far as mask_mod says."""
     if exact.schedule is None or exact.mask_mod is None:
         return
-    shared = [i for i in (0, 1) if exact.schedule[2].size(i) == 1 < exact.query.size(i)]
+    shared = [i for i in (0, 1) if exact.schedule.grids[i] == 1 < exact.query.size(i)]
     for tile in exact.tiles(region) if shared else ():
         first = tile._replace(**{"bh"[i]: slice(0, 1) for i in shared})
         try:

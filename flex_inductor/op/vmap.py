@@ -115,6 +115,8 @@ class _Fold:
     def schedule(self, schedule: Any, dims: Any) -> Any:
         if schedule is None:
             return None
+        if schedule.form == "bounds":
+            return self._bounds(schedule, dims)
         tensors, at = schedule[2:], dims[2:]
         # Every other one, counts or offsets, is [B or 1, ...] in either form.
         if all(t is None or t.size(0) == 1 for t in tensors[::2]) and all(dim is None for dim in at):
@@ -125,6 +127,12 @@ class _Fold:
         else:
             folded = [self.tensor(tensor, dim) for tensor, dim in zip(tensors, at, strict=True)]
         return type(schedule)(*schedule[:2], *folded)
+
+    def _bounds(self, bounds: Any, dims: Any) -> Any:
+        if bounds.grids[0] == 1 and all(dim is None for dim in dims):
+            return bounds  # the same for every example and batch
+        pairs = zip(bounds, dims, strict=True)
+        return type(bounds)(*(self.tensor(n, dim) if isinstance(n, Tensor) else n for n, dim in pairs))
 
     def _runs(
         self, offsets: Tensor, offsets_dim: int | None, runs: Tensor, runs_dim: int | None

@@ -18,9 +18,11 @@ from ..masks.ordinary import ordinary_tensors
 from ..masks.runs import FULL, Runs, merged, transposed
 from ..masks.tables import Extent
 from ..masks.trace import name_of
-from ..masks.window import ALL, BLOCK, Side, Window, runs_between, seen, visited
+from ..masks.window import seen
+from ..masks.window_schedule import BLOCK, runs_between
 from ..op.schedule import BlockRuns
 from ..op.tile_map import PIECE, TileMap
+from ..windows import ALL, Side, Window, visited
 from . import errors
 from .places import Places, Tiles, block_within
 

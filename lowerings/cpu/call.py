@@ -10,16 +10,18 @@ import sympy
 import torch
 from torch._inductor import ir
 
-from flex_inductor.masks.window import ALL, MOST, limits_of
+from flex_inductor.masks.window import MOST, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
+from flex_inductor.windows import ALL
 
+from ..bounds import CPP, ends
 from ..buffers import layout_of, realized
 from ..choice import choose
 from ..lanes import graph, mods
 from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
-from ..walks import Walk, walks
+from ..walks import Walk, walks, walks_in
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
@@ -62,6 +64,10 @@ def visited(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Wa
         tensors[name] = realized(tensor)
         return name
 
+    if problem.schedule == "bounds":
+        found = ends(call.inputs.schedule, "keys", CPP, "row", "M", "N")
+        numbers = {name: realized(tensor) for name, tensor in found.numbers.items()}
+        return walks_in(found._replace(numbers=numbers), "keys", masked), numbers
     visits = by_rows(call.inputs.schedule)
     return walks(problem.schedule, visits, "keys", masked, argument), tensors
 

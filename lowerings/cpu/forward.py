@@ -62,7 +62,9 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             packed_bytes=PACKED_BYTES,
             splits=splits_asked(problem),
             walks=walked,
-            heads_share_lists=all(lists[walk.counts].get_size()[1] == 1 for walk in walked),
+            heads_share_lists=all(
+                walk.form == "bounds" or lists[walk.counts].get_size()[1] == 1 for walk in walked
+            ),
         )
 
     layouts = [fixed_layout(fake) for fake in V.graph.current_node.meta["val"]]

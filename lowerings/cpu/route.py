@@ -14,7 +14,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class CpuRoute:
     name = "cpu"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
+    serves = frozenset(
+        ("score_captures", "mask_captures", "schedule", "bounds", "tile_map", "scattered", "partial")
+    )
 
     def available(self) -> tuple[bool, str]:
         from torch._inductor import config
@@ -45,8 +47,6 @@ class CpuRoute:
         if problem.dtype not in DTYPES:
             names = ", ".join(_name(dtype) for dtype in DTYPES)
             return False, f"no {_name(problem.dtype)}; {names} only"
-        if problem.schedule == "bounds":
-            return False, "does not read a schedule of bounds"
         if any(size == 0 for _, shape in (*problem.score_captures, *problem.mask_captures) for size in shape):
             return False, "a captured tensor has no elements to look up"
         usable, why = self.available()

@@ -15,8 +15,6 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
-from flex_inductor.op.schedule import by_columns, by_rows
-
 from ..buffers import layout_of, realized
 from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
@@ -30,7 +28,6 @@ from .kernel_builder import (
     one_kv_batch,
     tiles,
     unwritten,
-    visits,
     walked,
 )
 
@@ -137,7 +134,7 @@ def _dq(
     joint, placed = _joint(builder, found, sums)
     values = {
         **_values(builder, call, tensors, score_mod, mask_mod, joint),
-        "walks": builder.walks(visits(call, by_rows), "keys"),
+        "walks": builder.walks(call, "keys"),
         "wants": [] if d_query is None else ["d_query"],
         "d_query": None if d_query is None else builder.tensor("d_query", d_query, written=True),
         "sums": placed,
@@ -206,7 +203,7 @@ def _dkdv(
         else None,
         "sums": placed,
         **written,
-        "walks": builder.walks(visits(call, by_columns), "queries"),
+        "walks": builder.walks(call, "queries"),
         "wants": list(written),
         "heads": heads,
     }

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
-from flex_inductor.op.schedule import by_rows
-
 from ..choice import demanded
 from ..hints import splits_asked
 from ..lanes import Mods
@@ -24,7 +22,6 @@ from .kernel_builder import (
     shape_of,
     softmax_values,
     tiles,
-    visits,
     walked,
 )
 from .packed_heads import few, packed, queries_of
@@ -88,7 +85,7 @@ def lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, A
         for name, buffer in written.items()
     }
     values |= {
-        "walks": builder.walks(visits(call, by_rows), "keys"),
+        "walks": builder.walks(call, "keys", "0"),
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),

@@ -7,14 +7,12 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
-from flex_inductor.op.schedule import by_rows
-
 from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import decode, persistent
 from .configs import Config, axes_of
 from .kernel import KernelCall
-from .kernel_builder import Builder, softmax_values, tiles, unwritten, visits, walked
+from .kernel_builder import Builder, softmax_values, tiles, unwritten, walked
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -43,12 +41,11 @@ def _lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, 
     values["launch"] = launch = builder.launch(
         f"tl.cdiv({builder.size(queries)}, BLOCK_M)", problem.H, batches
     )
-    fields = visits(call, by_rows)
-    values["walks"] = builder.walks(fields, "keys")
+    values["walks"] = builder.walks(call, "keys")
     configs = builder.configs("forward")
     counted, before = "persistent" in axes_of(configs), None
     if counted:
-        more, before = persistent.values(builder, fields, values["walks"], configs)
+        more, before = persistent.values(builder, call, values["walks"], configs)
         values |= more
 
     def grid(config: Config) -> tuple[Any, ...]:

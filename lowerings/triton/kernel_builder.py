@@ -20,14 +20,15 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
-from flex_inductor.op.schedule import Visits
+from flex_inductor.op.schedule import Visits, by_columns, by_rows
 from flex_inductor.op.tile_map import BATCH, COUNT, HEAD, INDEX, PIECE, ROW, SEQUENCE, TileMap
 
+from ..bounds import TRITON, ends
 from ..buffers import layout_of, realized
 from ..choice import choose, demanded, problem_class
 from ..lanes import Mods
 from ..problem import AttentionProblem
-from ..walks import Walk, walks
+from ..walks import Walk, walks, walks_in
 from . import fallback_configs, search, timing
 from .configs import (
     COALESCED,
@@ -80,11 +81,6 @@ _LISTS = {
     form: dict(zip(Visits._fields, (counts, blocks, f"full_{counts}", f"full_{blocks}"), strict=True))
     for form, counts, blocks in (("lists", "counts", "indices"), ("runs", "offsets", "runs"))
 }
-
-
-def visits(call: Any, side: Callable[[Any], Visits]) -> Visits | None:
-    """What one side of the call's schedule visits; None where that is everything."""
-    return None if call.inputs.schedule is None else side(call.inputs.schedule)
 
 
 class Inline(NamedTuple):
@@ -236,16 +232,20 @@ class Builder:
             for n in names
         ]
 
-    def walks(self, visits: Visits | None, side: str) -> list[Walk]:
-        """Passes over what a schedule visits: partial blocks, and full ones if there are."""
-        form = self.problem.schedule
+    def walks(self, call: Any, side: str, line: str = "line") -> list[Walk]:
+        """Passes over what the call's schedule visits: partial blocks, and full ones if there are."""
+        p, schedule = self.problem, call.inputs.schedule
+        form, masked = p.schedule, self.mods.mask is not None
+        if form == "bounds":
+            found = ends(schedule, side, TRITON, line, self.size(p.M), self.size(p.N))
+            numbers = {name: self.tensor(name, realized(number)) for name, number in found.numbers.items()}
+            return walks_in(found._replace(numbers=numbers), side, masked)
+        visits = None if schedule is None else by_rows(schedule) if side == "keys" else by_columns(schedule)
 
         def argument(field: str, tensor: Any) -> Tensor:
             return self.tensor(_LISTS[form][field], realized(tensor))
 
-        return walks(
-            form, visits, side, self.mods.mask is not None, argument, mapped=self.tile_map is not None
-        )
+        return walks(form, visits, side, masked, argument, mapped=self.tile_map is not None)
 
     def common(self) -> dict[str, Any]:
         """What every template is given."""

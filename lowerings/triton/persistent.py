@@ -10,7 +10,7 @@ import torch
 from torch._inductor.lowering import broadcast_symbolic_shapes, lowerings
 from torch._inductor.virtualized import V
 
-from flex_inductor.op.schedule import Visits
+from flex_inductor.op.schedule import by_rows
 
 from ..buffers import realized
 from ..choice import size_hint
@@ -33,26 +33,28 @@ def instances(problem: AttentionProblem) -> int:
 
 
 def values(
-    builder: Builder, fields: Visits | None, walks: Sequence[Walk], configs: Sequence[Config]
+    builder: Builder, call: Any, walks: Sequence[Walk], configs: Sequence[Config]
 ) -> tuple[dict[str, Any], Before | None]:
-    """What the template is given besides, and what is called before the kernel; `walks` are over `fields`.
+    """What the template is given besides, and what is called before the kernel; `walks` are the call's.
 
+    Rows of a table are sorted by what they visit. Without one the last rows come first, as they do without a counter.
     Of several configs the fastest is only known at the call, and may have no persistent instances: there `Before` sorts
     the rows. C++ wrappers cannot make that call, so rows are sorted in the graph.
     """
     problem, form, order, before = builder.problem, builder.problem.schedule, None, None
+    fields = by_rows(call.inputs.schedule) if form in ("lists", "runs") else None
     if len(configs) == 1 or V.graph.cpp_wrapper:
         taken = zeros([1], torch.int32, problem)
         if fields is not None:
             order = realized(_heaviest_first(form, fields, _lowered))
     else:
         taken = empty([1], None, torch.int32, problem.device)
+        names = ["taken"]
         if fields is not None:
             order = empty(_rows(form, fields), None, torch.int32, problem.device)
-        visited = [
-            tensor.name for walk in walks for tensor in (walk.counts, walk.blocks) if tensor is not None
-        ]
-        before = Before(fill_if_used, form, ["taken", *(["order", *visited] if fields is not None else [])])
+            tables = [tensor for walk in walks for tensor in (walk.counts, walk.blocks) if tensor is not None]
+            names += ["order", *(tensor.name for tensor in tables)]
+        before = Before(fill_if_used, form, names)
     builder.tensor("taken", taken, written=True)
     found = {
         "B": builder.size(problem.B),

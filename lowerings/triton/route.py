@@ -13,7 +13,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
+    serves = frozenset(
+        ("score_captures", "mask_captures", "schedule", "bounds", "tile_map", "scattered", "partial")
+    )
 
     def available(self) -> tuple[bool, str]:
         if torch.cuda.is_available():
@@ -60,8 +62,6 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return "an empty tensor"
     if not all(getattr(size, "is_number", True) for size in (problem.H, problem.K, problem.D, problem.V)):
         return "a number of heads or a head dim that changes from call to call"
-    if problem.schedule == "bounds":
-        return "a schedule of bounds"
     if (
         problem.blocks is not None
         and any(block % 16 for block in (problem.blocks[:1] if problem.scattered else problem.blocks))

@@ -10,10 +10,12 @@ from flex_inductor import RunSchedule, create_block_mask
 from flex_inductor.masks.refine import tile_runs
 from flex_inductor.masks.tables import Extent
 from flex_inductor.masks.trace import trace_mask
-from flex_inductor.masks.window import Window, limits_of, schedule_of
+from flex_inductor.masks.window import limits_of
+from flex_inductor.masks.window_schedule import schedule_of
 from flex_inductor.mod_ir.arguments import MASK_LANES
 from flex_inductor.mod_ir.split import split
 from flex_inductor.mod_ir.trace import trace_value
+from flex_inductor.windows import Window
 
 GAPS = [Window(3, -5), Window(math.inf, -150, 200), Window(-3, math.inf, 7)]
 LENGTHS = ((1, 700), (300, 300), (513, 100), (128, 256), (5, 1))

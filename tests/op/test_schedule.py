@@ -1,17 +1,14 @@
 """Both forms of a schedule, read band by band, against the grid of blocks they stand for."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flex_inductor.errors import FlexNotImplementedError, FlexRuntimeError
 from flex_inductor.masks.lists import lists_from_runs
 from flex_inductor.masks.runs import from_grid
 from flex_inductor.masks.schedule import RunSchedule, schedule_parts
 from flex_inductor.masks.tables import Extent
-from flex_inductor.op import Inputs, attention
-from flex_inductor.op.schedule import BlockLists, RowBounds
+from flex_inductor.op.schedule import BlockLists
 
 
 @st.composite
@@ -71,28 +68,3 @@ def test_runs_are_counted_per_batch_and_head():
     assert found.kv_offsets.tolist() == [[[0, 0, 1]], [[1, 1, 1]]] and found.kv_runs.tolist() == [[0, 2]]
     assert found.full_kv_offsets.tolist() == [[[0, 1, 1]], [[1, 2, 2]]]
     assert found.full_kv_runs.tolist() == [[1, 2], [0, 1]]
-
-
-BOUNDS = RowBounds(16, 16, "", (torch.zeros(1),))
-
-
-def test_bounds_are_refused_eagerly():
-    q = torch.randn(1, 2, 32, 8)
-    text = r"^the call has a schedule of bounds, which flex_inductor does not serve here\. Call it without\.$"
-    with pytest.raises(FlexNotImplementedError, match=text):
-        attention(q, q, q, None, None, 1.0, Inputs(schedule=BOUNDS))
-
-
-def test_bounds_are_refused_by_every_route():
-    """The form is in the graph, so that a route may serve it."""
-    q = torch.randn(1, 2, 32, 8)
-
-    @torch.compile(backend="flex_inductor", fullgraph=True)
-    def attend(q):
-        return attention(q, q, q, None, None, 1.0, Inputs(schedule=BOUNDS))[0]
-
-    torch._dynamo.reset()
-    with pytest.raises(FlexRuntimeError, match=r"no route can serve this call") as raised:
-        attend(q)
-    assert "rejected: cpu: does not read a schedule of bounds" in str(raised.value)
-    assert "rejected: chunked: does not read a schedule of bounds" in str(raised.value)

@@ -11,10 +11,12 @@ from torch import Tensor, fx
 
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.schedule import TENSORS
+from flex_inductor.masks.tables import Extent
+from flex_inductor.masks.window_schedule import WindowSchedule
 from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
-from flex_inductor.op.schedule import grid_of
+from flex_inductor.op.schedule import RowBounds, grid_of
 
 from .lines import mod_lines
 
@@ -133,6 +135,10 @@ def _mask(
     if call.inputs.tile_map is not None:  # tiles as they are visited, wherever they lie
         rows, columns = grid_of(schedule)
         lengths = (rows * blocks[0], columns * blocks[1])
+    if isinstance(schedule, RowBounds):
+        bounds = schedule.with_numbers(lambda n: n if n is None or isinstance(n, Tensor) else _number(n))
+        extent = Extent(bounds.grids[0], 1, lengths, blocks)
+        return WindowSchedule(bounds, extent, values.query.device, mask_mod)
     tensors: Any = schedule[2:]
     if schedule.form == "runs":
         batch, heads = tensors[0].shape[:2]

@@ -1,0 +1,109 @@
+"""Schedules of windows: bounds, and the runs that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..op.schedule import RowBounds
+from ..windows import ON_TENSORS, Window
+from .ordinary import ordinary_tensors
+from .runs import FULL, PARTIAL, Runs, merged
+from .schedule import TENSORS, RunSchedule
+from .tables import Extent
+
+BLOCK = 128
+
+
+def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> RowBounds:
+    left, right = (None if isinstance(end, float) else end for end in (window.left, window.right))
+    return RowBounds(*block, left, right, window.chunk, shift)
+
+
+class WindowSchedule(RunSchedule):
+    """A RunSchedule whose runs are made where they are asked for: kernels follow its bounds instead."""
+
+    bounds: RowBounds
+    _device: torch.device
+
+    def __init__(
+        self, bounds: RowBounds, extent: Extent, device: torch.device, mask_mod: Callable[..., Tensor]
+    ):
+        give = object.__setattr__  # instances are frozen
+        give(self, "bounds", bounds)
+        give(self, "batch", extent.batch)
+        give(self, "heads", extent.heads)
+        give(self, "seq_lengths", extent.lengths)
+        give(self, "BLOCK_SIZE", extent.block)
+        give(self, "_device", device)
+        give(self, "mask_mod", mask_mod)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def visits(self) -> RowBounds:
+        return self.bounds
+
+    @ordinary_tensors
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in TENSORS:
+            raise AttributeError(name)
+        runs = runs_in_window(self.bounds, self.extent, self.device)
+        made = RunSchedule.from_runs(runs, self.bounds.grids, self.extent, self.mask_mod)
+        for name_of_tensor, tensor in zip(TENSORS, made.tensors, strict=True):
+            object.__setattr__(self, name_of_tensor, tensor)
+        return getattr(made, name)
+
+    def to(self, device: torch.device | str) -> WindowSchedule:
+        return WindowSchedule(self.bounds, self.extent, torch.empty((), device=device).device, self.mask_mod)
+
+
+def runs_between(ends: list[Tensor], first: Tensor | int = 0) -> tuple[Tensor, Tensor]:
+    """Offsets [1, 1, lines + 1] and runs, of which each line has those between two `ends`, counted from `first`."""
+    lines, each = ends[0].numel(), len(ends) // 2
+    if isinstance(first, Tensor):
+        first = first[:, None]
+    runs = (torch.stack(ends, 1) + first).to(torch.int32).view(lines * each, 2)
+    offsets = torch.arange(0, (lines + 1) * each, each, dtype=torch.int32, device=runs.device)
+    return offsets[None, None], runs
+
+
+def runs_in_window(bounds: RowBounds, extent: Extent, device: torch.device) -> Runs:
+    """As tile_runs finds them, from the positions of tiles alone."""
+    rows, columns = extent.tiles
+    shape = (bounds.grids[0], rows)
+    of_batches = bounds.with_numbers(lambda n: n[:, None] if isinstance(n, Tensor) else n)
+    found = []
+    ends_of_kinds = of_batches.row(torch.arange(rows, device=device), *extent.lengths, ON_TENSORS)
+    for kind, ends in zip((PARTIAL, FULL), ends_of_kinds, strict=True):
+        places = [end.expand(shape).flatten() for end in ends]
+        for start, stop in zip(places[::2], places[1::2], strict=True):
+            line = (start < stop).nonzero().squeeze(-1)
+            found.append((line, start[line], stop[line], torch.full_like(line, kind, dtype=torch.int8)))
+    return merged(shape[0] * rows, columns, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -> WindowSchedule:
+    """Of a call whose last query stands at the last key."""
+    extent = Extent(1, 1, (queries, keys), (BLOCK, BLOCK))
+    bounds = bounds_of(window, extent.block, None)
+    return WindowSchedule(bounds, extent, device, window.mask_mod(keys - queries))
+
+
+def _flatten(schedule: WindowSchedule) -> tuple[list[Tensor], Any]:
+    return [], (schedule.bounds, schedule.extent, schedule.device, schedule.mask_mod)
+
+
+def _unflatten(_tensors: Any, context: Any) -> WindowSchedule:
+    return WindowSchedule(*context)
+
+
+pytree.register_pytree_node(
+    WindowSchedule, _flatten, _unflatten, serialized_type_name="flex_inductor.WindowSchedule"
+)

@@ -1,0 +1,175 @@
+"""Windows: what a query sees is one range of keys around its own position.
+
+What tiles of a window visit are expressions of where they lie, the same ones for numbers, for tensors of many tiles and
+for the text of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arithmetic(Protocol):
+    """What expressions need beside operators. Divided is only what is not negative."""
+
+    def least(self, x: Any, y: Any) -> Any: ...
+
+    def most(self, x: Any, y: Any) -> Any: ...
+
+    def either(self, condition: Any, x: Any, y: Any) -> Any: ...
+
+    def named(self, name: str, value: Any) -> Any:
+        """`value`, which a reader knows by that name."""
+        ...
+
+
+class OnTensors:
+    """Tensors, beside which there may be numbers."""
+
+    def least(self, x: Any, y: Any) -> Any:
+        both = isinstance(x, Tensor) and isinstance(y, Tensor)
+        return torch.minimum(x, y) if both else torch.where(x < y, x, y)
+
+    def most(self, x: Any, y: Any) -> Any:
+        # Not by clamp: at the larger of 0 and a place in a range torch 2.13's Inductor fails.
+        both = isinstance(x, Tensor) and isinstance(y, Tensor)
+        return torch.maximum(x, y) if both else torch.where(x > y, x, y)
+
+    def either(self, condition: Any, x: Any, y: Any) -> Any:
+        return torch.where(condition, x, y)
+
+    def named(self, name: str, value: Any) -> Any:
+        return value
+
+
+class OnNumbers:
+    def least(self, x: int, y: int) -> int:
+        return min(x, y)
+
+    def most(self, x: int, y: int) -> int:
+        return max(x, y)
+
+    def either(self, condition: bool, x: int, y: int) -> int:
+        return x if condition else y
+
+    def named(self, name: str, value: int) -> int:
+        return value
+
+
+class Window(NamedTuple):
+    """A query at position q sees the keys from q - left to q + right that are in its own chunk of positions.
+
+    Its numbers are whatever expressions are made of; only what has no end is a float.
+    """
+
+    left: Any = math.inf
+    right: Any = math.inf
+    chunk: Any = 0  # how many positions a chunk has; 0 where there are none
+
+    def within(self, other: Window) -> Window | None:
+        """What both see, if that is a window."""
+        chunks = sorted(chunk for chunk in (self.chunk, other.chunk) if chunk)
+        if chunks and chunks[-1] % chunks[0]:
+            return None
+        return Window(min(self.left, other.left), min(self.right, other.right), chunks[0] if chunks else 0)
+
+    def mask_mod(self, shift: Any = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The window as a mask, whose queries stand `shift` further on than they are counted."""
+
+        def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            seen = None
+            if self.left < math.inf:
+                seen = kv_idx >= q_idx + (shift - int(self.left))
+            if self.right < math.inf:
+                to_the_right = kv_idx <= q_idx + (shift + int(self.right))
+                seen = to_the_right if seen is None else seen & to_the_right
+            if self.chunk:
+                own = (q_idx + shift) // self.chunk == kv_idx // self.chunk
+                seen = own if seen is None else seen & own
+            return q_idx == q_idx if seen is None else seen
+
+        return window
+
+    @property
+    def has_chunks(self) -> bool:
+        return not isinstance(self.chunk, int) or self.chunk > 0
+
+    @property
+    def has_no_gaps(self) -> bool:
+        """Whether neighbours see ranges that touch, so that what a tile sees is one range too."""
+        return min(self.left, self.right) >= 0 if self.chunk else self.left + self.right >= 0
+
+    def turned(self) -> Window:
+        """What a key is seen by."""
+        return Window(self.right, self.left, self.chunk)
+
+    def begin(self, position: Any, origin: Any, on: Arithmetic) -> Any:
+        """The first that is seen from `position`; None for the first of all. Both count from `origin` on."""
+        found = None if isinstance(self.left, float) else position - self.left
+        if self.has_chunks:
+            own = _chunk(position, self.chunk, origin)
+            found = own if found is None else on.most(found, own)
+        return None if found is None else on.most(found, 0)
+
+    def end(self, position: Any, origin: Any, last: Any, on: Arithmetic) -> Any:
+        """Behind the last that is seen, at most `last`."""
+        found = None if isinstance(self.right, float) else position + self.right + 1
+        if self.has_chunks:
+            own = _chunk(position, self.chunk, origin) + self.chunk
+            found = own if found is None else on.least(found, own)
+        return last if found is None else on.least(on.most(found, 0), last)
+
+
+def _chunk(position: Any, size: int, origin: Any) -> Any:
+    """Where the chunk of a position begins, which may be negative."""
+    return position - (position + origin) % size
+
+
+ALL = Window()
+
+
+class Side(NamedTuple):
+    """A tile of one side, or many as tensors: what it sees of the other side, in tiles of `others_block`."""
+
+    block: int
+    least: Any  # the position of its first token, as the other side counts
+    tokens: Any  # how many it has
+    others_block: int
+    last: Any  # how many the other side has
+    origin: Any = 0  # the position from which the other side counts
+    pieces: int = 1  # full runs have multiples of so many tiles
+
+
+ON_TENSORS, ON_NUMBERS = OnTensors(), OnNumbers()
+
+
+def visited(window: Window, side: Side, on: Arithmetic = ON_TENSORS) -> tuple[list[Any], list[Any]]:
+    """Where runs of partial tiles begin and end, in turn, and runs of full ones. Some are empty.
+
+    A tile is full if its tokens all see all of the other's, and both have as many as a tile can. Of a window with gaps
+    there may be partial tiles of which nothing is seen.
+    """
+    block, least, tokens, others, last, origin, pieces = side
+    whole = others * pieces
+    least, tokens = on.named("least", least), on.named("tokens", tokens)
+    most = on.named("most", least + tokens - 1)
+    end = on.named("end", window.end(most, origin, last, on))
+    stop = on.either(tokens > 0, (end + (others - 1)) // others, 0)
+    full_stop = on.either(tokens == block, window.end(least, origin, last, on) // whole * pieces, 0)
+    begin = window.begin(least, origin, on)
+    if begin is None:
+        stop, full_stop = on.named("stop", stop), on.named("full_stop", full_stop)
+        return [full_stop, stop], [stop * 0, full_stop]
+    begin = on.named("begin", on.least(begin, last))
+    start = on.named("start", begin // others)
+    stop = on.named("stop", on.most(on.either(begin < end, stop, 0), start))
+    all_see = window.begin(most, origin, on)
+    full_start = on.least(on.most((all_see + (whole - 1)) // whole * pieces, start), stop)
+    full_start = on.named("full_start", full_start)
+    full_stop = on.named("full_stop", on.most(full_stop, full_start))
+    return [start, full_start, full_stop, stop], [full_start, full_stop]

@@ -1,0 +1,192 @@
+"""What lines of blocks visit under bounds, against the blocks of the dense mask; and kernels that follow them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flex_inductor import create_block_mask, decisions
+from flex_inductor.lowerings.bounds import CPP, TRITON, ends
+from flex_inductor.masks.window_schedule import bounds_of
+from flex_inductor.op import Inputs, attention
+from flex_inductor.op.schedule import RowBounds, placed
+from flex_inductor.options import call_options
+from flex_inductor.windows import ON_NUMBERS, Window
+from tests.support import Sizes, dense_of, judge
+
+WINDOWS = [
+    *(Window(*w) for w in itertools.product((math.inf, 5, 20), (math.inf, 0, 15), (0, 7, 16, 20))),
+    *(Window(-3), Window(20, -5), Window(math.inf, -1), Window(-5, 13)),
+]
+GAPS = [Window(3, -5), Window(math.inf, -15, 20), Window(-3, math.inf, 7)]
+LENGTHS = ((1, 70), (30, 30), (51, 10), (16, 32), (5, 1), (33, 64))
+BLOCKS = ((16, 16), (16, 8))
+
+
+def blocks_of(window: Window, queries: int, keys: int, shift: int, block: tuple[int, int]) -> Tensor:
+    """The kind of each block: 0 for one of which nothing is seen, 2 for one that is seen whole."""
+    lanes = torch.arange(queries)[:, None], torch.arange(keys)
+    live = window.mask_mod(shift)(None, None, *lanes).expand(queries, keys)
+    rows, columns = (-(-n // size) for n, size in zip((queries, keys), block, strict=True))
+    padded = torch.zeros(rows * block[0], columns * block[1], dtype=torch.bool)
+    padded[:queries, :keys] = live
+    tiles = padded.unflatten(1, (columns, block[1])).unflatten(0, (rows, block[0])).transpose(1, 2).flatten(2)
+    return tiles.any(-1).long() + tiles.all(-1).long()
+
+
+def kinds_in(found: tuple[list[int], list[int]], blocks: int) -> Tensor:
+    """The same of a line, from where its runs begin and end."""
+    kinds = torch.zeros(blocks, dtype=torch.long)
+    for kind, places in enumerate(found, 1):
+        assert places == sorted(places) and len(places) % 2 == 0 and places[0] >= 0
+        for start, stop in zip(places[::2], places[1::2], strict=True):
+            assert stop <= blocks and not kinds[start:stop].any()
+            kinds[start:stop] = kind
+    return kinds
+
+
+@pytest.mark.parametrize("queries, keys", LENGTHS)
+def test_lines_visit_the_blocks_of_the_mask(queries, keys):
+    for window, at_end, block in itertools.product((*WINDOWS, *GAPS), (False, True), BLOCKS):
+        shift = keys - queries if at_end else 0
+        bounds = bounds_of(window, block, None if at_end else 0)
+        kinds = blocks_of(window, queries, keys, shift, block)
+        for line_of, lines in ((bounds.row, kinds), (bounds.column, kinds.T)):
+            for i, expected in enumerate(lines):
+                found = kinds_in(line_of(i, queries, keys, ON_NUMBERS), len(expected))
+                more = torch.where(expected == 0, 1, expected) if window in GAPS else expected
+                assert ((found == expected) | (found == more)).all(), (window, at_end, block, i)
+
+
+class tl:
+    """Triton's operations on numbers, as machines divide."""
+
+    minimum, maximum = min, max
+
+    @staticmethod
+    def where(condition, x, y):
+        return x if condition else y
+
+
+class Machine(int):
+    """Divides towards 0, as machines do."""
+
+    def __floordiv__(self, other):
+        assert self >= 0, "kernels divide only what is not negative"
+        return Machine(int(self) // int(other))
+
+    def __mod__(self, other):
+        return Machine(math.fmod(self, other))
+
+    def __and__(self, other):
+        return Machine(int(self) & int(other))
+
+    def __add__(self, other):
+        return Machine(int(self) + int(other))
+
+    def __sub__(self, other):
+        return Machine(int(self) - int(other))
+
+    def __mul__(self, other):
+        return Machine(int(self) * int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __rsub__(self, other):
+        return Machine(int(other) - int(self))
+
+
+def test_kernels_say_the_same():
+    """In Triton's words, with sizes as numbers and as names, and the window's numbers in either way."""
+    for window, (queries, keys), side in itertools.product(WINDOWS, LENGTHS, ("keys", "queries")):
+        bounds = bounds_of(window, (16, 8), None)
+        tensors = {n: torch.empty(1) for n in ("left", "right", "chunk") if getattr(bounds, n)}
+        of_numbers = bounds.row if side == "keys" else bounds.column
+        sizes = {"M": Machine(queries), "N": Machine(keys)}
+        texts = [
+            ends(bounds, side, TRITON, "row", str(queries), str(keys)),
+            ends(bounds._replace(**tensors), side, TRITON, "row", "M", "N"),
+        ]
+        for text, row in itertools.product(texts, range(-(-(queries if side == "keys" else keys) // 16))):
+            known = {**sizes, "row": Machine(row), **{n: Machine(getattr(bounds, n)) for n in tensors}}
+            for name, value in text.lines:
+                known[name] = Machine(eval(value, {"tl": tl}, known))
+            found = tuple([eval(place, {}, known) for place in part] for part in text[2:])
+            assert found == of_numbers(row, queries, keys, ON_NUMBERS), (window, queries, keys, side, row)
+
+
+def test_text_is_short():
+    causal = ends(bounds_of(Window(right=0), (128, 128), None), "keys", CPP, "row", "M", "N")
+    assert causal.lines == [
+        ("least", "(row * 128) + (N - M)"),
+        ("tokens", "std::min<int64_t>(M - (row * 128), 128)"),
+        ("most", "(least + tokens) - 1"),
+        ("end", "std::min<int64_t>(std::max<int64_t>(most + 1, 0), N)"),
+        ("stop", "(tokens > 0 ? (end + 127) / 128 : 0)"),
+        ("full_stop", "(tokens == 128 ? std::min<int64_t>(std::max<int64_t>(least + 1, 0), N) / 128 : 0)"),
+    ]
+    assert causal[2:] == (["full_stop", "stop"], ["0", "full_stop"])
+
+
+def test_bands_by_batch():
+    bounds = RowBounds(16, 8, torch.tensor([5]), 3, 0, torch.tensor([0, 20, -7]))
+    query, key = torch.empty(3, 2, 40, 4), torch.empty(3, 2, 60, 4)
+    for b in (slice(0, 3), slice(1, 3)):
+        band = placed(bounds, query, key).band(b, slice(0, 2), slice(20, 40))
+        for i, shift in enumerate((0, 20, -7)[b]):
+            expected = blocks_of(Window(5, 3), 40, 60, shift, (16, 8))[1:]
+            assert torch.equal(band.visited[i, 0], expected > 0) and torch.equal(
+                band.full[i, 0], expected == 2
+            )
+
+
+def attend(query, key, value, numbers, block_mask):
+    """A call whose window is data. The mask is for whom computes what a dense call gives."""
+    left, right, chunk, shift = numbers
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        seen = (kv_idx >= q_idx + shift - left) & (kv_idx <= q_idx + shift + right)
+        return seen & ((q_idx + shift) // chunk == kv_idx // chunk)
+
+    bounds = RowBounds(16, 32, *(number.view(1) for number in numbers))
+    return attention(query, key, value, None, mask_mod, 0.25, Inputs(schedule=bounds), OPTIONS)
+
+
+OPTIONS = call_options(None, lse=True, max_scores=True)
+FAR = 1 << 20
+CASES = [
+    (Window(20, 0, FAR), 0, (70, 100)),
+    (Window(0, 9, FAR), -30, (130, 50)),
+    (Window(300, 15, FAR), 25, (90, 75)),
+    (Window(3, -5, FAR), 10, (40, 64)),
+    (Window(FAR, 0, 20), -40, (90, 50)),
+    (Window(40, FAR, 16), 30, (70, 100)),
+]
+
+
+def judged(attend, cases):
+    for window, shift, (queries, keys) in cases:
+        mask = create_block_mask(window.mask_mod(shift), None, None, queries, keys, "cpu", 16)
+        numbers = [torch.tensor(n, dtype=torch.int32) for n in (*window, shift)]
+        inputs = Sizes(1, 2, 2, queries, keys).inputs(torch.float32)
+        judge(attend, dense_of(None), inputs, numbers, mask)
+
+
+def test_eager():
+    judged(attend, CASES)
+
+
+@pytest.mark.parametrize("route", ["chunked", "cpu"])
+def test_compiled_once_for_all_windows(route):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend, backend="flex_inductor", fullgraph=True, dynamic=True, options={"route": route}
+    )
+    decisions(clear=True)
+    judged(compiled, CASES)
+    found = decisions(clear=True)
+    assert [(d.chosen, d.call.endswith("blocks 16x32 in bounds")) for d in found] == [(route, True)] * 2

@@ -70,9 +70,15 @@ class Window(NamedTuple):
     left: Any = math.inf
     right: Any = math.inf
     chunk: Any = 0  # how many positions a chunk has; 0 where there are none
+    prefix: Any = (
+        0  # how many of the first keys all see, where nothing is left of the window and there are no chunks
+    )
+    own_prefix: Any = 0  # the same of a window that is turned: how many of the first see all
 
     def within(self, other: Window) -> Window | None:
         """What both see, if that is a window."""
+        if self.prefix or other.prefix:
+            return self if other in (ALL, self) else other if self == ALL else None
         chunks = sorted(chunk for chunk in (self.chunk, other.chunk) if chunk)
         if chunks and chunks[-1] % chunks[0]:
             return None
@@ -91,13 +97,15 @@ class Window(NamedTuple):
             if self.chunk:
                 own = (q_idx + shift) // self.chunk == kv_idx // self.chunk
                 seen = own if seen is None else seen & own
+            if self.prefix:
+                seen = seen | (kv_idx < self.prefix)
             return q_idx == q_idx if seen is None else seen
 
         return window
 
     @property
     def has_chunks(self) -> bool:
-        return not isinstance(self.chunk, int) or self.chunk > 0
+        return not _none(self.chunk)
 
     @property
     def has_no_gaps(self) -> bool:
@@ -106,7 +114,7 @@ class Window(NamedTuple):
 
     def turned(self) -> Window:
         """What a key is seen by."""
-        return Window(self.right, self.left, self.chunk)
+        return Window(self.right, self.left, self.chunk, self.own_prefix, self.prefix)
 
     def begin(self, position: Any, origin: Any, on: Arithmetic) -> Any:
         """The first that is seen from `position`; None for the first of all. Both count from `origin` on."""
@@ -114,7 +122,10 @@ class Window(NamedTuple):
         if self.has_chunks:
             own = _chunk(position, self.chunk, origin)
             found = own if found is None else on.most(found, own)
-        return None if found is None else on.most(found, 0)
+        if found is None:
+            return None
+        found = on.most(found, 0)
+        return found if _none(self.own_prefix) else on.either(position + origin < self.own_prefix, 0, found)
 
     def end(self, position: Any, origin: Any, last: Any, on: Arithmetic) -> Any:
         """Behind the last that is seen, at most `last`."""
@@ -122,7 +133,13 @@ class Window(NamedTuple):
         if self.has_chunks:
             own = _chunk(position, self.chunk, origin) + self.chunk
             found = own if found is None else on.least(found, own)
-        return last if found is None else on.least(on.most(found, 0), last)
+        if found is None:
+            return last
+        return on.least(on.most(found, 0 if _none(self.prefix) else self.prefix), last)
+
+
+def _none(number: Any) -> bool:
+    return isinstance(number, int) and number == 0
 
 
 def _chunk(position: Any, size: int, origin: Any) -> Any:

@@ -124,7 +124,7 @@ def ends(bounds: RowBounds, side: str, language: Language, place: str, queries: 
         return int(text) if text.isdigit() else Term(text, language, text.isidentifier())
 
     fields = bounds._asdict()
-    numbers = {name: field for name, field in fields.items() if _is_tensor(field)}
+    numbers = {name: field for name, field in fields.items() if is_tensor(field)}
     known: list[Any] = [
         number(name) if name in numbers else None if field is None else int(field)
         for name, field in fields.items()
@@ -135,5 +135,5 @@ def ends(bounds: RowBounds, side: str, language: Language, place: str, queries: 
     return Ends(numbers, on.lines, [*map(str, partial)], [*map(str, full)])
 
 
-def _is_tensor(field: Any) -> bool:
+def is_tensor(field: Any) -> bool:
     return field is not None and not isinstance(field, (int, sympy.Integer))

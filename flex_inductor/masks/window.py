@@ -112,6 +112,8 @@ def _window(program: MaskProgram, at: object, at_most: bool = False) -> Window |
         if at_most and None in (left, right):
             return left or right
         return None if left is None or right is None else left.within(right)
+    if name in ("bitwise_or", "logical_or") and not at_most:
+        return _with_prefix(program, *step.args)
     if name == "eq":
         return _same_chunk(program, *step.args)
     if name not in _COMPARED or step.kwargs:
@@ -125,10 +127,35 @@ def _window(program: MaskProgram, at: object, at_most: bool = False) -> Window |
         number = _Sum(0, 0, bound.number - differ)
         sides = [_at_least_zero(number.plus(inner, times)) for times in (1, -1)]
         return None if None in sides else sides[0].within(sides[1])
-    sums = [_sum(program, side) for side in (left, right)]
-    if None in sums:
+    compared = _compared(program, step)
+    return None if compared is None else _at_least_zero(compared)
+
+
+def _compared(program: MaskProgram, step: Step) -> _Sum | None:
+    """What is at least 0 where the comparison holds."""
+    if _name(step.target) not in _COMPARED:
         return None
-    return _at_least_zero(sums[0].plus(sums[1], -1).times(sign).plus(_Sum(0, 0, -differ)))
+    sign, differ = _COMPARED[_name(step.target)]
+    left, right = (_sum(program, side) for side in step.args)
+    if left is None or right is None:
+        return None
+    return left.plus(right, -1).times(sign).plus(_Sum(0, 0, -differ))
+
+
+def _with_prefix(program: MaskProgram, *sides: object) -> Window | None:
+    """Of a window or the first keys, in either order."""
+    for window, other in ((_window(program, sides[0]), sides[1]), (_window(program, sides[1]), sides[0])):
+        if window is not None and window._replace(right=ALL.right) == ALL:
+            first = _first_keys(program, other)
+            return None if first is None else window._replace(prefix=max(first, 0))
+    return None
+
+
+def _first_keys(program: MaskProgram, at: object) -> int | None:
+    """How many keys a comparison with their index lets through."""
+    step = program.steps[at.step] if isinstance(at, Ref) else None
+    compared = None if step is None or step.kwargs else _compared(program, step)
+    return compared.number + 1 if compared is not None and compared[:2] == (0, -1) else None
 
 
 def _same_chunk(program: MaskProgram, *sides: object) -> Window | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..mod_ir.arguments import INDEX_DTYPE
 from ..op.schedule import RowBounds
 from ..windows import ON_TENSORS, Window
 from .ordinary import ordinary_tensors
@@ -21,7 +22,7 @@ BLOCK = 128
 
 def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> RowBounds:
     left, right = (None if isinstance(end, float) else end for end in (window.left, window.right))
-    return RowBounds(*block, left, right, window.chunk, shift)
+    return RowBounds(*block, left, right, window.chunk, shift, window.prefix)
 
 
 class WindowSchedule(RunSchedule):
@@ -93,7 +94,11 @@ def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -
     """Of a call whose last query stands at the last key."""
     extent = Extent(1, 1, (queries, keys), (BLOCK, BLOCK))
     bounds = bounds_of(window, extent.block, None)
-    return WindowSchedule(bounds, extent, device, window.mask_mod(keys - queries))
+    shift: Any = keys - queries
+    if not torch.compiler.is_dynamo_compiling() and shift:
+        # As data: what is traced and compiled of an eager call then serves other lengths too.
+        shift = torch.full((), shift, dtype=INDEX_DTYPE, device=device)
+    return WindowSchedule(bounds, extent, device, window.mask_mod(shift))
 
 
 def _flatten(schedule: WindowSchedule) -> tuple[list[Tensor], Any]:

@@ -123,7 +123,7 @@ Number: TypeAlias = int | Tensor
 class RowBounds(NamedTuple):
     """Instead of tables what they follow from: the numbers of a window, whatever the lengths.
 
-    A number that changes from call to call is an int32 tensor [B or 1].
+    A mask_mod beside it lets nothing else through. A number that changes from call to call is an int32 tensor [B or 1].
     """
 
     q_block: int
@@ -132,6 +132,7 @@ class RowBounds(NamedTuple):
     right: Number | None
     chunk: Number  # 0 for none
     shift: Number | None  # of queries against keys; None where the last query stands at the last key
+    prefix: Number = 0  # how many of the first keys all queries see
 
     @property
     def form(self) -> str:
@@ -148,7 +149,7 @@ class RowBounds(NamedTuple):
     @property
     def window(self) -> Window:
         left, right = (math.inf if end is None else end for end in (self.left, self.right))
-        return Window(left, right, self.chunk)
+        return Window(left, right, self.chunk, self.prefix)
 
     def with_numbers(self, changed: Callable[[Any], Any]) -> RowBounds:
         """With what `changed` makes of each number of the window."""

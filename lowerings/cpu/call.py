@@ -15,7 +15,7 @@ from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op.schedule import by_rows
 from flex_inductor.windows import ALL
 
-from ..bounds import CPP, ends
+from ..bounds import CPP, ends, is_tensor
 from ..buffers import layout_of, realized
 from ..choice import choose
 from ..lanes import graph, mods
@@ -108,7 +108,7 @@ def rendered(
         scale=f"{float(call.scale)!r}f",
         schedule=problem.schedule,
         masked=call.mask_mod is not None,
-        limits=_limits(problem),
+        limits=_limits(problem, call.inputs.schedule),
         blocks=problem.blocks,
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={name: lanes.code(body, kernel) for name, body in bodies.items()},
@@ -120,8 +120,14 @@ def rendered(
     )
 
 
-def _limits(problem: AttentionProblem) -> dict[str, int | None]:
-    """How far before and behind itself a query may see; None for any distance."""
+def _limits(problem: AttentionProblem, schedule: Any) -> dict[str, Any]:
+    """How far before and behind its index a query may see; None for any distance."""
+    if problem.schedule == "bounds" and schedule.shift is None:
+        left, right = schedule.left, schedule.right
+        return {
+            "left": None if left is None or is_tensor(left) else f"({left} - (N - M))",
+            "right": None if right is None or is_tensor(right) or schedule.prefix else f"({right} + N - M)",
+        }
     mask = problem.programs.mask
     found = ALL if mask is None else limits_of(graph(mask.lane))
     ends = {"left": found.left, "right": found.right}

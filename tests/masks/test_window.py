@@ -23,6 +23,7 @@ WINDOWS = [
     Window(left, right, chunk)
     for left, right, chunk in itertools.product((math.inf, 5, 200), (math.inf, 0, 150), (0, 7, 200))
 ]
+WINDOWS += [Window(right=0, prefix=150), Window(right=-5, prefix=128), Window(right=150, prefix=3)]
 WINDOWS += [Window(-3, math.inf), Window(200, -5), Window(math.inf, -1), Window(-5, 130)]
 
 

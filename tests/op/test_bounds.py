@@ -21,6 +21,7 @@ from tests.support import Sizes, dense_of, judge
 WINDOWS = [
     *(Window(*w) for w in itertools.product((math.inf, 5, 20), (math.inf, 0, 15), (0, 7, 16, 20))),
     *(Window(-3), Window(20, -5), Window(math.inf, -1), Window(-5, 13)),
+    *(Window(right=right, prefix=prefix) for right in (0, -7, 9) for prefix in (1, 16, 21, 500)),
 ]
 GAPS = [Window(3, -5), Window(math.inf, -15, 20), Window(-3, math.inf, 7)]
 LENGTHS = ((1, 70), (30, 30), (51, 10), (16, 32), (5, 1), (33, 64))
@@ -104,7 +105,7 @@ def test_kernels_say_the_same():
     """In Triton's words, with sizes as numbers and as names, and the window's numbers in either way."""
     for window, (queries, keys), side in itertools.product(WINDOWS, LENGTHS, ("keys", "queries")):
         bounds = bounds_of(window, (16, 8), None)
-        tensors = {n: torch.empty(1) for n in ("left", "right", "chunk") if getattr(bounds, n)}
+        tensors = {n: torch.empty(1) for n in ("left", "right", "chunk", "prefix") if getattr(bounds, n)}
         of_numbers = bounds.row if side == "keys" else bounds.column
         sizes = {"M": Machine(queries), "N": Machine(keys)}
         texts = [
@@ -146,11 +147,11 @@ def test_bands_by_batch():
 
 def attend(query, key, value, numbers, block_mask):
     """A call whose window is data. The mask is for whom computes what a dense call gives."""
-    left, right, chunk, shift = numbers
+    left, right, chunk, shift, prefix = numbers
 
     def mask_mod(b, h, q_idx, kv_idx):
         seen = (kv_idx >= q_idx + shift - left) & (kv_idx <= q_idx + shift + right)
-        return seen & ((q_idx + shift) // chunk == kv_idx // chunk)
+        return (seen & ((q_idx + shift) // chunk == kv_idx // chunk)) | (kv_idx < prefix)
 
     bounds = RowBounds(16, 32, *(number.view(1) for number in numbers))
     return attention(query, key, value, None, mask_mod, 0.25, Inputs(schedule=bounds), OPTIONS)
@@ -165,13 +166,14 @@ CASES = [
     (Window(3, -5, FAR), 10, (40, 64)),
     (Window(FAR, 0, 20), -40, (90, 50)),
     (Window(40, FAR, 16), 30, (70, 100)),
+    (Window(FAR, 0, FAR, 45), -20, (70, 100)),
 ]
 
 
 def judged(attend, cases):
     for window, shift, (queries, keys) in cases:
         mask = create_block_mask(window.mask_mod(shift), None, None, queries, keys, "cpu", 16)
-        numbers = [torch.tensor(n, dtype=torch.int32) for n in (*window, shift)]
+        numbers = [torch.tensor(n, dtype=torch.int32) for n in (*window[:3], shift, window.prefix)]
         inputs = Sizes(1, 2, 2, queries, keys).inputs(torch.float32)
         judge(attend, dense_of(None), inputs, numbers, mask)
 

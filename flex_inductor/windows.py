@@ -82,7 +82,8 @@ class Window(NamedTuple):
         chunks = sorted(chunk for chunk in (self.chunk, other.chunk) if chunk)
         if chunks and chunks[-1] % chunks[0]:
             return None
-        return Window(min(self.left, other.left), min(self.right, other.right), chunks[0] if chunks else 0)
+        left, right = _nearer(self.left, other.left), _nearer(self.right, other.right)
+        return None if None in (left, right) else Window(left, right, chunks[0] if chunks else 0)
 
     def mask_mod(self, shift: Any = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The window as a mask, whose queries stand `shift` further on than they are counted."""
@@ -135,7 +136,15 @@ class Window(NamedTuple):
             found = own if found is None else on.least(found, own)
         if found is None:
             return last
-        return on.least(on.most(found, 0 if _none(self.prefix) else self.prefix), last)
+        found = on.most(found, 0)
+        return on.least(found if _none(self.prefix) else on.most(found, self.prefix), last)
+
+
+def _nearer(x: Any, y: Any) -> Any:
+    """The lesser of two distances; None where that is not known."""
+    if isinstance(x, float) or isinstance(y, float):
+        return y if isinstance(x, float) else x
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else None
 
 
 def _none(number: Any) -> bool:

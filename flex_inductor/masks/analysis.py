@@ -27,8 +27,10 @@ def analysed(
     `unstated` names those of b and h for which no size was given: the mask must not read them.
     """
     known = known or seen(mask_mod, torch.empty(0, device=device))
-    if known.is_plain_window:
-        return runs_in_window(bounds_of(known.window, extent.block, 0), extent, device), (1, 1)
+    window = known.window_now(None if "b" in unstated else extent.batch)
+    if window is not None:
+        bounds = bounds_of(window, extent.block, 0)
+        return runs_in_window(bounds, extent, device), bounds.grids
     program = known.program
     program = program or trace_mask(mask_mod, device)
     if read := [name for name in unstated if name in program.reads]:

@@ -92,8 +92,9 @@ def _compact(
             "depends on them. Make the schedule outside the mode, or use compact=False."
         )
     known = seen(mask_mod, torch.empty(0, device=device))
-    if known.is_plain_window and separate_full_blocks:
-        bounds = bounds_of(known.window, extent.block, 0)
+    window = known.window_now(None if "b" in unstated else extent.batch)
+    if window is not None and separate_full_blocks:
+        bounds = bounds_of(window, extent.block, 0)
         return WindowSchedule(bounds, extent, device, mask_mod)
     runs, grids = analysed(mask_mod, extent, device, unstated, known)
     return RunSchedule.from_runs(

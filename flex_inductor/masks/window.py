@@ -6,7 +6,7 @@ Read off the steps of a traced mask_mod: comparisons of sums of q, kv and number
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,18 +19,44 @@ from .trace import INDEX_NAMES, MaskProgram, Ref, Step, name_of, trace_mask
 _SEEN = "seen"  # what is kept of a trace
 
 
+class Captured(NamedTuple):
+    """What a call finds in a captured tensor of integers, times 1 or -1, and a number."""
+
+    step: int  # which step of the trace the tensor is, and then its place among those that the function captures
+    by_batch: bool  # whether each batch has its entry, or all the one
+    factor: int
+    number: int
+
+    def read(self, captures: Sequence[Tensor], batch: int) -> Tensor:
+        """As int32 [B or 1]."""
+        tensor = captures[self.step]
+        entries = tensor[:batch] if self.by_batch else tensor.view(1)
+        return (entries.long() * self.factor + self.number).clamp(-MOST, MOST).to(torch.int32)
+
+
 class _Sum(NamedTuple):
-    """q * query + kv * key + number."""
+    """q * query + kv * key + number, and an entry of a captured tensor times a factor."""
 
     q: int
     kv: int
     number: int
+    factor: int = 0
+    entry: tuple[int, bool] | None = None  # the tensor's step, and whether it is read at b
 
     def times(self, factor: int) -> _Sum:
-        return _Sum(self.q * factor, self.kv * factor, self.number * factor)
+        return _Sum(self.q * factor, self.kv * factor, self.number * factor, self.factor * factor, self.entry)
 
-    def plus(self, other: _Sum, times: int = 1) -> _Sum:
-        return _Sum(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: _Sum, times: int = 1) -> _Sum | None:
+        entries = {part.entry for part in (self, other) if part.factor}
+        if len(entries) > 1:
+            return None
+        q, kv, number, factor = (a + times * b for a, b in zip(self[:4], other[:4], strict=True))
+        return _Sum(q, kv, number, factor, next(iter(entries), None))
+
+    @property
+    def distance(self) -> int | Captured:
+        """Without the indices."""
+        return Captured(*self.entry, self.factor, self.number) if self.entry and self.factor else self.number
 
 
 _OPERANDS = {"add": 2, "sub": 2, "neg": 1}
@@ -45,14 +71,29 @@ _COMPARED = {  # the sign by which left - right is at least 0, and what to take 
 
 
 class Seen(NamedTuple):
-    window: Window | None  # that the mask is
+    window: Window | None  # that the mask is, whatever is captured
     reads_heads: bool
     program: MaskProgram | None  # where the mask was traced
+    by_captures: Window | None = None  # the same with numbers that are Captured
+    captures: tuple[Tensor, ...] = ()
 
     @property
     def is_plain_window(self) -> bool:
         """Whether its tiles follow from their positions, to the last one."""
         return self.window is not None and self.window.has_no_gaps
+
+    def window_now(self, batch: int | None) -> Window | None:
+        """The window whose tiles follow from their positions and from what captured tensors hold now."""
+        if self.is_plain_window or self.by_captures is None:
+            return self.window if self.is_plain_window else None
+        used = [number for number in self.by_captures if isinstance(number, Captured)]
+        sizes = [self.captures[number.step].size(0) for number in used if number.by_batch]
+        if sizes and (batch is None or min(sizes) < batch):
+            return None  # which the analysis refuses
+        numbers = (
+            n.read(self.captures, batch or 1) if isinstance(n, Captured) else n for n in self.by_captures
+        )
+        return Window(*numbers)
 
 
 def seen(mask_mod: Callable, like: Tensor) -> Seen:
@@ -62,7 +103,7 @@ def seen(mask_mod: Callable, like: Tensor) -> Seen:
     """
     known = replayed(mask_mod, INDEX_NAMES, like)
     if known is not None:
-        return known.traces.graphs[_SEEN]
+        return known.traces.graphs[_SEEN]._replace(captures=known.captures)
     runs: list[Recording] = []
 
     @functools.wraps(mask_mod)
@@ -75,16 +116,44 @@ def seen(mask_mod: Callable, like: Tensor) -> Seen:
 
     recorded.__name__ = name_of(mask_mod)
     program = trace_mask(recorded, like.device)
-    found = Seen(window_of(program), "h" in program.reads, None)
+    captures = tuple(runs[0].captures) if len(runs) == 1 else ()
+    found = Seen(
+        window_of(program), "h" in program.reads, None, _window_by_captures(program, captures), captures
+    )
     traces = keep(runs[0], INDEX_NAMES, like) if len(runs) == 1 and is_alone(like) else None
     if traces is not None:
-        traces.graphs[_SEEN] = found
+        traces.graphs[_SEEN] = found._replace(captures=())
     return found._replace(program=program)
 
 
 def window_of(program: MaskProgram) -> Window | None:
     """The window that the mask is, or None."""
-    return _window(program, Ref(program.output))
+    window = _window(program, Ref(program.output))
+    return None if window is None or any(isinstance(n, Captured) for n in window) else window
+
+
+def _window_by_captures(program: MaskProgram, captures: Sequence[Tensor]) -> Window | None:
+    """The window that the mask is with numbers of captured tensors, where neighbours see ranges that touch."""
+    window = _window(program, Ref(program.output))
+    if window is None or window.chunk or not any(isinstance(n, Captured) for n in window):
+        return None
+    left, right = window.left, window.right
+    if isinstance(left, Captured) and isinstance(right, Captured):
+        apart = left._replace(factor=-left.factor, number=right.number) != right
+        if apart or left.number + right.number < 0:
+            return None
+    elif not isinstance(left, float) and not isinstance(right, float):
+        return None
+    places = {id(tensor): place for place, tensor in enumerate(captures)}
+    numbers = []
+    for number in window:
+        if isinstance(number, Captured):
+            place = places.get(id(program.steps[number.step].target))
+            if place is None:
+                return None
+            number = number._replace(step=place)
+        numbers.append(number)
+    return Window(*numbers)
 
 
 def limits_of(lane: fx.Graph) -> Window:
@@ -124,7 +193,7 @@ def _window(program: MaskProgram, at: object, at_most: bool = False) -> Window |
         bound = _sum(program, right)
         if bound is None or bound[:2] != (0, 0):
             return None
-        number = _Sum(0, 0, bound.number - differ)
+        number = bound.plus(_Sum(0, 0, -differ))
         sides = [_at_least_zero(number.plus(inner, times)) for times in (1, -1)]
         return None if None in sides else sides[0].within(sides[1])
     compared = _compared(program, step)
@@ -139,7 +208,8 @@ def _compared(program: MaskProgram, step: Step) -> _Sum | None:
     left, right = (_sum(program, side) for side in step.args)
     if left is None or right is None:
         return None
-    return left.plus(right, -1).times(sign).plus(_Sum(0, 0, -differ))
+    apart = left.plus(right, -1)
+    return None if apart is None else apart.times(sign).plus(_Sum(0, 0, -differ))
 
 
 def _with_prefix(program: MaskProgram, *sides: object) -> Window | None:
@@ -147,15 +217,19 @@ def _with_prefix(program: MaskProgram, *sides: object) -> Window | None:
     for window, other in ((_window(program, sides[0]), sides[1]), (_window(program, sides[1]), sides[0])):
         if window is not None and window._replace(right=ALL.right) == ALL:
             first = _first_keys(program, other)
-            return None if first is None else window._replace(prefix=max(first, 0))
+            if isinstance(first, int):
+                first = max(first, 0)
+            return None if first is None else window._replace(prefix=first)
     return None
 
 
-def _first_keys(program: MaskProgram, at: object) -> int | None:
+def _first_keys(program: MaskProgram, at: object) -> int | Captured | None:
     """How many keys a comparison with their index lets through."""
     step = program.steps[at.step] if isinstance(at, Ref) else None
     compared = None if step is None or step.kwargs else _compared(program, step)
-    return compared.number + 1 if compared is not None and compared[:2] == (0, -1) else None
+    if compared is None or compared[:2] != (0, -1):
+        return None
+    return compared._replace(number=compared.number + 1).distance
 
 
 def _same_chunk(program: MaskProgram, *sides: object) -> Window | None:
@@ -174,11 +248,13 @@ def _quotient(program: MaskProgram, at: object) -> tuple[str, int]:
     return (names[index], size) if index in names and type(size) is int and size > 0 else ("", 0)
 
 
-def _at_least_zero(found: _Sum) -> Window | None:
+def _at_least_zero(found: _Sum | None) -> Window | None:
+    if found is None:
+        return None
     if (found.q, found.kv) == (1, -1):
-        return Window(right=found.number)
+        return Window(right=found.distance)
     if (found.q, found.kv) == (-1, 1):
-        return Window(left=found.number)
+        return Window(left=found.distance)
     return None
 
 
@@ -197,13 +273,29 @@ def _sum(program: MaskProgram, value: object) -> _Sum | None:
         return found.get(INDEX_NAMES[value.step])
     step = program.steps[value.step]
     name = _name(step.target)
-    if step.dtype not in (torch.int32, torch.int64) or step.kwargs or len(step.args) != _OPERANDS.get(name):
+    if step.dtype not in (torch.int32, torch.int64) or step.kwargs:
+        return None
+    if isinstance(step.target, Tensor):
+        return _Sum(0, 0, 0, 1, (value.step, False)) if step.target.dim() == 0 else None
+    if name == "index":
+        return _entry_of_batch(program, *step.args)
+    if len(step.args) != _OPERANDS.get(name):
         return None  # a third argument is a factor
     sums = [_sum(program, argument) for argument in step.args]
     if None in sums:
         return None
     total = sums[0].times(-1) if name == "neg" else sums[0].plus(sums[1], 1 if name == "add" else -1)
-    return total if abs(total.q) <= 1 and abs(total.kv) <= 1 and abs(total.number) <= MOST else None
+    if total is None or abs(total.number) > MOST:
+        return None
+    return total if max(map(abs, (total.q, total.kv, total.factor))) <= 1 else None
+
+
+def _entry_of_batch(program: MaskProgram, table: object, at: object) -> _Sum | None:
+    if not isinstance(table, Ref) or not isinstance(at, (list, tuple)):
+        return None
+    found = program.steps[table.step].target
+    by_batch = isinstance(found, Tensor) and found.dim() == 1 and [*at] == [Ref(INDEX_NAMES.index("b"))]
+    return _Sum(0, 0, 0, 1, (table.step, True)) if by_batch else None
 
 
 def _name(target: object) -> str:

@@ -65,12 +65,12 @@ def sequence_mask(
     pieces = math.lcm(PIECE, keys.block) // keys.block if sequences.pages is not None else 1
     both: Window | None = window
     if mask_mod is not None:
-        found, reads_heads, _ = seen(mask_mod, sequences.cu_q)
-        if not reads_heads:
+        found = seen(mask_mod, sequences.cu_q)
+        if not found.reads_heads:
             heads = None
         elif heads is None:
             raise errors.reads_heads(name_of(mask_mod))
-        both = None if found is None else window.within(found)
+        both = None if found.window is None else window.within(found.window)
     if window != ALL:
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
     if mask_mod is None or both is not None or not sequences.count:

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from flex_inductor import RunSchedule, create_block_mask
+from flex_inductor.masks import library, offset
+from flex_inductor.masks.errors import MaskArgumentError, MaskModError
 from flex_inductor.masks.refine import tile_runs
 from flex_inductor.masks.tables import Extent
 from flex_inductor.masks.trace import trace_mask
 from flex_inductor.masks.window import limits_of
-from flex_inductor.masks.window_schedule import schedule_of
+from flex_inductor.masks.window_schedule import WindowSchedule, schedule_of
 from flex_inductor.mod_ir.arguments import MASK_LANES
 from flex_inductor.mod_ir.split import split
 from flex_inductor.mod_ir.trace import trace_value
@@ -49,6 +51,57 @@ def _visit_the_same(closed, analysed, or_more):
         wide = torch.zeros_like(found)
         wide[: expected.size(0), : expected.size(1)] = expected
         assert torch.equal(found, wide) or (or_more and (found >= wide).all()), (closed, side)
+
+
+ENTRIES = [
+    torch.tensor(entries) for entries in ([3, 40, 0], [200, -9, 70])
+]  # of three batches, now and later
+BY_CAPTURES = {
+    "prefix": lambda x: library.prefix_lm(x),
+    "one prefix": lambda x: prefix_of(x[1]),
+    "a prefix, one less": lambda x: lambda b, h, q, kv: (kv <= x[b] - 2) | (kv <= q + 3),
+    "moved": lambda x: offset(library.causal(), q=x),
+    "all moved": lambda x: offset(library.causal(), q=x[1].int()),
+    "window, moved": lambda x: offset(library.sliding_window(9), q=x),
+    "within a distance": lambda x: lambda b, h, q, kv: (q - kv <= x[b]) & True,
+}
+
+
+def prefix_of(size):
+    return lambda b, h, q, kv: (q >= kv) | (size > kv)
+
+
+NOT_BY_CAPTURES = {
+    "two tables": lambda x: lambda b, h, q, kv: (q + x[b] >= kv) & (q - x[1] <= kv),
+    "twice": lambda x: lambda b, h, q, kv: q + x[b] + x[b] >= kv,
+    "chunks": lambda x: lambda b, h, q, kv: (q + x[b] >= kv) & (q // 16 == kv // 16),
+    "floats": lambda x: lambda b, h, q, kv: q + x.double()[b] >= kv,
+    "by head": lambda x: lambda b, h, q, kv: q + x[h] >= kv,
+    "prefix of a window": lambda x: lambda b, h, q, kv: ((q >= kv) & (q - kv < 9)) | (kv < x[b]),
+}
+
+
+@pytest.mark.parametrize("case", [*BY_CAPTURES, *NOT_BY_CAPTURES])
+def test_windows_by_captured_numbers(case):
+    """Their values are read anew, also where the function is known."""
+    extent, cpu = Extent(3, 3, (70, 100), (16, 32)), torch.device("cpu")
+    for entries in ENTRIES:
+        mask_mod = (BY_CAPTURES | NOT_BY_CAPTURES)[case](entries)
+        made = create_block_mask(mask_mod, 3, 3, 70, 100, "cpu", (16, 32), compact=True)
+        assert isinstance(made, WindowSchedule) == (case in BY_CAPTURES)
+        program = trace_mask(mask_mod, cpu)
+        grids = tuple(3 if index in program.reads else 1 for index in "bh")
+        analysed = RunSchedule.from_runs(tile_runs(program, extent), grids, extent, mask_mod)
+        for ours, theirs in zip(made.tensors, analysed.tensors, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_captured_numbers_for_too_few_batches():
+    mask_mod = library.prefix_lm(torch.tensor([3, 5]))
+    with pytest.raises(MaskModError, match="fails at some b < 3"):
+        create_block_mask(mask_mod, 3, None, 20, 20, "cpu")
+    with pytest.raises(MaskArgumentError, match="reads b"):
+        create_block_mask(mask_mod, None, None, 20, 20, "cpu")
 
 
 @pytest.mark.parametrize("queries, keys", [(0, 5), (5, 0), (0, 0)])

@@ -146,14 +146,15 @@ def test_bands_by_batch():
 
 
 def attend(query, key, value, numbers, block_mask):
-    """A call whose window is data. The mask is for whom computes what a dense call gives."""
+    """A call whose window is data, moved for each batch. `block_mask` is for the dense call."""
     left, right, chunk, shift, prefix = numbers
 
     def mask_mod(b, h, q_idx, kv_idx):
-        seen = (kv_idx >= q_idx + shift - left) & (kv_idx <= q_idx + shift + right)
-        return (seen & ((q_idx + shift) // chunk == kv_idx // chunk)) | (kv_idx < prefix)
+        place = q_idx + shift[b]
+        seen = (kv_idx >= place - left) & (kv_idx <= place + right) & (place // chunk == kv_idx // chunk)
+        return seen | (kv_idx < prefix)
 
-    bounds = RowBounds(16, 32, *(number.view(1) for number in numbers))
+    bounds = RowBounds(16, 32, *(number.view(-1) for number in numbers))
     return attention(query, key, value, None, mask_mod, 0.25, Inputs(schedule=bounds), OPTIONS)
 
 
@@ -170,11 +171,17 @@ CASES = [
 ]
 
 
+def dense_mask(window, shifts):
+    return lambda b, h, q_idx, kv_idx: window.mask_mod(shifts[b])(b, h, q_idx, kv_idx)
+
+
 def judged(attend, cases):
     for window, shift, (queries, keys) in cases:
-        mask = create_block_mask(window.mask_mod(shift), None, None, queries, keys, "cpu", 16)
-        numbers = [torch.tensor(n, dtype=torch.int32) for n in (*window[:3], shift, window.prefix)]
-        inputs = Sizes(1, 2, 2, queries, keys).inputs(torch.float32)
+        shifts = torch.tensor([shift, shift + 23], dtype=torch.int32)
+        left, right, chunk, prefix = (torch.tensor(n, dtype=torch.int32) for n in window[:4])
+        mask = create_block_mask(dense_mask(window, shifts), 2, None, queries, keys, "cpu", 16)
+        numbers = (left, right, chunk, shifts, prefix)
+        inputs = Sizes(2, 2, 1, queries, keys).inputs(torch.float32)
         judge(attend, dense_of(None), inputs, numbers, mask)
 
 

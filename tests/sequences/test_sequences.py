@@ -95,10 +95,13 @@ WINDOWS = {
         lambda b, h, q, kv: (q // 12 == kv // 12) & (q // 4 == kv // 4),
         Window(chunk=4),
     ),
+    "prefix": (lambda b, h, q, kv: (kv < 3) | (q >= kv + 1), Window(right=-1, prefix=3)),
     "logical": (lambda b, h, q, kv: torch.logical_and(q >= kv, q < kv + 5), Window(4, 0)),
 }
 OTHERS = {
-    "prefix": lambda b, h, q, kv: (q >= kv) | (kv < 3),
+    "prefix of a window": lambda b, h, q, kv: ((q >= kv) & (q - kv < 9)) | (kv < 3),
+    "prefix and more": lambda b, h, q, kv: ((q >= kv) | (kv < 3)) & (q - kv < 9),
+    "prefix of queries": lambda b, h, q, kv: (q >= kv) | (q < 3),
     "absolute": lambda b, h, q, kv: kv < 3,
     "both ways": lambda b, h, q, kv: q + kv < 3,
     "twice": lambda b, h, q, kv: 2 * q >= kv,
@@ -126,6 +129,7 @@ def test_windows(case):
     seen = (kv >= q - expected.left) & (kv <= q + expected.right)
     if expected.chunk:
         seen &= q // expected.chunk == kv // expected.chunk
+    seen |= kv < expected.prefix
     assert torch.equal(mask_mod(0, 0, q, kv), seen) and math.inf in (*expected, math.inf)
 
 

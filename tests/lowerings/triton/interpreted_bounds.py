@@ -6,7 +6,8 @@ import pytest
 import torch
 from support import Sizes, attention_of, dense_of, judge, run
 
-from flex_inductor import RunSchedule, decisions, flex_attention
+from flex_inductor import RunSchedule, create_block_mask, decisions, flex_attention
+from flex_inductor.masks import prefix_lm
 from flex_inductor.masks.schedule import TENSORS
 from flex_inductor.masks.tables import Extent
 from flex_inductor.masks.window_schedule import WindowSchedule, bounds_of
@@ -33,7 +34,6 @@ def as_runs(schedule):
 
 
 CASES = {
-    "causal": (Window(right=0), Sizes(1, 2, 1, 70, 100), (16, 32), {}),
     "more queries than keys": (Window(right=0), Sizes(1, 2, 1, 100, 70), (32, 16), {}),
     "window": (Window(20, 9), Sizes(1, 2, 1, 70, 100), (16, 16), {"at_end": False, "tensors": True}),
     "chunks": (Window(math.inf, 0, 20), Sizes(1, 2, 1, 90, 100), (16, 32), {}),
@@ -57,6 +57,19 @@ def test_bounds_give_what_runs_give(case, kinds):
     for name, expected in run(attend, inputs, (), as_runs(schedule)).named().items():
         assert torch.equal(found[name], expected), name
     assert [d.call.endswith(" in runs") for d in decisions()] == [True] * 2
+
+
+def test_numbers_by_batch():
+    """Which are captured: others do not compile again."""
+    attend, sizes = interpret.compiled(attention_of(None), dynamic=False), Sizes(2, 2, 1, 60, 70)
+    counts = []
+    for entries in ([9, 50], [40, 0]):
+        mask = prefix_lm(torch.tensor(entries))
+        schedule = create_block_mask(mask, 2, None, 60, 70, "cpu", 16, compact=True)
+        decisions(clear=True)
+        judge(attend, dense_of(None), sizes.inputs(torch.float32), (), schedule)
+        counts.append([(d.chosen, d.call.endswith(" in bounds")) for d in decisions()])
+    assert counts == [[("triton", True)] * 2, []]
 
 
 def test_other_lengths_do_not_compile_again():

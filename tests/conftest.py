@@ -22,6 +22,10 @@ QUICK, OPTIMIZED = (str(Path(__file__).parent / "cxx" / name / "g++") for name i
 if "CXX" not in os.environ and shutil.which("g++") and shutil.which("ld.gold"):
     os.environ["CXX"] = QUICK
 
+# pytest adds its handlers to all loggers that do not propagate: torch would write out every graph for its trace.
+torch._logging._internal.trace_log.addHandler = lambda handler: None
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
 

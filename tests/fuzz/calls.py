@@ -13,7 +13,7 @@ from flex_inductor.backend import flex_inductor
 from tests.support import served_by
 
 DTYPES = {
-    "eager": ("float64", "float32", "bfloat16"),
+    "eager": ("float32", "bfloat16"),  # of float64 the right results are in float64 too, and off as much
     "chunked": ("float64",),
     "cpu": ("float32", "bfloat16", "float16"),
     "triton": ("float32", "float16"),  # Triton's interpreter gets products of bfloat16 wrong

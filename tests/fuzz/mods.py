@@ -203,7 +203,17 @@ SCORES = {
     route: _scores("in_place") if route in ("cpu", "triton") else _scores("in_place", "by_parts")
     for route in ("eager", *ROUTES)
 }
-MASKS = st.recursive(
+WINDOWS = st.recursive(
+    st.one_of(
+        _joined("(q_idx - kv_idx {0} {1})", st.sampled_from(["<", ">="]), st.integers(-9, 9)),
+        _joined("((q_idx // {0}) == (kv_idx // {0}))", st.integers(1, 9)),
+        _joined("(q_idx - kv_idx {0} length[b])", st.sampled_from(["<", ">="])),
+    ),
+    lambda inner: _joined("({0} & {1})", inner, inner)
+    | _joined("({0} | (kv_idx < {1}))", inner, st.sampled_from(["5", "length[b]"])),
+    max_leaves=3,
+)
+MASKS = WINDOWS | st.recursive(
     st.one_of(
         CONDITIONS,
         _joined("({0} > {1})", NARROW, st.sampled_from(["0", "kv_idx"])),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flex_inductor import RunSchedule, create_block_mask
+from flex_inductor import create_block_mask
 from tests.support import LAYOUTS, Sizes, attention_of, dense_of, judge
 
 from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32
@@ -31,7 +31,7 @@ class Program(NamedTuple):
     value_dim: int = 16
     layouts: tuple[str, str, str] = ("contiguous", "contiguous", "contiguous")
     block: int | tuple[int, int] = 16
-    runs: bool = False
+    compact: bool = False
     one_kv_batch: bool = False
 
 
@@ -90,10 +90,10 @@ def _inputs(program: Program, values: Values, sizes: Sizes) -> list[Tensor]:
 def _mask(program: Program, sizes: Sizes, mask_mod):
     if mask_mod is None:
         return None
-    mask = create_block_mask(
-        mask_mod, sizes.batch, sizes.heads, sizes.queries, sizes.keys, "cpu", program.block
+    lengths = sizes.queries, sizes.keys
+    return create_block_mask(
+        mask_mod, sizes.batch, sizes.heads, *lengths, "cpu", program.block, compact=program.compact
     )
-    return RunSchedule.from_block_mask(mask) if program.runs else mask
 
 
 def _shapes_to_torch(mask) -> tuple:

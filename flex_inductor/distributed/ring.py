@@ -153,27 +153,33 @@ def forward(call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | No
     shape = (*call.key.shape[:2], call.key.size(-1), *call.value.shape[3:])
     agree(ring.plan, shape, call.query.dtype, ring.group)
     way = _Way(ring, call.key, call.value)
-    dtype = score_dtype(call.query.dtype)
-    rows = call.query.shape[:3]
-    out = call.query.new_zeros((*rows, call.value.size(-1)), dtype=dtype)
-    lse, peak = (call.query.new_full(rows, -math.inf, dtype=dtype) for _ in range(2))
+    merged: Outputs | None = None
     for step, block in way.blocks(call.key, call.value):
         if way.visits[step]:
-            part, part_lse, part_peak = attend(_step(call, block, step))
-            new_lse = torch.logaddexp(lse, part_lse)
-            base = torch.where(new_lse == -math.inf, 0.0, new_lse)
-            weight, part_weight = ((old - base).exp_().unsqueeze(-1) for old in (lse, part_lse))
-            out.mul_(weight).addcmul_(part, part_weight)
-            lse, peak = new_lse, torch.maximum(peak, part_peak)
+            part = attend(_step(call, block, step))
+            merged = part if merged is None else _merged(merged, part)
         block = part = None  # before further ones come
+    if merged is None:  # no query here visits any key
+        out, lse, peak = chunked.empty_outputs(call.query, call.value)
+        return out.zero_(), lse.fill_(-math.inf), peak.fill_(-math.inf)
+    out, lse, peak = merged
     return empty_like_layout(call.query, out.shape).copy_(out), lse, peak
+
+
+def _merged(one: Outputs, other: Outputs) -> Outputs:
+    """Attention to the keys of both; changes the output of the first."""
+    (out, lse, peak), (part, part_lse, part_peak) = one, other
+    total = torch.logaddexp(lse, part_lse)
+    base = torch.where(total == -math.inf, 0.0, total)
+    weight, part_weight = ((of - base).exp_().unsqueeze(-1) for of in (lse, part_lse))
+    return out.mul_(weight).addcmul_(part, part_weight), total, torch.maximum(peak, part_peak)
 
 
 def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = None) -> Any:
     attend = attend or (lambda step: attention_backward(*step))
     way = _Way(call.inputs.ring, call.key, call.value)
     dtype = score_dtype(call.query.dtype)
-    d_query = torch.zeros_like(call.query, dtype=dtype)
+    d_query: Tensor | None = None
     d_captures: list[Tensor | None] | None = None
     works: list[Any] = []
     # The gradients of the blocks of this step and the next, from the ranks before this one; those of this rank's own.
@@ -188,7 +194,9 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
             total = _total(total, grads[1:3] if grads else (None, None), block, dtype)
         if grads is not None:
             d_query_part, _, _, captured = grads
-            if d_query_part is not None:
+            if d_query is None:
+                d_query = d_query_part
+            else:
                 d_query += d_query_part
             d_captures = [*captured] if d_captures is None else [*map(_added, d_captures, captured)]
         block = grads = d_query_part = None  # before further ones come
@@ -211,7 +219,7 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
     found = [
         _joined(like, parts) if name in call.wants else None
         for name, like, parts in (
-            ("query", call.query, (d_query,)),
+            ("query", call.query, (torch.zeros_like(call.query) if d_query is None else d_query,)),
             ("key", call.key, d_keys),
             ("value", call.value, d_values),
         )

@@ -45,7 +45,7 @@ class WindowSchedule(RunSchedule):
 
     @property
     def device(self) -> torch.device:
-        return self._device
+        return next((n.device for n in self.bounds if isinstance(n, Tensor)), self._device)
 
     @property
     def visits(self) -> RowBounds:
@@ -61,8 +61,10 @@ class WindowSchedule(RunSchedule):
             object.__setattr__(self, name_of_tensor, tensor)
         return getattr(made, name)
 
+    @ordinary_tensors
     def to(self, device: torch.device | str) -> WindowSchedule:
-        return WindowSchedule(self.bounds, self.extent, torch.empty((), device=device).device, self.mask_mod)
+        bounds = self.bounds.with_numbers(lambda n: n.to(device) if isinstance(n, Tensor) else n)
+        return WindowSchedule(bounds, self.extent, torch.empty((), device=device).device, self.mask_mod)
 
 
 def runs_between(ends: list[Tensor], first: Tensor | int = 0) -> tuple[Tensor, Tensor]:
@@ -101,14 +103,31 @@ def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -
     return WindowSchedule(bounds, extent, device, window.mask_mod(shift))
 
 
+_IN_A_TENSOR = "in a tensor"
+
+
+def _flatten_with_keys(schedule: WindowSchedule) -> tuple[list[tuple[Any, Tensor]], Any]:
+    bounds = schedule.bounds
+    numbers = [(pytree.GetAttrKey(n), t) for n, t in bounds._asdict().items() if isinstance(t, Tensor)]
+    rest = bounds.with_numbers(lambda n: _IN_A_TENSOR if isinstance(n, Tensor) else n)
+    return numbers, (rest, schedule.extent, schedule.device, schedule.mask_mod)
+
+
 def _flatten(schedule: WindowSchedule) -> tuple[list[Tensor], Any]:
-    return [], (schedule.bounds, schedule.extent, schedule.device, schedule.mask_mod)
+    numbers, context = _flatten_with_keys(schedule)
+    return [number for _, number in numbers], context
 
 
-def _unflatten(_tensors: Any, context: Any) -> WindowSchedule:
-    return WindowSchedule(*context)
+def _unflatten(numbers: Any, context: Any) -> WindowSchedule:
+    rest, given = context[0], iter(numbers)
+    bounds = rest.with_numbers(lambda n: next(given) if n == _IN_A_TENSOR else n)
+    return WindowSchedule(bounds, *context[1:])
 
 
 pytree.register_pytree_node(
-    WindowSchedule, _flatten, _unflatten, serialized_type_name="flex_inductor.WindowSchedule"
+    WindowSchedule,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="flex_inductor.WindowSchedule",
 )

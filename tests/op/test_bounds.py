@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flex_inductor import create_block_mask, decisions
+from flex_inductor.flash import flash_attn_func
 from flex_inductor.lowerings.bounds import CPP, TRITON, ends
 from flex_inductor.masks.window_schedule import bounds_of
-from flex_inductor.op import Inputs, attention
+from flex_inductor.op import Inputs, attention, eager
 from flex_inductor.op.schedule import RowBounds, placed
 from flex_inductor.options import call_options
 from flex_inductor.windows import ON_NUMBERS, Window
@@ -199,3 +200,31 @@ def test_compiled_once_for_all_windows(route):
     judged(compiled, CASES)
     found = decisions(clear=True)
     assert [(d.chosen, d.call.endswith("blocks 16x32 in bounds")) for d in found] == [(route, True)] * 2
+
+
+def test_numbers_of_examples():
+    """Under vmap each example may have its own, or all the same."""
+    q, k, v = (torch.randn(3, 2, 2, length, 8) for length in (40, 50, 50))
+    rights = torch.tensor([[0], [30], [-5]], dtype=torch.int32)
+
+    def attend(q, k, v, right):
+        bounds = RowBounds(16, 16, None, right, 0, 0)
+        mask_mod = lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + right[0]  # noqa: E731
+        return attention(q, k, v, None, mask_mod, 0.3, Inputs(schedule=bounds))[0]
+
+    for dim in (0, None):
+        given = rights if dim == 0 else rights[1]
+        found = torch.func.vmap(attend, in_dims=(0, 0, 0, dim))(q, k, v, given)
+        each = [attend(*one, right) for *one, right in zip(q, k, v, given.expand(3, 1), strict=True)]
+        torch.testing.assert_close(found, torch.stack(each))
+
+
+def test_eager_calls_of_other_lengths_are_of_one_class(monkeypatch):
+    classes = {}
+    monkeypatch.setattr(eager, "LEAST", 1)
+    monkeypatch.setattr(eager, "_scores", classes)
+    with torch.no_grad():
+        for keys in (50, 70, 61):
+            q, k = (torch.randn(1, length, 2, 8) for length in (3, keys))
+            flash_attn_func(q, k, k, causal=True, window_size=(40, 0))
+    assert len(classes) == 1

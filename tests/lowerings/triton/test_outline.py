@@ -4,7 +4,7 @@ import re
 
 import expecttest
 import torch
-from support import causal
+from support import causal, sliding_window
 
 from flex_inductor import AuxRequest, create_block_mask, flex_attention
 from flex_inductor.tools.inspector import attention_kernels, kind
@@ -22,7 +22,8 @@ def outline(source: str) -> str:
     for line in body.splitlines()[2:]:
         text = line.strip()
         if re.match(
-            r"(for |# (Blocks|Full|All|Listed))|(score|mask)_\d+ = |tl\.atomic_add|add_per_score", text
+            r"(for |# (Blocks|Full|All|Listed))|(score|mask)_\d+ = |tl\.atomic_add|add_per_score|run_st|(full_)?st(art|op) = ",
+            text,
         ):
             kept.append(line)
         elif re.search(r"\b(load_tile|store_tile|tl\.(dot|load|store))\(", text):
@@ -36,11 +37,11 @@ def _without_addresses(line: str) -> str:
     return re.sub(r"store_tile\(([a-z_]+) .*, (.+)\)$", r"store_tile(\1, \2)", line)
 
 
-def outlines(score_mod=None, mask_mod=None, queries=LENGTH, grad=False) -> dict[str, str]:
+def outlines(score_mod=None, mask_mod=None, queries=LENGTH, grad=False, compact=False) -> dict[str, str]:
     shape = (1, 2, LENGTH, 64)
     q = torch.randn(1, 2, queries, 64, dtype=torch.bfloat16, requires_grad=grad)
     k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=grad) for _ in "kv")
-    mask = mask_mod and create_block_mask(mask_mod, None, None, queries, LENGTH, "cpu")
+    mask = mask_mod and create_block_mask(mask_mod, None, None, queries, LENGTH, "cpu", compact=compact)
 
     def attend(q, k, v):
         return flex_attention(q, k, v, score_mod, mask)
@@ -51,6 +52,44 @@ def outlines(score_mod=None, mask_mod=None, queries=LENGTH, grad=False) -> dict[
 
 class Outlines(expecttest.TestCase):
     maxDiff = None
+
+    def test_window(self):
+        """Of which an instance computes what it visits."""
+        self.assertExpectedInline(
+            outlines(mask_mod=sliding_window, compact=True)["forward"],
+            """\
+q = load_tile(query_head)
+mask_0 = each_alone(q_idx)
+mask_4 = tl.full([], 20, tl.int32)
+# Blocks of keys where mask_mod decides.
+start = begin // 128
+stop = tl.maximum(tl.where(begin < end, tl.where(tokens > 0, (end + 127) // 128, 0), 0), start)
+full_start = tl.minimum(tl.maximum((tl.maximum(most - 19, 0) + 127) // 128, start), stop)
+full_stop = tl.maximum(tl.where(tokens == 128, tl.minimum(tl.maximum(least + 1, 0), 256) // 128, 0), full_start)
+for run in range(2):
+    run_start = each_alone(tl.where(run == 0, start, full_stop)) * 128
+    run_stop = each_alone(tl.minimum(tl.where(run == 0, full_start, stop) * 128, 256).to(tl.int32))
+    for start_n in range(run_start, run_stop, BLOCK_N):
+        k = load_tile(key_head)
+        score = tl.dot(q, tl.trans(k))
+            mask_1 = each_alone(kv_idx)
+            mask_2 = mask_0 >= mask_1
+            mask_3 = q_idx - kv_idx
+            mask_5 = each_alone(mask_3)
+            mask_6 = mask_5 < mask_4
+            mask_7 = mask_2 & mask_6
+        v = load_tile(value_head)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+# Full blocks of keys.
+run_start = each_alone(full_start) * 128
+run_stop = each_alone(tl.minimum(full_stop * 128, 256).to(tl.int32))
+for start_n in range(run_start, run_stop, BLOCK_N):
+    k = load_tile(key_head)
+    score = tl.dot(q, tl.trans(k))
+    v = load_tile(value_head)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+store_tile(out, acc)""",
+        )
 
     def test_causal(self):
         self.assertExpectedInline(

@@ -128,3 +128,17 @@ def test_full_tiles_are_those_of_a_plain_call(target, head_dim):
                 loop,
                 plain[kind],
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_full_tiles_under_bounds_take_no_more_instructions(target):
+    tensors = [torch.randn(2, 4, 512, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def loops(compact):
+        mask = create_block_mask(causal, None, None, 512, 512, "cpu", compact=compact)
+        return full_loops(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), *tensors, target=target)
+
+    listed = loops(compact=False)
+    for kind, loop in loops(compact=True).items():
+        assert loop.instructions <= listed[kind].instructions and loop.copies == listed[kind].copies, kind

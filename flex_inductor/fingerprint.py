@@ -12,24 +12,24 @@ import torch
 VERSION = "0.1.0"
 
 
-def fingerprint(folders: Iterable[Path]) -> str:
-    """The version, then a hash of the names and contents of every source file and template in `folders`."""
+def fingerprint(places: Iterable[Path]) -> str:
+    """The version, then a hash of the names and contents of every source file and template in or at `places`."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
+    for place in places:
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
             if path.suffix in (".py", ".jinja"):
-                digest.update(str(path.relative_to(folder)).encode())
+                digest.update(str(path.relative_to(place.parent)).encode())
                 digest.update(path.read_bytes())
     return f"{VERSION}+{digest.hexdigest()[:16]}"
 
 
-def _generating_folders() -> list[Path]:
-    folders = [Path(__file__).parent / name for name in ("mod_ir", "op", "masks")]
+def _generating_code() -> list[Path]:
+    places = [Path(__file__).parent / name for name in ("mod_ir", "op", "masks", "windows.py")]
     for name in ("lowerings", "templates"):
         spec = find_spec(f"flex_inductor.{name}")
         assert spec is not None and spec.origin is not None, f"flex_inductor.{name} is not installed"
-        folders.append(Path(spec.origin).parent)
-    return folders
+        places.append(Path(spec.origin).parent)
+    return places
 
 
 def instruction_set() -> str:
@@ -39,4 +39,4 @@ def instruction_set() -> str:
 
 
 # Inductor keeps graphs for CPUs with vector code in them, under keys that do not name the instruction set.
-FINGERPRINT = f"{fingerprint(_generating_folders())}+{instruction_set()}"
+FINGERPRINT = f"{fingerprint(_generating_code())}+{instruction_set()}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import flex_inductor
-from flex_inductor import compat
+from flex_inductor import compat, fingerprint
 from flex_inductor.tools import cli
 from tests.forks import forks
 
@@ -169,3 +169,14 @@ def test_cli_bad_usage_is_one_line_and_status_2(argv, capsys):
     assert re.fullmatch(
         r"flex-inductor( env)?: .+ \(see flex-inductor( env)? --help\)\n", capsys.readouterr().err
     )
+
+
+def test_the_fingerprint_is_of_all_code_that_makes_kernels(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file.py"
+    folder.mkdir()
+    found = set()
+    for path in (folder / "a.py", file, folder / "b.jinja", file):
+        path.write_text(f"{len(found)}")
+        found.add(fingerprint.fingerprint([folder, *([file] if file.exists() else [])]))
+    assert len(found) == 4
+    assert Path(fingerprint.__file__).parent / "windows.py" in fingerprint._generating_code()

@@ -16,13 +16,19 @@ from .ordinary import ordinary_tensors
 from .runs import FULL, PARTIAL, Runs, merged
 from .schedule import TENSORS, RunSchedule
 from .tables import Extent
+from .window import MOST
 
 BLOCK = 128
 
 
 def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> RowBounds:
-    left, right = (None if isinstance(end, float) else end for end in (window.left, window.right))
-    return RowBounds(*block, left, right, window.chunk, shift, window.prefix)
+    """Kernels add to these numbers in int32: no place lies as far off as MOST."""
+    left, right = (
+        None if isinstance(end, float) or (isinstance(end, int) and end >= MOST) else end
+        for end in (window.left, window.right)
+    )
+    chunk = min(window.chunk, MOST)
+    return RowBounds(*block, left, right, chunk, shift, window.prefix)
 
 
 class WindowSchedule(RunSchedule):
@@ -97,7 +103,7 @@ def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -
     extent = Extent(1, 1, (queries, keys), (BLOCK, BLOCK))
     bounds = bounds_of(window, extent.block, None)
     shift: Any = keys - queries
-    if not torch.compiler.is_dynamo_compiling() and shift:
+    if not torch.compiler.is_dynamo_compiling() and isinstance(shift, int) and shift:
         # As data: what is traced and compiled of an eager call then serves other lengths too.
         shift = torch.full((), shift, dtype=INDEX_DTYPE, device=device)
     return WindowSchedule(bounds, extent, device, window.mask_mod(shift))

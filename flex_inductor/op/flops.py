@@ -28,9 +28,11 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     batch, heads, queries, _ = call.query.shape
     lanes = batch * heads * queries * call.key.size(2)
-    schedule: Any = placed(call.inputs.schedule, call.query, call.key)
-    if schedule is None or not all(map(_has_values, (call.query, *_tensors(call.inputs.schedule)))):
+    given = call.inputs.schedule
+    known = isinstance(lanes, int) and all(_has_values(t) for t in given or () if isinstance(t, Tensor))
+    if given is None or not known:
         return lanes
+    schedule = placed(given, call.query, call.key, "cpu")  # query may be of a device that is not there
     visited = 0
     for start in range(0, queries, schedule.q_block):
         m = slice(start, min(start + schedule.q_block, queries))
@@ -44,10 +46,6 @@ def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
 def _tokens_in_blocks(length: int, block: int, blocks: int) -> Tensor:
     """How many tokens each block holds: the last may be short."""
     return (length - torch.arange(blocks) * block).clamp(max=block)
-
-
-def _tensors(schedule: Any) -> list[Tensor]:
-    return [field for field in schedule if isinstance(field, Tensor)]
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -205,10 +205,10 @@ Schedule: TypeAlias = BlockLists | BlockRuns | RowBounds
 FORMS: dict[str, type] = {"lists": BlockLists, "runs": BlockRuns, "bounds": RowBounds}
 
 
-def placed(schedule: Schedule | None, query: Tensor, key: Tensor) -> Any:
-    """The schedule as what has bands, for a call with this query and key."""
+def placed(schedule: Schedule | None, query: Tensor, key: Tensor, device: Any = None) -> Any:
+    """The schedule as what has bands, for a call with this query and key; on their device."""
     if isinstance(schedule, RowBounds):
-        return _Placed(schedule, query.size(2), key.size(2), query.device)
+        return _Placed(schedule, query.size(2), key.size(2), device or query.device)
     return schedule
 
 

@@ -134,6 +134,12 @@ def test_text_is_short():
     assert causal[2:] == (["full_stop", "stop"], ["0", "full_stop"])
 
 
+def test_far_ends_are_none():
+    """At the end of int32 they would turn around."""
+    far = bounds_of(Window(2**31 - 1, 1 << 30, 1 << 40), (128, 128), None)
+    assert far == RowBounds(128, 128, None, None, 1 << 30, None)
+
+
 def test_bands_by_batch():
     bounds = RowBounds(16, 8, torch.tensor([5]), 3, 0, torch.tensor([0, 20, -7]))
     query, key = torch.empty(3, 2, 40, 4), torch.empty(3, 2, 60, 4)

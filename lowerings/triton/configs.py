@@ -210,7 +210,7 @@ def _walked(config: Config, shape: Shape, device: Device) -> int:
 
 def _operands(rows: int, shape: Shape, device: Device) -> int:
     """Registers for rows of two tensors, in parts if wide, where tensor cores do not read from shared memory."""
-    width = min(shape.D + shape.V, 256)
+    width = shape.D + shape.V if shape.widest <= 128 else 128
     return 0 if device.shared_operands else rows * width * shape.bytes // 4
 
 
@@ -302,8 +302,8 @@ def without_choice(kind: str, config: Config) -> str | None:
     return next((axis for axis in axes_of([config]) if axis not in known), None)
 
 
-def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
-    """Why a config cannot serve, or None."""
+def misfit(config: Config, cost: Cost, device: Device, shape: Shape, rough: float = 1.0) -> str | None:
+    """Why a config cannot serve, or None. Registers may be `rough` times as many as there should be."""
     if shape.rows is not None and config.block_m != shape.rows:
         return "block_m is set by the number of queries"
     for tile, block, name in (
@@ -334,7 +334,7 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape) -> str | No
     shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"
-    if a_thread > (300 if device.warp == 64 else 230):
+    if a_thread > rough * (300 if device.warp == 64 else 230):
         return f"about {a_thread} registers a thread"
     return None
 

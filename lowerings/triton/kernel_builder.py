@@ -184,7 +184,7 @@ class Builder:
         table, cost = TABLES[kind]
         device = current_device(self.problem.device)
         fitting, rejected = candidates(table, cost, device, shape)
-        tiles = search.tiles(fitting, cost, device, shape)
+        tiles = search.tiles(fitting, [config for config, _ in rejected], cost, device, shape)
         more = [*tiles[len(fitting) :], *search.with_axes(kind, tiles, cost, device, shape)]
         fitting += search.with_axes(kind, fitting[:1], cost, device, shape)
         others = fitting

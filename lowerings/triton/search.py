@@ -11,20 +11,25 @@ from typing import Any, TypeVar
 
 from .configs import COALESCED, LAST, STAGED, VARIANTS, Config, Cost, Device, Shape, misfit
 
-MOST = 24  # configs that a step times; a config takes some seconds to compile
+MOST = 32  # configs that a step times; a config takes some seconds to compile
+
+ROUGH = 1.3  # as far off as estimates of registers were found to be: the assembler often finds a way
 
 _STAGES = {"amd": (1, 2), "interpreter": (1,)}
 
 T = TypeVar("T")
 
 
-def tiles(fitting: Sequence[Config], cost: Cost, device: Device, shape: Shape) -> list[Config]:
-    """The first step, best guess first: `fitting`, then their tiles with other stages and with 4 or 8 warps."""
-    wanted = [config for config in fitting if config not in LAST] or fitting
+def tiles(
+    fitting: Sequence[Config], rejected: Sequence[Config], cost: Cost, device: Device, shape: Shape
+) -> list[Config]:
+    """The first step, best guess first: `fitting`, then their tiles and those `rejected` for registers, with other
+    stages and with 4 or 8 warps."""
+    wanted = [config for config in [*fitting, *rejected] if config not in LAST] or fitting
     stages = _STAGES.get(device.family, (3, 2, 4, 1))
     others = [c._replace(stages=n) for c in wanted for n in stages]
     others += [c._replace(warps=4 if c.warps == 8 else 8) for c in others]
-    fit = [config for config in others if misfit(config, cost, device, shape) is None]
+    fit = [config for config in others if misfit(config, cost, device, shape, ROUGH) is None]
     return [*dict.fromkeys([*fitting, *fit])][:MOST]
 
 
@@ -39,7 +44,7 @@ def with_axes(
     for config in plain:
         for axes in itertools.product(*choices):
             turned = {axis: 1 - getattr(config, axis) for axis in itertools.chain(*axes)}
-            if turned and misfit(config._replace(**turned), cost, device, shape) is None:
+            if turned and misfit(config._replace(**turned), cost, device, shape, ROUGH) is None:
                 yield config._replace(**turned)
 
 

@@ -34,13 +34,26 @@ FORWARD: Table = {
     "ampere": {
         64: [*ahead((128, 128, 8)), Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
         128: [*ahead((128, 64, 8), (128, 32, 8)), *ahead((128, 128, 8), (64, 64, 4))],
-        256: [Config(64, 128, 8, 1), Config(64, 64, 8, 1), *ahead((64, 32, 4)), *ahead((32, 32, 4))],
+        256: [
+            Config(32, 64, 4, 3),
+            Config(64, 128, 8, 1),
+            Config(64, 64, 8, 1),
+            *ahead((64, 32, 4)),
+            *ahead((32, 32, 4)),
+        ],
         1024: [Config(32, 16, 8, 1)],
     },
     "hopper": {
         64: [*ahead((128, 128, 8), (128, 64, 8)), Config(64, 64, 4, 3)],
         128: [*ahead((128, 128, 8), (128, 64, 8)), Config(64, 64, 4, 3)],
-        256: [Config(128, 64, 8, 2), *ahead((128, 32, 8)), Config(64, 64, 8, 2), *ahead((64, 32, 8))],
+        256: [
+            Config(128, 32, 8, 3),
+            Config(128, 64, 8, 2),
+            Config(128, 32, 8, 2),
+            Config(64, 64, 4, 3),
+            Config(64, 64, 8, 2),
+            *ahead((64, 32, 8)),
+        ],
         1024: [Config(32, 16, 8, 1)],
     },
     "consumer": {
@@ -80,8 +93,8 @@ DQ: Table = {
     },
     "ampere": {
         64: [*ahead((128, 64, 8), (128, 32, 8)), *ahead((64, 32, 4))],
-        128: [*ahead((128, 32, 8), (64, 32, 4)), *ahead((32, 32, 4))],
-        256: [Config(64, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
+        128: [*ahead((128, 32, 8), (64, 32, 4)), *ahead((32, 32, 4)), *ahead((128, 64, 8), (64, 64, 4))],
+        256: [Config(64, 32, 4, 3), Config(64, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
         1024: [Config(16, 16, 8, 1)],
     },
     "hopper": {
@@ -120,7 +133,12 @@ DKDV: Table = {
     "ampere": {
         **DQ["ampere"],
         64: [*ahead((64, 128, 8)), *ahead((64, 64, 4), (32, 64, 4))],
-        128: [*ahead((32, 64, 4)), *ahead((64, 64, 8), (32, 32, 4))],
+        128: [
+            *ahead((32, 64, 4)),
+            *ahead((64, 64, 8), (32, 32, 4)),
+            *ahead((64, 64, 4)),
+            Config(32, 128, 8, 2),
+        ],
         256: [Config(32, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
     },
     "hopper": {
@@ -140,15 +158,29 @@ DKDV["blackwell"] = DKDV["hopper"]
 # d(key) and d(value) in a kernel each, for wide heads.
 DK: Table = {
     **DKDV,
-    "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), *DKDV["ampere"][256]]},
+    "ampere": {
+        **DKDV["ampere"],
+        256: [Config(32, 64, 4, 3), Config(64, 64, 8, 1), *DKDV["ampere"][256]],
+    },
     "hopper": {**DKDV["hopper"], 256: [*ahead((32, 128, 8)), Config(64, 64, 8, 1), *DKDV["hopper"][256]]},
 }
 DK["amd"] = {**DKDV["amd"], 256: [Config(16, 128, 4, 1), Config(16, 64, 4, 1)]}
 DK["blackwell"] = DK["hopper"]
 DV: Table = {
     **DKDV,
-    "ampere": {**DKDV["ampere"], 256: [Config(64, 64, 8, 1), Config(64, 128, 8, 1), *DKDV["ampere"][256]]},
-    "hopper": {**DKDV["hopper"], 256: [Config(64, 128, 8, 2), *ahead((32, 128, 8)), *DKDV["hopper"][256]]},
+    "ampere": {
+        **DKDV["ampere"],
+        256: [Config(32, 64, 4, 3), Config(64, 64, 8, 1), Config(64, 128, 8, 1), *DKDV["ampere"][256]],
+    },
+    "hopper": {
+        **DKDV["hopper"],
+        256: [
+            Config(32, 128, 8, 3),
+            Config(64, 128, 8, 2),
+            Config(32, 128, 8, 2),
+            *DKDV["hopper"][256],
+        ],
+    },
 }
 DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}
 DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}

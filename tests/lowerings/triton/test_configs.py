@@ -49,11 +49,11 @@ forward
   exact 1024: 16x16/8/1
   ampere 64: 128x128/8/3, 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
   ampere 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
-  ampere 256: 64x128/8/1, 64x64/8/1, 64x32/4/3, 64x32/4/2, 32x32/4/3, 32x32/4/2
+  ampere 256: 32x64/4/3, 64x128/8/1, 64x64/8/1, 64x32/4/3, 64x32/4/2, 32x32/4/3, 32x32/4/2
   ampere 1024: 32x16/8/1
   hopper 64: 128x128/8/3, 128x64/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
   hopper 128: 128x128/8/3, 128x64/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
-  hopper 256: 128x64/8/2, 128x32/8/3, 128x32/8/2, 64x64/8/2, 64x32/8/3, 64x32/8/2
+  hopper 256: 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 64x64/8/2, 64x32/8/3, 64x32/8/2
   hopper 1024: 32x16/8/1
   consumer 64: 64x64/4/3, 128x32/4/3, 64x32/4/3
   consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/3, 32x32/4/2
@@ -95,8 +95,8 @@ backward_dq, backward_magnitudes
   exact 256: 32x16/8/2, 16x16/4/2, 16x32/8/2, 32x32/8/2
   exact 1024: 16x16/8/2
   ampere 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x32/4/3, 64x32/4/2
-  ampere 128: 128x32/8/3, 64x32/4/3, 128x32/8/2, 64x32/4/2, 32x32/4/3, 32x32/4/2
-  ampere 256: 64x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 128: 128x32/8/3, 64x32/4/3, 128x32/8/2, 64x32/4/2, 32x32/4/3, 32x32/4/2, 128x64/8/3, 64x64/4/3, 128x64/8/2, 64x64/4/2
+  ampere 256: 64x32/4/3, 64x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
   hopper 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
   hopper 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 32x32/4/3, 64x64/4/2, 32x32/4/2
@@ -121,7 +121,7 @@ backward_dkdv
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2
+  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2, 64x64/4/3, 64x64/4/2, 32x128/8/2
   ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
   hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
@@ -145,8 +145,8 @@ backward_dk
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2
-  ampere 256: 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2, 64x64/4/3, 64x64/4/2, 32x128/8/2
+  ampere 256: 32x64/4/3, 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
   hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
   hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
@@ -170,12 +170,12 @@ backward_dv
   exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
   exact 1024: 16x16/8/2
   ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2
-  ampere 256: 64x64/8/1, 64x128/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
+  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2, 64x64/4/3, 64x64/4/2, 32x128/8/2
+  ampere 256: 32x64/4/3, 64x64/8/1, 64x128/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
   ampere 1024: 16x16/8/1
   hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
   hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  hopper 256: 64x128/8/2, 32x128/8/3, 32x128/8/2, 32x32/8/1, 32x16/4/1
+  hopper 256: 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
   hopper 1024: 16x16/8/1
   consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
   consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
@@ -186,7 +186,7 @@ backward_dv
   amd 256: 32x128/4/1, 16x64/4/1
   blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
   blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  blackwell 256: 64x128/8/2, 32x128/8/3, 32x128/8/2, 32x32/8/1, 32x16/4/1
+  blackwell 256: 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1
 backward_onepass
   interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
@@ -238,13 +238,13 @@ backward_onepass
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-sm_80 forward: 128x128, 8 warps, 3 stages; 128x64, 8 warps, 3 stages; 64x128, 8 warps, 1 stages
-sm_80 backward_dq: 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages; 64x64, 8 warps, 1 stages
+sm_80 forward: 128x128, 8 warps, 3 stages; 128x64, 8 warps, 3 stages; 32x64, 4 warps, 3 stages
+sm_80 backward_dq: 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages; 64x32, 4 warps, 3 stages
 sm_80 backward_dkdv: 64x128, 8 warps, 3 stages; 32x64, 4 warps, 3 stages; 32x64, 8 warps, 1 stages
 sm_86 forward: 64x64, 4 warps, 3 stages; 64x32, 4 warps, 3 stages; 64x32, 8 warps, 1 stages
 sm_86 backward_dq: 64x32, 4 warps, 3 stages; 32x32, 4 warps, 3 stages; 32x32, 4 warps, 1 stages
 sm_86 backward_dkdv: 32x64, 4 warps, 3 stages; 32x32, 4 warps, 3 stages; 32x32, 4 warps, 1 stages
-sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 3 stages; 128x64, 8 warps, 2 stages
+sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 3 stages; 128x32, 8 warps, 3 stages
 sm_90 backward_dq: 128x64, 8 warps, 3 stages; 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages
 sm_90 backward_dkdv: 64x128, 8 warps, 3 stages; 64x128, 8 warps, 3 stages; 32x32, 8 warps, 1 stages
 gfx942 forward: 128x64, 4 warps, 1 stages; 128x64, 4 warps, 1 stages; 64x32, 4 warps, 1 stages
@@ -318,8 +318,8 @@ def test_a_hint_is_honoured_or_noted():
 def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     device, shape = known_device("sm_80"), Shape(64, 64, 2)
-    kept, _ = candidates(FORWARD, forward_cost, device, shape)
-    tiles = search.tiles(kept, forward_cost, device, shape)
+    kept, rejected = candidates(FORWARD, forward_cost, device, shape)
+    tiles = search.tiles(kept, [config for config, _ in rejected], forward_cost, device, shape)
     wanted = {*tiles, *(config._replace(persistent=1) for config in tiles)}
     found = tuned_kernel()[0].configs
     assert len(found) == len(wanted) and all(config.launch(["persistent"]) in found for config in wanted)

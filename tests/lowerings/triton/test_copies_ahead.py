@@ -14,8 +14,12 @@ from flex_inductor.tools.resources import compile_for, compile_untuned, machine_
 from flex_inductor.tools.sass import LOCAL_MEMORY, main_loops
 
 # Copies that may be under way when a loop waits, two tiles ahead: keys and values, or queries, gradients of the output
-# and two numbers a row of each. Torch's kernels for the same calls have as many.
-AHEAD = {"forward": 2, "backward_dq": 2, "backward_dkdv": 4}
+# and two numbers a row of each. Torch's kernels for the same calls have as many, or fewer.
+AHEAD = {"forward": 2, "backward_dq": 2, "backward_dkdv": 4, "backward_dk": 4, "backward_dv": 3}
+
+# Barriers of a step: for the copies that have come, and before the next may overwrite what was read. On sm_80 a product
+# that is wider than it has rows is divided by columns, so what it multiplies is exchanged.
+EXCHANGING = {"forward": 9, "backward_dq": 4, "backward_dkdv": 6, "backward_dk": 4, "backward_dv": 4}
 
 
 def waits(ttgir):
@@ -72,17 +76,18 @@ def test_captured_values_of_keys_are_copied_ahead_too():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["causal", "softcap", "document", "bias"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_default_configs_copy_ahead(target, head_dim, variant):
     for kernel in attention_kernels(*_call(Case(variant, head_dim, target), flex_attention), target=target):
         name = kind(kernel)
         _, compiled, found = compile_untuned(kernel, target)
-        assert_ahead(compiled, AHEAD[name])
         assert found.shared_bytes <= known_device(target).shared_bytes, name
-        for loop in main_loops(machine_code(compiled)):
-            assert not any(i.matches(LOCAL_MEMORY) for i in loop), name
-            # For the copies that have come, and before the next may overwrite what was read. On sm_80 the kernel for keys
-            # and values exchanges rows as well.
-            if (name, target) != ("backward_dkdv", "sm_80"):
-                assert sum(i.matches("BAR") for i in loop) <= 2, name
+        loops = main_loops(machine_code(compiled))
+        assert not any(i.matches(LOCAL_MEMORY) for loop in loops for i in loop), name
+        # What these mods keep for the gradient leaves no registers for a tile of which three stages fit.
+        if (name, target, head_dim) != ("backward_dq", "sm_80", 256) or variant not in ("softcap", "bias"):
+            assert_ahead(compiled, AHEAD[name])
+            exchanged = target == "sm_80" and (head_dim == 256 or name == "backward_dkdv")
+            most = EXCHANGING[name] if exchanged else 2
+            assert max(sum(i.matches("BAR") for i in loop) for loop in loops) <= most, name

@@ -3,6 +3,9 @@
 Both are rendered and compiled here, each with the config it would use untuned, and read back from the
 binary. An instruction counts once for each thread of the instance that runs it: what a loop's body holds,
 times the threads, over the scores that one iteration visits, is its instructions per score.
+
+For sm_100 and gfx942 only our kernels are read, and not modelled: instructions for tensor cores of the one do not say
+how much they do, and of the other's pipes too few rates are published.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ BATCH, HEADS = 2, 8
 HEAD_DIMS = (64, 128, 256)
 VARIANTS = ("causal", "alibi", "softcap", "document", "bias")
 TARGETS = ("sm_90", "sm_80")
+ONLY_READ = ("sm_100", "gfx942")
 SIDES = ("ours", "torch")
 FEWER = 0.85  # of torch's instructions that are not for tensor cores, at most
 
@@ -53,7 +57,7 @@ class Loop:
     scores: float  # visited, for one thread
     area: int  # the scores of the tile
     flops_per_byte: float  # of the tiles that it loads
-    repeated: float  # how often tensor cores do what has to be done once
+    repeated: float | None  # how often tensor cores do what has to be done once, where instructions say
     cycles: dict[str, float] = field(default_factory=dict)  # of an iteration, by pipe
     copies: tuple[int, ...] = ()  # that may be under way at each wait
     products: int = 0
@@ -105,7 +109,10 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "static", help="what kernels ask of a GPU that is not there, next to torch's", description=__doc__
     )
-    parser.add_argument("--target", choices=TARGETS, nargs="+", default=TARGETS, help="default: all")
+    targets = (*TARGETS, *ONLY_READ)
+    parser.add_argument(
+        "--target", choices=targets, nargs="+", default=TARGETS, help=f"default: {' '.join(TARGETS)}"
+    )
     parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
     parser.add_argument("--json", metavar="FILE", type=to_write, help="write all that was found")
     parser.set_defaults(run=run)
@@ -124,8 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     kernels: list[Kernel] = []
     missed: list[str] = []
+    read_only: list[str] = []
     print(f"torch {versions['torch']}, triton {versions['triton']}, bf16, S{LENGTH}; ours / torch's\n")
-    print(HEADER)
+    if set(arguments.target) & {*TARGETS}:
+        print(HEADER)
     model: list[str] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(chosen))
@@ -133,14 +142,23 @@ def run(arguments: argparse.Namespace) -> int:
             progress.update(task, description=case.title)
             found = measure(case)
             kernels += found
-            print("\n".join(lines_of(found)), flush=True)
-            missed += misses(found)
-            model += model_lines_of(found)
+            if case.target in ONLY_READ:
+                read_only += map(read_line, found)
+            else:
+                print("\n".join(lines_of(found)), flush=True)
+                missed += misses(found)
+                model += model_lines_of(found)
             progress.advance(task)
-    print(
-        "\n".join(["\nA model, not a measurement: see flex_inductor/tools/pipes.py\n", MODEL_HEADER, *model])
-    )
-    print("\nGoals missed: " + ("none" if not missed else "\n" + "\n".join(f"- {line}" for line in missed)))
+    if model:
+        print(
+            "\n".join(
+                ["\nA model, not a measurement: see flex_inductor/tools/pipes.py\n", MODEL_HEADER, *model]
+            )
+        )
+        goals = "\n".join(["", *(f"- {line}" for line in missed)]) if missed else "none"
+        print(f"\nGoals missed: {goals}")
+    if read_only:
+        print("\n".join(["\nOurs, read and not modelled\n", READ_HEADER, *read_only]))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({**versions, "kernels": [asdict(k) for k in kernels], "missed": missed}, file, indent=2)
@@ -157,6 +175,8 @@ def measure(case: Case) -> list[Kernel]:
     from .torch_kernels import torch_kernels
 
     ours = attention_kernels(*_call(case, flex_attention), target=case.target)
+    if case.target in ONLY_READ:
+        return [read(case, SIDES[0], kernel) for kernel in ours]
     torchs = torch_kernels(*_call(case, torch_flex), target=case.target)
     return [
         read(case, side, kernel)
@@ -197,16 +217,16 @@ def read(case: Case, side: str, kernel: GeneratedKernel) -> Kernel:
     """Compile a kernel and read its binary."""
     from flex_inductor.lowerings.triton.configs import known_device
 
+    from . import amdgcn
     from .resources import compile_untuned, machine_code
     from .sass import main_loops
 
     config, compiled, found = compile_untuned(kernel, case.target)
     blocks = {name: int(size) for name, size in _BLOCKS.findall(kernel.source)} | config
     kind = _kind(kernel)
-    loops = [
-        count(loop, KINDS[kind], blocks, case.head_dim, case.target)
-        for loop in main_loops(machine_code(compiled))
-    ]
+    amd = case.target.startswith("gfx")
+    code = amdgcn.instructions(compiled.asm["amdgcn"]) if amd else machine_code(compiled)
+    loops = [count(loop, KINDS[kind], blocks, case.head_dim, case.target) for loop in main_loops(code)]
     return Kernel(
         case,
         side,
@@ -233,11 +253,14 @@ def count(
     loop: Sequence[Any], possible: Sequence[Work], blocks: dict[str, int], head_dim: int, target: str
 ) -> Loop:
     """A loop that visits one tile in an iteration: neither Triton nor ptxas unrolls loops like these."""
-    from .pipes import cycles, overlap
+    from flex_inductor.lowerings.triton.configs import known_device
+
+    from . import amdgcn, pipes
     from .sass import LOCAL_MEMORY, TENSOR_CORE, multiply_adds
 
     tensor = [i for i in loop if i.matches(TENSOR_CORE)]
-    done = sum(map(multiply_adds, tensor)) * blocks["num_warps"]
+    # sm_100's instructions do not say how much they do.
+    done = None if target == "sm_100" else sum(map(multiply_adds, tensor)) * blocks["num_warps"]
 
     def sides(work: Work) -> tuple[int, int]:
         stays, walked = (blocks.get(side, blocks.get(side.rstrip("12"), 0)) for side in work.tile)
@@ -246,7 +269,7 @@ def count(
     def needed(work: Work) -> int:
         return work.products * math.prod(sides(work)) * head_dim
 
-    fitting = [work for work in possible if needed(work) <= done]
+    fitting = [work for work in possible if done is None or needed(work) <= done]
     if not fitting:
         raise ValueError(f"{done} multiplications are too few for a tile of {blocks}")
     work = max(fitting, key=needed)
@@ -257,12 +280,12 @@ def count(
         len(loop),
         len(tensor),
         sum(i.matches(LOCAL_MEMORY) for i in loop),
-        stays * walked / (blocks["num_warps"] * 32),
+        stays * walked / (blocks["num_warps"] * known_device(target).warp),
         stays * walked,
         work.products * stays / 2,  # two tiles of `walked` rows are loaded, of 2 bytes an element
-        done / needed(work),
-        cycles(loop, blocks["num_warps"], target),
-        *overlap(loop),
+        None if done is None else done / needed(work),
+        pipes.cycles(loop, blocks["num_warps"], target) if target in pipes.CARDS else {},
+        *(amdgcn if target.startswith("gfx") else pipes).overlap(loop),
     )
 
 
@@ -403,6 +426,32 @@ def model_lines_of(found: Sequence[Kernel]) -> list[str]:
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+READ_HEADER = """\
+| case | kernel | tile, warps, stages | registers | local bytes | in loops | shared KiB | per score: partial | full \
+| for tensor cores, a tile | copies ahead | barriers |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def read_line(kernel: Kernel) -> str:
+    """A row of the table of what is only read; the last three columns are about full blocks."""
+    by_blocks = {loop.blocks: loop for loop in kernel.loops}
+    full = by_blocks.get("full", kernel.loops[0])
+    cells = [
+        kernel.case.title,
+        kernel.kind,
+        tiles_of(kernel),
+        str(kernel.registers),
+        str(kernel.local_bytes),
+        str(sum(loop.local for loop in kernel.loops)),
+        f"{kernel.shared_bytes / 1024:.0f}{'' if kernel.fits else ' (too many)'}",
+        *(f"{loop.instructions / loop.scores:.1f}" for loop in (by_blocks["partial"], full)),
+        str(full.tensor),
+        " ".join(map(str, full.copies)) or "-",
+        str(full.barriers),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _bound(loops: Sequence[Loop], products: int, case: Case) -> tuple[dict[str, float], Any]:

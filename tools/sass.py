@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TENSOR_CORE = r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA"
-LOCAL_MEMORY = r"LDL|STL"
+TENSOR_CORE = r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA|v_s?mfma"
+LOCAL_MEMORY = r"LDL|STL|scratch_"
 
 
 class Instruction(NamedTuple):
@@ -73,7 +73,7 @@ def loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
     for head in blocks:
         # A jump to earlier code is no loop if that code can be reached without its head.
         around = _reached(code[0].address, after, {head})
-        ends = [start for start in before[head] if start >= head and start not in around]
+        ends = [start for start in before[head] if start not in around]
         if ends:
             inside = {head}.union(*(_reached(end, before, {head}) for end in ends))
             found.append([i for start in blocks if start in inside for i in blocks[start]])
@@ -109,7 +109,8 @@ def _reached(start: int, ways: dict[int, set[int]], closed: set[int]) -> set[int
     return found
 
 
-_ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET")  # of a basic block
+# Of a basic block, on NVIDIA's cards and AMD's.
+_ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET", "s_branch", "s_cbranch", "s_endpgm", "s_setpc")
 
 
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
@@ -118,9 +119,9 @@ _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 def multiply_adds(instruction: Instruction) -> int:
     """Of one tensor-core instruction for a 16-bit type or tf32, by all threads of one warp."""
     kind = instruction.operation.split(".")[0]
-    if kind == "HGMMA":  # by the four warps of a group
+    if kind == "HGMMA" or kind.startswith("v_mfma"):  # the former by the four warps of a group
         m, n, k = map(int, _SHAPE.search(instruction.operation).groups())
-        return m * n * k // 4
+        return m * n * k // (4 if kind == "HGMMA" else 1)
     if kind == "HMMA":
         m, n, k = {"16816": (16, 8, 16), "1688": (16, 8, 8), "1684": (16, 8, 4)}[
             instruction.operation.split(".")[1]

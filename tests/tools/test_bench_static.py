@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from flex_inductor.tools import bench_static, cli
+from flex_inductor.tools import amdgcn, bench_static, cli
 from flex_inductor.tools.bench_static import KINDS, Case, Kernel, Loop, count, misses
 from flex_inductor.tools.sass import instructions, loops, main_loops, multiply_adds
 
@@ -64,6 +64,40 @@ def test_a_way_back_that_is_never_taken_makes_no_loop():
 def test_work_of_an_instruction(operation, work):
     (code,) = instructions(f"/*0000*/ {operation} R4, R8, R10, R4 ;")
     assert multiply_adds(code) == work
+
+
+# As LLVM writes loops for AMD: their condition, where they are entered, comes last.
+ROTATED = """
+kernel:
+\ts_load_dwordx2 s[2:3], s[0:1], 0x0
+\ts_branch .LBB0_2
+.LBB0_1:                                ;   in Loop: Header=BB0_2 Depth=1
+\ts_waitcnt vmcnt(3) lgkmcnt(0)
+\tv_mfma_f32_32x32x8_bf16 v[66:81], v[86:87], v[162:163], 0
+\ts_barrier
+\ts_waitcnt lgkmcnt(0)
+\ts_waitcnt vmcnt(0)
+\ts_cbranch_scc0 .LBB0_3
+.LBB0_2:                                ; =>This Inner Loop Header: Depth=1
+\tbuffer_load_dwordx4 v[2:5], v1, s[4:7], 0 offen
+\ts_cbranch_scc1 .LBB0_1
+\ts_branch .LBB0_1
+.LBB0_3:
+\ts_endpgm
+\t.section\t.rodata
+"""
+
+
+def test_loops_of_amd():
+    code = amdgcn.instructions(ROTATED)
+    (loop,) = main_loops(code)
+    names = [i.operation.split("_", 1)[1] for i in loop]
+    assert names[1] == "mfma_f32_32x32x8_bf16" and len(loop) == 9 and len(code) == 12
+    assert not {"load_dwordx2", "endpgm"} & {*names}
+    found = amdgcn.overlap(loop)
+    assert (found.copies, found.barriers) == ((3, 0), 1)
+    assert multiply_adds(loop[1]) == 32 * 32 * 8
+    assert main_loops(amdgcn.instructions(ROTATED.replace("s_cbranch_scc0 .LBB0_3", "s_endpgm"))) == []
 
 
 def loop_of(products, blocks, head_dim, more=()):
@@ -151,6 +185,19 @@ def test_both_sides_of_one_case(monkeypatch, capsys, tmp_path):
             sum(i["instructions"] for i in found["loops"] if i["blocks"] == blocks) for blocks in both
         )
         assert partial > full  # it runs mask_mod
+
+
+def test_what_is_only_read(monkeypatch, capsys):
+    for name, value in {"LENGTH": 256, "HEAD_DIMS": (16,), "BATCH": 1, "HEADS": 1}.items():
+        monkeypatch.setattr(bench_static, name, value)
+    assert cli.main(["bench", "static", "--target", "gfx942", "--only", "causal"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| causal D16 gfx942")]
+    assert [row[1] for row in rows] == ["forward", "backward_dq", "backward_dkdv"]
+    for row in rows:
+        partial, full = map(float, row[7:9])
+        assert partial > full > 0 and int(row[9]) > 0
+    assert "Goals" not in out and "model, not" not in out
 
 
 def test_unknown_case(capsys):

@@ -1,5 +1,6 @@
 """Additions by assembly: what layouts allow them, and what is done where they do not."""
 
+import copy
 import dataclasses
 import types
 
@@ -8,9 +9,10 @@ import torch
 import torch._inductor.runtime.triton_heuristics as heuristics
 from inspected import block_mask, causal
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.runtime.triton_heuristics import GridExpr
+from torch._inductor.runtime.triton_heuristics import GridExpr, config_from_dict
 
 from flex_inductor import flex_attention
+from flex_inductor.lowerings.triton.fallback_configs import or_next
 from flex_inductor.lowerings.triton.in_place import ADDITION, adds_once
 from flex_inductor.tools.inspector import attention_kernels, kind
 from flex_inductor.tools.resources import compile_untuned, machine_code
@@ -113,3 +115,9 @@ def test_an_autotuner_compiles_the_other_variant(backward, monkeypatch):
     assert asked == [0, 1] and result.config.kwargs["COALESCED"] == 1
     instances = GridExpr.from_meta(made.inductor_meta, result.config).eval_slow({})
     assert instances == (256 // result.config.kwargs["BLOCK_M"], 2, 1)
+
+
+def test_an_autotuner_that_does_not_look_at_layouts_adds_as_triton_does(backward):
+    made = copy.copy(getattr(PyCodeCache.load(backward.source), backward.name))
+    made.configs, made.__class__ = [config_from_dict(backward.configs[0])], heuristics.DebugAutotuner
+    assert [config.kwargs["COALESCED"] for config in or_next("backward_dq", [], False)(made).configs] == [1]

@@ -79,7 +79,7 @@ FORWARD["blackwell"] = {
         *ahead((128, 128, 8)),
         Config(64, 64, 4, 3),
     ],
-    256: [Config(64, 64, 8, 2), *ahead((64, 32, 8))],
+    256: [Config(128, 32, 8, 3), Config(64, 64, 8, 2), *ahead((64, 32, 8))],
 }
 
 # For d(query): a tile of queries walks tiles of keys.
@@ -156,7 +156,7 @@ DKDV: Table = {
 # With a map both sums leave tensor memory after every run: 64 keys where 128 have no registers for that.
 DKDV["blackwell"] = {
     **DKDV["hopper"],
-    128: [Config(64, 128, 8, 3), Config(64, 64, 8, 3), *DKDV["hopper"][128][1:]],
+    128: [*DKDV["hopper"][128][:2], Config(64, 64, 8, 3), *DKDV["hopper"][128][2:]],
 }
 
 # d(key) and d(value) in a kernel each, for wide heads.

@@ -15,7 +15,15 @@ from tests.tile_maps import Part, packed
 PARTS = [Part(300, 300), Part(130, 200, 70), Part(1, 400, 399)]
 
 
-def report(blocks=(128, 128), head_dim=64, biased=True, parts=PARTS, requires_grad=False, options=None):
+def report(
+    blocks=(128, 128),
+    head_dim=64,
+    biased=True,
+    parts=PARTS,
+    requires_grad=False,
+    options=None,
+    target="sm_90",
+):
     inputs, _ = packed(causal, parts, blocks)
     bias = torch.randn(2048, requires_grad=requires_grad)
     rows, keys = (sum(lengths) for lengths in list(zip(*parts, strict=True))[:2])
@@ -30,7 +38,7 @@ def report(blocks=(128, 128), head_dim=64, biased=True, parts=PARTS, requires_gr
     def attend(q, k, v):
         return attention(q, k, v, score_mod if biased else None, causal, 0.125, inputs)[0]
 
-    return flex_inductor.inspect(attend, q, k, v, target="sm_90", options=options)
+    return flex_inductor.inspect(attend, q, k, v, target=target, options=options)
 
 
 @pytest.mark.parametrize("head_dim, biased", [(64, True), pytest.param(128, False, marks=pytest.mark.slow)])
@@ -41,6 +49,14 @@ def test_no_local_memory_on_sm_90(head_dim, biased):
     assert all(kernel.resources.spill_bytes <= stack for kernel in kernels)
     # Lengths in memory say nothing of the indices: what they find is checked.
     assert all(("< 2048" in kernel.made.triton.source) == biased for kernel in kernels)
+
+
+@pytest.mark.slow
+def test_sums_of_keys_and_values_need_no_local_memory_on_sm_100():
+    """They leave tensor memory after every run of a map's tiles."""
+    kernels = report(head_dim=128, biased=False, requires_grad=True, target="sm_100").kernels
+    (found,) = (kernel for kernel in kernels if kernel.kind == "backward_dkdv")
+    assert found.resources.spill_bytes == 0
 
 
 def test_few_queries_are_decoded_in_tiles_of_any_size():

@@ -209,8 +209,10 @@ WINDOWS = st.recursive(
         _joined("((q_idx // {0}) == (kv_idx // {0}))", st.integers(1, 9)),
         _joined("(q_idx - kv_idx {0} length[b])", st.sampled_from(["<", ">="])),
     ),
-    lambda inner: _joined("({0} & {1})", inner, inner)
-    | _joined("({0} | (kv_idx < {1}))", inner, st.sampled_from(["5", "length[b]"])),
+    lambda inner: (
+        _joined("({0} & {1})", inner, inner)
+        | _joined("({0} | (kv_idx < {1}))", inner, st.sampled_from(["5", "length[b]"]))
+    ),
     max_leaves=3,
 )
 MASKS = WINDOWS | st.recursive(

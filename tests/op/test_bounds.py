@@ -17,7 +17,7 @@ from flex_inductor.op import Inputs, attention, eager
 from flex_inductor.op.schedule import RowBounds, placed
 from flex_inductor.options import call_options
 from flex_inductor.windows import ON_NUMBERS, Window
-from tests.support import Sizes, dense_of, judge
+from tests.support import Sizes, attention_of, dense_of, judge
 
 WINDOWS = [
     *(Window(*w) for w in itertools.product((math.inf, 5, 20), (math.inf, 0, 15), (0, 7, 16, 20))),
@@ -206,6 +206,26 @@ def test_compiled_once_for_all_windows(route):
     judged(compiled, CASES)
     found = decisions(clear=True)
     assert [(d.chosen, d.call.endswith("blocks 16x32 in bounds")) for d in found] == [(route, True)] * 2
+
+
+COMPACT = {  # of the numbers some are absent, which is no number that changes
+    "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "window": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= 9),
+    "chunks": lambda b, h, q_idx, kv_idx: q_idx // 12 == kv_idx // 12,
+    "prefix": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < 9),
+}
+
+
+@pytest.mark.parametrize("mask", COMPACT)
+def test_schedules_as_arguments_whose_numbers_may_all_change(mask):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attention_of(None), backend="flex_inductor", fullgraph=True, dynamic=True, options={"route": "cpu"}
+    )
+    for queries, keys in ((40, 20), (17, 2), (33, 64)):
+        schedule = create_block_mask(COMPACT[mask], None, None, queries, keys, "cpu", 16, compact=True)
+        judge(compiled, dense_of(None), Sizes(2, 2, 1, queries, keys).inputs(torch.float32), (), schedule)
+        assert all(d.chosen == "cpu" and d.call.endswith(" in bounds") for d in decisions(clear=True))
 
 
 def test_numbers_of_examples():

@@ -37,6 +37,12 @@ CASES = {
     "more queries than keys": (Window(right=0), Sizes(1, 2, 1, 100, 70), (32, 16), {}),
     "window": (Window(20, 9), Sizes(1, 2, 1, 70, 100), (16, 16), {"at_end": False, "tensors": True}),
     "chunks": (Window(math.inf, 0, 20), Sizes(1, 2, 1, 90, 100), (16, 32), {}),
+    "no number is fixed": (
+        Window(right=0),
+        Sizes(2, 2, 1, 40, 20),
+        (16, 16),
+        {"at_end": False, "dynamic": True},
+    ),
     "few queries": (Window(60, 0), Sizes(1, 2, 1, 3, 300), (32, 32), {}),
     "few queries without begin": (Window(right=0), Sizes(2, 2, 1, 3, 300), (32, 32), {}),
 }
@@ -44,9 +50,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_bounds_give_what_runs_give(case, kinds):
-    window, sizes, block, more = CASES[case]
+    window, sizes, block, given = CASES[case]
+    more = dict(given)
+    attend = interpret.compiled(attention_of(None), dynamic=more.pop("dynamic", False))
     schedule = schedule_in(window, sizes, block, **more)
-    attend = interpret.compiled(attention_of(None), dynamic=False)
     decisions(clear=True)
     inputs = sizes.inputs(torch.float32)
     found = judge(attend, dense_of(None), inputs, (), schedule).named()

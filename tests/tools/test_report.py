@@ -177,7 +177,7 @@ class Pages(expecttest.TestCase):
    loops     busiest pipes in a tile's cycles, a model: ·
 
 == flex_inductor_backward_dq_0: backward_dq of call 0
-   config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
+   config    BLOCK_M=· BLOCK_N=· COALESCED=· num_warps=· num_stages=·
    built by  ·
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·

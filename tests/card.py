@@ -217,7 +217,7 @@ CALLS: list[Call | Place] = sorted(
         Call(sizes=Sizes(queries=1000, keys=1000, head_dim=64), block=512),  # tiles that a mask chooses whole
         Call("relative_bias", "causal", tuned=True, kernels=("forward", *TWO_PASSES)),
         Call("alibi", "causal", sizes=WIDE, kernels=("forward", "backward_dq", "backward_dk", "backward_dv")),
-        *(Call(sizes=_decoding(keys), kernels=("decode", "combine")) for keys in (1000, 8192)),
+        *(Call(sizes=_decoding(keys), kernels=("decode",)) for keys in (1000, 8192)),
         Place("on a side stream", on_a_side_stream),
         Place("in a CUDA graph, the mask refreshed in place", in_a_cuda_graph),
         Place("more than 2**31 elements", far_offsets),

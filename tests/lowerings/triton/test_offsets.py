@@ -21,4 +21,5 @@ def test_rows_of_lists(offsets):
 def test_runs(offsets, run):
     runs = Tensor("runs", ["size_0", "2"], ["2", "1"], offsets)
     walk = Walk("", False, "runs", runs, runs)
-    assert [tiles.bound("run", end, walk) for end in (0, 1)] == [f"runs + {run} * 2", f"runs + {run} * 2 + 1"]
+    ends = [tiles.run_end("run", end, walk) for end in (0, 1)]
+    assert ends == [f"tl.load(runs + {run} * 2)", f"tl.load(runs + {run} * 2 + 1)"]

@@ -56,7 +56,11 @@ class WindowSchedule(RunSchedule):
     @property
     def visits(self) -> RowBounds:
         # Dynamo may take any number for one that changes. Kernels with chunks and without them are not the same.
-        return self.bounds if self.bounds.chunk else self.bounds._replace(chunk=0)
+        bounds = self.bounds
+        if bounds.chunk:
+            return bounds
+        ends = bounds.left, bounds.right
+        return RowBounds(bounds.q_block, bounds.kv_block, *ends, 0, bounds.shift, bounds.prefix)
 
     @ordinary_tensors
     def __getattr__(self, name: str) -> Tensor:

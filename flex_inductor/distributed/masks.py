@@ -119,7 +119,14 @@ class Sharded(PlannedMask):
         return lifted(score_mod, query, local_query, self.layout, self.rank, self.group)
 
     def _called(self, call: Call, query: Tensor, key: Tensor, value: Tensor, here: Inputs) -> Any:
-        here = here._replace(sharded=(self.positions.size(0), self.length))
+        part = self.positions.size(0), self.length
+        here = Inputs(  # Dynamo of 2.11 has no _replace
+            schedule=here.schedule,
+            tile_map=here.tile_map,
+            ring=here.ring,
+            stand_ins=here.stand_ins,
+            sharded=part,
+        )
         if torch.compiler.is_dynamo_compiling():
             return call(query, key, value, self.mask_mod, here)
         try:

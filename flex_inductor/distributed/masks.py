@@ -119,14 +119,11 @@ class Sharded(PlannedMask):
         return lifted(score_mod, query, local_query, self.layout, self.rank, self.group)
 
     def _called(self, call: Call, query: Tensor, key: Tensor, value: Tensor, here: Inputs) -> Any:
-        part = self.positions.size(0), self.length
-        here = Inputs(  # Dynamo of 2.11 has no _replace
-            schedule=here.schedule,
-            tile_map=here.tile_map,
-            ring=here.ring,
-            stand_ins=here.stand_ins,
-            sharded=part,
-        )
+        changed: dict[str, Any] = dict(
+            zip(Inputs._fields, here, strict=True)
+        )  # _replace fails in graphs of 2.11
+        changed["sharded"] = self.positions.size(0), self.length
+        here = Inputs(**changed)
         if torch.compiler.is_dynamo_compiling():
             return call(query, key, value, self.mask_mod, here)
         try:

@@ -70,9 +70,8 @@ class Window(NamedTuple):
     left: Any = math.inf
     right: Any = math.inf
     chunk: Any = 0  # how many positions a chunk has; 0 where there are none
-    prefix: Any = (
-        0  # how many of the first keys all see, where nothing is left of the window and there are no chunks
-    )
+    # How many of the first keys all see, where nothing is left of the window and there are no chunks.
+    prefix: Any = 0
     own_prefix: Any = 0  # the same of a window that is turned: how many of the first see all
 
     def within(self, other: Window) -> Window | None:

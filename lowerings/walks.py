@@ -19,9 +19,8 @@ class Walk(NamedTuple):
     counts: Any = None  # or the offsets into runs
     blocks: Any = None  # indices, or runs, or what these are called
     whole: bool = False  # whether it goes through a map's full tiles, which have all their rows
-    numbers: Mapping[str, Any] | None = (
-        None  # of bounds: the tensors that are read first, and what is computed from them, by name
-    )
+    # Of bounds: the tensors that are read first, and what is computed from them, by name.
+    numbers: Mapping[str, Any] | None = None
     lines: Sequence[tuple[str, str]] = ()
     ends: Sequence[str] = ()  # and where runs begin and end, in turn
 

@@ -119,9 +119,8 @@ class Sharded(PlannedMask):
         return lifted(score_mod, query, local_query, self.layout, self.rank, self.group)
 
     def _called(self, call: Call, query: Tensor, key: Tensor, value: Tensor, here: Inputs) -> Any:
-        changed: dict[str, Any] = dict(
-            zip(Inputs._fields, here, strict=True)
-        )  # _replace fails in graphs of 2.11
+        # _replace fails in graphs of torch 2.11.
+        changed: dict[str, Any] = dict(zip(Inputs._fields, here, strict=True))
         changed["sharded"] = self.positions.size(0), self.length
         here = Inputs(**changed)
         if torch.compiler.is_dynamo_compiling():

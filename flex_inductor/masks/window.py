@@ -1,4 +1,4 @@
-"""Masks that are a window, as op/window.py has it.
+"""Masks that are a window, as windows.py has it.
 
 Read off the steps of a traced mask_mod: comparisons of sums of q, kv and numbers, and of chunks, joined by `and`.
 """

@@ -25,10 +25,10 @@ def compilation(nodes: list[Any]) -> Any:
     return import_module(f"{_LOWERINGS}.record_file").compilation(nodes)
 
 
-def compiled(call: Any, known: Any = None) -> Any:
+def compiled(call: Any, its_class: Any = None) -> Any:
     """A function of the call's tensors: see lowerings/compiled.py. It imports Inductor and compiles."""
     register_lowerings()
-    return import_module(f"{_LOWERINGS}.compiled").compiled(call, known)
+    return import_module(f"{_LOWERINGS}.compiled").compiled(call, its_class)
 
 
 def record_eager(call: Any, why: str) -> None:

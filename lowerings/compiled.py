@@ -8,6 +8,7 @@ here it is kept in memory. Any thread may ask.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flex_inductor import compat
-from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
+from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward, known
 from flex_inductor.op.call import class_of, rows_of, tensors_of
 
 from . import errors
@@ -57,59 +57,45 @@ class Kernel(NamedTuple):
 
 
 class _Classes(dict[Any, list[Kernel]]):
-    cache_clear = dict.clear  # by which Inductor empties what it keeps in memory
+    def cache_clear(self) -> None:
+        """By which Inductor empties what it keeps in memory."""
+        self.clear()
+        known.forget()
 
 
 _kernels = _Classes()
 clear_on_fresh_cache(_kernels)
 
 
-def compiled(call: Call, known: Any = None) -> Callable[[Sequence[Tensor]], Any]:
-    """A function of the call's tensors (`tensors_of`) that gives what the op gives. `known` is the call's class."""
-    key = class_of(call) if known is None else known, _settings()
+def compiled(call: Call, its_class: Any = None) -> Callable[[Sequence[Tensor]], Any]:
+    """A function of the call's tensors (`tensors_of`) that gives what the op gives."""
+    key = class_of(call) if its_class is None else its_class, known.settings()
+    kernels = _kernels.setdefault(key, [])
+    run_known = functools.partial(_run, kernels, isinstance(call, AttentionCall))
 
     def run(tensors: Sequence[Tensor]) -> Any:
-        kernel, sizes = _find(key, tensors) or _made(key, call, tensors)
-        return _as_outputs(call, kernel.run([*sizes, *tensors]))
+        results = run_known(tensors)
+        if results is None:
+            with compile_lock:
+                if not any(kernel.fits(tensors, kernel.sizes(tensors)) for kernel in kernels):
+                    if len(kernels) >= MOST_LAYOUTS:
+                        raise errors.too_many_layouts(MOST_LAYOUTS)
+                    kernels.append(_compile(call))
+            results = run_known(tensors)
+        known.served(tensors, run_known)
+        return results
 
     return run
 
 
-def _made(key: Any, call: Call, tensors: Sequence[Tensor]) -> tuple[Kernel, list[int]]:
-    with compile_lock:
-        found = _find(key, tensors)  # another thread may have made it
-        if found is None:
-            if len(_kernels.get(key, ())) >= MOST_LAYOUTS:
-                raise errors.too_many_layouts(MOST_LAYOUTS)
-            kernel = _compile(call)
-            _kernels.setdefault(key, []).append(kernel)
-            found = kernel, kernel.sizes(tensors)
-    return found
-
-
-def _settings() -> tuple[Any, ...]:
-    """What kernels are made by beside the call, as torch.compile guards on it."""
-    return (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        compat.allows_tf32(),
-    )
-
-
-def _find(key: Any, tensors: Sequence[Tensor]) -> tuple[Kernel, list[int]] | None:
-    """A kernel for such tensors, and its symbols' values."""
-    for kernel in _kernels.get(key, ()):
+def _run(kernels: list[Kernel], is_forward: bool, tensors: Sequence[Tensor]) -> Any:
+    """What the one that fits gives; None where none does."""
+    for kernel in kernels:
         sizes = kernel.sizes(tensors)
         if kernel.fits(tensors, sizes):
-            return kernel, sizes
+            results = kernel.run([*sizes, *tensors])
+            return tuple(results) if is_forward else (*results[:3], tuple(results[3:]))
     return None
-
-
-def _as_outputs(call: Call, results: Sequence[Any]) -> Any:
-    if isinstance(call, AttentionCall):
-        return tuple(results)
-    return (*results[:3], tuple(results[3:]))
 
 
 def _compile(call: Call) -> Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..mod_ir.arguments import INDEX_DTYPE
+from ..mod_ir.replay import Unchanging
 from ..op.schedule import RowBounds
 from ..windows import ON_TENSORS, Window
 from .ordinary import ordinary_tensors
@@ -106,12 +108,28 @@ def runs_in_window(bounds: RowBounds, extent: Extent, device: torch.device) -> R
 def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -> WindowSchedule:
     """Of a call whose last query stands at the last key."""
     extent = Extent(1, 1, (queries, keys), (BLOCK, BLOCK))
-    bounds = bounds_of(window, extent.block, None)
     shift: Any = keys - queries
-    if not torch.compiler.is_dynamo_compiling() and isinstance(shift, int) and shift:
+    mask_mod: Any
+    if torch.compiler.is_dynamo_compiling() or not isinstance(shift, int):
+        mask_mod = window.mask_mod(shift)
+    elif shift:
         # As data: what is traced and compiled of an eager call then serves other lengths too.
-        shift = torch.full((), shift, dtype=INDEX_DTYPE, device=device)
-    return WindowSchedule(bounds, extent, device, window.mask_mod(shift))
+        place = torch.full((), shift, dtype=INDEX_DTYPE, device=device)
+        mask_mod = Unchanging(window.mask_mod(place), (place,), _kept(window))
+    else:
+        mask_mod = _unshifted(window)
+    return WindowSchedule(bounds_of(window, extent.block, None), extent, device, mask_mod)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unshifted(window: Window) -> Unchanging:
+    return Unchanging(window.mask_mod(), (), {})
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept(window: Window) -> dict[Any, Any]:
+    """The traces of all its masks with a shift."""
+    return {}
 
 
 _IN_A_TENSOR = "in a tensor"

@@ -42,19 +42,19 @@ class LiftedMod:
         self.mod = mod
         self._ids = [_identity(capture) for capture in captures]
         self._kept_alive = tuple(captures)
-        self._traces = traces
+        self.traces = traces
         self._modes = function_modes()
         self._last_run: Any = None
 
     def graph(self, what: Any, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
         """What `trace` makes of this mod; kept for other calls where it makes the same run."""
-        if self._traces is None:
+        if self.traces is None:
             return trace()
-        graph = self._traces.graphs.get(what)
+        graph = self.traces.graphs.get(what)
         if graph is None:
             graph = trace()
-            if self._last_run == self._traces.run:
-                self._traces.graphs[what] = graph
+            if self._last_run == self.traces.run:
+                self.traces.graphs[what] = graph
         return graph
 
     @property

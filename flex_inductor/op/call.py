@@ -112,6 +112,8 @@ def _tensors(value: Any) -> list[Any]:
     """In the order of tree_flatten, which takes ten times as long: eager calls ask several times."""
     found: list[Any] = []
     for part in value if isinstance(value, tuple) else (value,):
+        if part is None:  # most are
+            continue
         if isinstance(part, Tensor):
             found.append(part)
         elif isinstance(part, tuple):
@@ -135,6 +137,8 @@ class AttentionCall(NamedTuple):
     def read(cls, *args: Any) -> AttentionCall:
         """From the arguments of the op, in a graph or not."""
         call = cls(*args)
+        if isinstance(call.inputs, Inputs) and isinstance(call.options, CallOptions):
+            return call
         return call._replace(inputs=Inputs.read(call.inputs), options=read_options(call.options))
 
     def wire(self) -> tuple[Any, ...]:
@@ -205,7 +209,7 @@ def check_served(inputs: Inputs, served: Iterable[str]) -> None:
 
 def tensors_of(call: AttentionCall | BackwardCall) -> list[Tensor]:
     """All of a call, in the order of its fields."""
-    return _tensors(call)
+    return _tensors(call[:-1])  # options have none
 
 
 def rows_of(call: AttentionCall | BackwardCall) -> list[Tensor]:
@@ -219,14 +223,22 @@ def rows_of(call: AttentionCall | BackwardCall) -> list[Tensor]:
 
 def class_of(call: AttentionCall | BackwardCall) -> Any:
     """What one compiled kernel may serve: all of a call but its lengths and values."""
-    fixed = [(tensor.shape[1], *tensor.shape[3:]) for tensor in rows_of(call)]
-    return tuple(fixed), _class_of(call)
+    shapes = [tensor.shape for tensor in tensors_of(call)]
+    return *shapes_of_class(shapes, len(rows_of(call))), _class_of(call)
+
+
+def shapes_of_class(shapes: Sequence[Sequence[int]], rows: int) -> list[tuple[int, ...]]:
+    """What of the tensors' shapes a class fixes: of the first, which have `rows`, heads and head dims.
+
+    A size of 1 or 0 makes another kernel: it may be broadcast, or empty.
+    """
+    fixed = [(*shape[3:], shape[1], min(shape[0], 2), min(shape[2], 2)) for shape in shapes[:rows]]
+    return fixed + [tuple([min(size, 2) for size in shape]) for shape in shapes[rows:]]
 
 
 def _class_of(part: Any) -> Any:
     if isinstance(part, tuple):
         return type(part), *map(_class_of, part)
     if isinstance(part, Tensor):
-        # A size of 1 or 0 makes another kernel: it may be broadcast, or empty.
-        return part.dtype, part.device, *(min(size, 2) for size in part.shape)
+        return part.dtype, part.device
     return graph_key(part) if isinstance(part, fx.GraphModule) else part

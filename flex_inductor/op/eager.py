@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import errors, upward
+from . import known
 from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
@@ -41,6 +42,7 @@ def set_eager_kernels(mode: str) -> str:
     if mode not in _MODES:
         raise errors.bad_option("set_eager_kernels", "mode", mode, f"one of {', '.join(_MODES)}")
     before, _mode = _mode, mode
+    known.forget()
     return before
 
 

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors
+from . import known
 from .call import AttentionCall, BackwardCall, tensors_of
 from .prepare import lift_captures
 from .saved import save
@@ -26,11 +28,12 @@ from .saved import save
 class _Op(HigherOrderOperator):
     def given(self, call: AttentionCall | BackwardCall) -> Any:
         """What the op gives. torch's dispatcher takes longer than a small kernel: it is asked where it has a choice."""
-        if not _only_autograd_sees(tensors_of(call)):
+        tensors = tensors_of(call)
+        if not _only_autograd_sees(tensors):
             return super().__call__(*call.wire())
-        below = torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
-        key = DispatchKey.CompositeExplicitAutograd if below else DispatchKey.Autograd
-        return self.py_kernels[key](*call)
+        if _autograd_sees(tensors):
+            return self.py_kernels[DispatchKey.Autograd](*call)
+        return known.run(call, tensors, self.py_kernels[DispatchKey.CompositeExplicitAutograd])
 
 
 def _only_autograd_sees(tensors: list[Tensor]) -> bool:
@@ -44,6 +47,14 @@ def _only_autograd_sees(tensors: list[Tensor]) -> bool:
     ) and all(
         type(tensor) in _PLAIN and not torch._C._dispatch_keys(tensor).raw_repr() & ~_keys(tensor.device)
         for tensor in tensors
+    )
+
+
+def _autograd_sees(tensors: list[Tensor]) -> bool:
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
+        return False
+    return forward_ad._current_level >= 0 or (
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     )
 
 

@@ -20,15 +20,18 @@ from .tile_map import COLUMNS, TileMap
 
 def lift_captures(call: AttentionCall) -> AttentionCall:
     """Calls from plain Python bring mods that still hold their captures."""
-    for field, lanes in (("score", SCORE_LANES), ("mask", MASK_LANES)):
-        name = f"{field}_mod"
-        mod, captures = getattr(call, name), getattr(call.inputs, f"{field}_captures")
-        if mod is None or captures or isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod)):
-            continue
-        lifted, captures = lift(mod, lanes, call.query)
-        changed: dict[str, Any] = {name: lifted}
-        call = call._replace(**changed).with_inputs(**{f"{field}_captures": captures})
+    inputs = call.inputs
+    if _to_lift(call.score_mod, inputs.score_captures):
+        mod, captures = lift(call.score_mod, SCORE_LANES, call.query)
+        call = call._replace(score_mod=mod, inputs=call.inputs._replace(score_captures=captures))
+    if _to_lift(call.mask_mod, inputs.mask_captures):
+        mod, captures = lift(call.mask_mod, MASK_LANES, call.query)
+        call = call._replace(mask_mod=mod, inputs=call.inputs._replace(mask_captures=captures))
     return call
+
+
+def _to_lift(mod: Any, captures: tuple) -> bool:
+    return mod is not None and not captures and not isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod))
 
 
 def prepare(call: AttentionCall) -> AttentionCall:

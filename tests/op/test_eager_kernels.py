@@ -54,7 +54,7 @@ def chosen():
 
 def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
     monkeypatch.setattr(eager, "ENOUGH", 4 * (80**2 + 100**2 + 123**2))
-    compiled._kernels.clear()
+    compiled._kernels.cache_clear()
     for length in (80, 100):
         Attention(length).check()
     assert chosen() == ["chunked", "chunked"]  # once for each direction
@@ -68,7 +68,7 @@ def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
 
 def test_at_once_when_asked_in_any_layout_and_thread():
     set_eager_kernels("always")
-    compiled._kernels.clear()
+    compiled._kernels.cache_clear()
     calls, failures = [Attention(80 + 7 * i) for i in range(4)], []
 
     def check(call):
@@ -92,7 +92,7 @@ def test_at_once_when_asked_in_any_layout_and_thread():
 
 def test_settings_of_torch_make_other_kernels():
     set_eager_kernels("always")
-    compiled._kernels.clear()
+    compiled._kernels.cache_clear()
     Attention(85).check()
     assert chosen() == ["cpu", "cpu"]
     before = torch.get_num_threads()
@@ -117,7 +117,7 @@ def test_calls_that_stay_in_chunks(why, monkeypatch):
 
 
 def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplog):
-    def fail(call, known):
+    def fail(call, its_class):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(upward, "compiled", fail)

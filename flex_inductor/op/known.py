@@ -23,6 +23,15 @@ MOST = 1024
 Call = AttentionCall | BackwardCall
 Run = Callable[[Sequence[Tensor]], Any]
 
+
+class _Asked:
+    """A call on its way."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = tensors
+        self.served_by: Run | None = None
+
+
 _runs: dict[Any, Run] = {}
 _thread = threading.local()
 
@@ -36,23 +45,23 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
     if (known := _runs.get(key)) and (results := known(tensors)) is not None:
         return results
     outer = getattr(_thread, "asked", None)
-    _thread.asked = asked = [tensors, None]
+    _thread.asked = asked = _Asked(tensors)
     try:
         results = otherwise(*call)
     finally:
         _thread.asked = outer
-    if asked[1] is not None:
+    if asked.served_by is not None:
         if len(_runs) >= MOST:
             _runs.clear()
-        _runs[key] = asked[1]
+        _runs[key] = asked.served_by
     return results
 
 
 def served(tensors: Sequence[Tensor], by: Run) -> None:
     """Called once a kernel has computed the call that `run` asked for. On the way its tensors may have changed."""
     asked = getattr(_thread, "asked", None)
-    if asked and len(asked[0]) == len(tensors) and all(map(_same, asked[0], tensors)):
-        asked[1] = by
+    if asked and len(asked.tensors) == len(tensors) and all(map(_same, asked.tensors, tensors)):
+        asked.served_by = by
 
 
 def forget() -> None:
@@ -77,7 +86,7 @@ class _Unknown(Exception):
 
 
 def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
-    shapes = [tensor.shape for tensor in tensors]
+    shapes: list[tuple[int, ...]] = [tensor.shape for tensor in tensors]
     # Against these two lengths are checked. The rest of a call holds for all lengths of its class.
     if call.inputs.tile_map is None and call.inputs.sharded is None:
         shapes = shapes_of_class(shapes, len(rows_of(call)))

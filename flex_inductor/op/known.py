@@ -40,9 +40,10 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
     """What the call gives, of which these are the tensors; by `otherwise(*call)` where none like it is known."""
     try:
         key = _key(call, tensors)
-    except _Unknown:
+        known = _runs.get(key)
+    except (_Unknown, TypeError):  # a hint may be anything, a list too
         return otherwise(*call)
-    if (known := _runs.get(key)) and (results := known(tensors)) is not None:
+    if known and (results := known(tensors)) is not None:
         return results
     outer = getattr(_thread, "asked", None)
     _thread.asked = asked = _Asked(tensors)

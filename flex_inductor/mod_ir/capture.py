@@ -55,6 +55,8 @@ class LiftedMod:
             graph = trace()
             if self._last_run == self.traces.run:
                 self.traces.graphs[what] = graph
+            else:  # the mod has not done the same again
+                self.traces = None
         return graph
 
     @property

@@ -7,6 +7,7 @@ longer than a small kernel. All of it follows from what `_key` reads, so it is d
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,10 +39,13 @@ _thread = threading.local()
 
 def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) -> Any:
     """What the call gives, of which these are the tensors; by `otherwise(*call)` where none like it is known."""
+    runs = _runs  # what is forgotten meanwhile stays so
+    key = _key(call, tensors)
     try:
-        key = _key(call, tensors)
-        known = _runs.get(key)
-    except (_Unknown, TypeError):  # a hint may be anything, a list too
+        known = runs.get(key)
+    except TypeError:  # a hint may be anything, a list too
+        key = None
+    if key is None:
         return otherwise(*call)
     if known and (results := known(tensors)) is not None:
         return results
@@ -51,10 +55,10 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
         results = otherwise(*call)
     finally:
         _thread.asked = outer
-    if asked.served_by is not None:
-        if len(_runs) >= MOST:
-            _runs.clear()
-        _runs[key] = asked.served_by
+    if asked.served_by is not None and key == _key(call, tensors):
+        if len(runs) >= MOST:
+            runs.clear()
+        runs[key] = asked.served_by
     return results
 
 
@@ -66,7 +70,8 @@ def served(tensors: Sequence[Tensor], by: Run) -> None:
 
 
 def forget() -> None:
-    _runs.clear()
+    global _runs
+    _runs = {}
 
 
 def settings() -> tuple[Any, ...]:
@@ -87,23 +92,30 @@ class _Unknown(Exception):
 
 
 def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
+    """What calls that are like this one share; None where that is not known."""
+    try:
+        constants = [_constant(part) for part in call[:-1]]
+    except _Unknown:
+        return None
     shapes: list[tuple[int, ...]] = [tensor.shape for tensor in tensors]
     # Against these two lengths are checked. The rest of a call holds for all lengths of its class.
     if call.inputs.tile_map is None and call.inputs.sharded is None:
         shapes = shapes_of_class(shapes, len(rows_of(call)))
     seen = [(t.dtype, t.device, t.requires_grad) for t in tensors]
-    return *shapes, *seen, settings(), call.options, *[_constant(part) for part in call[:-1]]
+    return *shapes, *seen, settings(), call.options, *constants
 
 
 def _constant(part: Any) -> Any:
-    """What `part` of a call says beside its tensors."""
+    """What `part` of a call says beside its tensors. What is only known by who it is, is not kept alive."""
     kind = type(part)
-    if kind in _ATOMS or isinstance(part, fx.GraphModule):
+    if kind in _ATOMS:
         return part
+    if isinstance(part, fx.GraphModule):
+        return weakref.ref(part)
     if isinstance(part, Tensor):
         return Tensor
     if kind is LiftedMod and part.traces is not None:
-        return part.traces
+        return weakref.ref(part.traces)
     if not isinstance(part, tuple) or kind is Ring:
         raise _Unknown
     return kind, *[field if type(field) in _ATOMS else _constant(field) for field in part]

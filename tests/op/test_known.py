@@ -85,6 +85,15 @@ def test_what_the_mod_does_counts_and_not_who_it_is(prepared):
     assert len(prepared) == 5  # the first of these has been seen
 
 
+def test_a_mod_that_does_not_do_the_same_again(prepared):
+    """Its kernel is of what it did when it was traced, not of what it did before."""
+    qkv = inputs(1, 2, 40, 16)
+    numbers = iter((0.5, 0.25))
+    flex_attention(*qkv, lambda score, b, h, q_idx, kv_idx: score * next(numbers) + q_idx)
+    for number in (0.5, 0.25):
+        check(qkv, times(number))
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -191,6 +200,45 @@ def test_nothing_of_a_call_is_held():
     del qkv, table
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_graphs_that_are_made_for_each_call_are_not_held(monkeypatch):
+    graphs, run = [], dispatch.eager.run
+
+    def seen(call, chunked):
+        graphs.append(weakref.ref(call.score_mod))
+        return run(call, chunked)
+
+    monkeypatch.setattr(dispatch.eager, "run", seen)
+    query, key, value = inputs(1, 2, 40, 16)
+    query.requires_grad_()
+    for _ in range(2):
+        flex_attention(query, key, value, lambda score, *_: Doubled.apply(score)).sum().backward()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 4
+
+
+def test_what_is_forgotten_meanwhile_stays_so(prepared, monkeypatch):
+    before = dispatch.prepare
+
+    def prepare(call):
+        known.forget()
+        return before(call)
+
+    monkeypatch.setattr(dispatch, "prepare", prepare)
+    for _ in range(2):
+        check(inputs(1, 2, 40, 16))
+    assert len(prepared) == 2
 
 
 def test_few_are_kept(monkeypatch):

@@ -7,23 +7,24 @@ here it is kept in memory. Any thread may ask.
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import clear_on_fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from flex_inductor.mod_ir.apart import apart_from_surrounding_trace
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward, known
 from flex_inductor.op.call import class_of, rows_of, tensors_of
 
@@ -102,33 +103,20 @@ def _compile(call: Call) -> Kernel:
     leaves, spec = tree_flatten(call)
     tensors = tensors_of(call)
     env = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=env)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)  # mods hold constants
     rows = len(rows_of(call))
     fakes = [_fake(mode, i, tensor, i < rows) for i, tensor in enumerate(tensors)]
     symbols, places = _symbols(fakes)
-    graph, root = fx.Graph(), torch.nn.Module()
-    for i, symbol in enumerate(symbols):
-        graph.placeholder(f"size_{i}").meta["val"] = symbol
-    placeholders = []
-    for i, fake in enumerate(fakes):
-        placeholders.append(graph.placeholder(f"tensor_{i}"))
-        placeholders[-1].meta["val"] = fake
-    given = iter(placeholders)
-    arguments: list[Any] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, fx.GraphModule):
-            root.register_module(f"graph_{i}", copy.deepcopy(leaf))  # Inductor rewrites it
-            arguments.append(graph.get_attr(f"graph_{i}"))
-        else:
-            arguments.append(next(given) if isinstance(leaf, Tensor) else leaf)
     op = attention if isinstance(call, AttentionCall) else attention_backward
-    node = graph.call_function(op, tree_unflatten(arguments, spec).wire())
-    given_fakes = iter(fakes)
-    faked = [next(given_fakes) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    with mode:
-        node.meta["val"] = op(*tree_unflatten(faked, spec))
-    graph.output(tuple(_items(graph, node, node.meta["val"])))
-    module = fx.GraphModule(root, graph)
+
+    def flat(*given: Any) -> list[Any]:
+        found = iter(given[len(symbols) :])
+        filled = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return _flat(op(*tree_unflatten(filled, spec)))
+
+    with apart_from_surrounding_trace(), torch.no_grad(), mode:
+        # Lowerings take what mods do outside of lanes as Inductor decomposes it.
+        module = make_fx(flat, select_decomp_table())(*symbols, *fakes)
     with torch.no_grad(), tracing(TracingContext(mode)):
         run: Any = compile_fx_inner(module, [*symbols, *fakes], is_inference=True)
     guards: Any = compile(env.produce_guards_expression(symbols) or "True", "<guards>", "eval")
@@ -191,16 +179,5 @@ def _text(value: Any, names: dict[Any, str]) -> str:
     return "*".join(names[factor] if factor in names else str(int(factor)) for factor in expression.args)
 
 
-def _items(graph: fx.Graph, node: fx.Node, value: Any) -> list[Any]:
-    """The results of `node`, tuples taken apart."""
-    if not isinstance(value, tuple):
-        return [None if value is None else node]
-    found: list[Any] = []
-    for i, part in enumerate(value):
-        if part is None:
-            found.append(None)
-            continue
-        item = graph.call_function(operator.getitem, (node, i))
-        item.meta["val"] = part
-        found += _items(graph, item, part)
-    return found
+def _flat(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, tuple) else [value]

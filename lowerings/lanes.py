@@ -233,6 +233,10 @@ class LaneLowering(PointwiseSubgraphLowering):
 class _Outside(fx.Interpreter):
     """Lowers a prologue or an epilogue, ordinary tensor code, into the surrounding graph."""
 
+    def run_node(self, node: fx.Node) -> Any:
+        with V.graph.set_current_node(node):  # some lowerings look at it
+            return super().run_node(node)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.sym_size.int:
             return args[0].get_size()[args[1]]

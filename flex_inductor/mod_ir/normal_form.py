@@ -19,6 +19,8 @@ _SAME_AS = {
 
 def normalize(graph: fx.Graph) -> None:
     """Undo what Inductor's passes over a subgraph spell differently."""
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        _scatter_instead(graph, write)
     for node in list(graph.nodes):
         if str(node.target) == "prims.fma.default":  # which exists once Inductor is imported
             with graph.inserting_before(node):
@@ -53,6 +55,30 @@ def _clamp_slice(node: fx.Node, at: int) -> None:
     if isinstance(size, int) and all(n is None or isinstance(n, int) for n in (start, end)):
         start, end, _ = slice(start, end).indices(size)
         node.args = (*node.args[:at], dim, start, max(start, end), *node.args[at + 3 :])
+
+
+# Views -> what gives a tensor with other values there.
+SCATTERS = {
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}
+
+
+def _scatter_instead(graph: fx.Graph, write: fx.Node) -> None:
+    """`view(t).copy_(x)` becomes a tensor of its own, which is read from there on instead of `t`."""
+    at, value = write.args
+    if at.target not in SCATTERS:
+        return
+    while at.target in SCATTERS:
+        whole, *where = at.args
+        with graph.inserting_before(write):
+            scattered = graph.call_function(SCATTERS[at.target], (whole, value, *where), dict(at.kwargs))
+        scattered.meta = dict(whole.meta)
+        at, value = whole, scattered
+    at.replace_all_uses_with(value, lambda user: user > write)
+    graph.erase_node(write)
 
 
 def _is_cast(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
-from .normal_form import Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
+from .normal_form import SCATTERS, Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
 from .program import AXES, LaneProgram, Leaf
 
 aten = torch.ops.aten
@@ -66,8 +66,7 @@ _LINEAR_ARGUMENTS = {
     aten.zeros_like.default: (0,),
     aten.index_put.default: (0, 2),
     aten._index_put_impl_.default: (0, 2),
-    aten.select_scatter.default: (0, 1),
-    aten.slice_scatter.default: (0, 1),
+    **dict.fromkeys(SCATTERS.values(), (0, 1)),
 }
 # Linear in each argument alone: if two depend on gradients the result is quadratic.
 _BILINEAR = {aten.mul.Tensor, aten.mm.default, aten.matmul.default}
@@ -383,7 +382,7 @@ def _sums_lanes_alone(node: fx.Node, on_lanes: Sequence[int]) -> bool:
     """Whether all that `node` adds up depends on lanes: any other summand would be counted once for each lane."""
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return len(on_lanes) == 2
-    if node.target in (aten.select_scatter.default, aten.slice_scatter.default):
+    if node.target in SCATTERS.values():
         return 1 in on_lanes and (0 in on_lanes or shape_of_zeros(node.args[0]) is not None)
     return True
 

@@ -36,7 +36,7 @@ class Attention:
         )
 
     def score_mod(self, score, b, h, q_idx, kv_idx):
-        return score + self.table[h, q_idx - kv_idx + 150]
+        return score + 99 * self.table.softmax(1)[h, q_idx - kv_idx + 150]
 
     def run(self, attend=flex_attention):
         out = attend(*self.inputs, self.score_mod, self.mask)

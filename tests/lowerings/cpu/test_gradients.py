@@ -46,7 +46,11 @@ MODS = {
         (normal(6), normal(90)),
         lambda table, key: (
             lambda score, b, h, q_idx, kv_idx: (
-                score * table.exp().sum() * 0.1 + (key * 2)[kv_idx] + table.softmax(0)[kv_idx % 6]
+                score * table.exp().sum() * 0.1
+                + (key * 2)[kv_idx]
+                + table.softmax(0)[kv_idx % 6]
+                + torch.stack([table, -table])[1, q_idx % 6]
+                + torch.outer(table, table).diagonal()[kv_idx % 6] * torch.cos(q_idx * 1.0)
             )
         ),
     ),

@@ -11,6 +11,7 @@ import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton import persistent
 from flex_inductor.lowerings.triton.configs import (
+    STACK_BYTES,
     Config,
     Shape,
     axes_of,
@@ -133,7 +134,7 @@ def test_persistent_instances_with_descriptors():
 def test_warps_are_specialized(kind):
     result, taken = compiled(kind, "sm_100", descriptors=1, specialized=1)
     assert "ttg.warp_specialize" in result.asm["ttgir"]
-    assert taken.spill_bytes <= (24 if triton.__version__ < "3.7" else 16)  # 3.6 makes other code of dq
+    assert taken.spill_bytes <= STACK_BYTES
 
 
 def test_what_tuning_tries_besides_the_table():

@@ -84,10 +84,11 @@ def test_new_documents_need_no_new_code(group, method, dynamic, routes):
     for graphs, served, peak in group.run(compiled, method, dynamic, ranks=2):
         assert graphs == 1
         assert served == routes
-        if (
-            method == "ring"
-        ):  # 6.1 blocks, half of which are like the queries; 7.1 where gradients travel whole
-            assert peak <= 6.25 * (2 * 2 * LENGTH // 2 * 16 * 4)
+        if method == "ring":
+            # 6.1 blocks, half of which are like the queries; 7.1 where gradients travel whole. With torch 2.11 any
+            # compiled backward holds the gradient that it gets until it returns: one more.
+            held = 0 if hasattr(torch.autograd.Function, "boxed_grads_call") else 1
+            assert peak <= (6.25 + held) * (2 * 2 * LENGTH // 2 * 16 * 4)
 
 
 def inspected(group):

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import and_masks
 from .. import errors as call_errors
 from ..attention import flex_attention, refused
 from ..masks import create_block_mask
+from ..masks.window import MOST
 from ..masks.window_schedule import schedule_of
 from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention
@@ -225,8 +226,9 @@ def splits_option(num_splits: int) -> dict[str, int] | None:
 
 
 def window_of(causal: bool, window_size: tuple[int, int], attention_chunk: int) -> Window:
-    left, right = (float("inf") if n is None or n < 0 else int(n) for n in window_size)
-    return Window(left, 0 if causal else right, attention_chunk)
+    # Kernels add to these numbers in int32: as far off as MOST nothing lies.
+    left, right = (float("inf") if n is None or n < 0 or n >= MOST else int(n) for n in window_size)
+    return Window(left, 0 if causal else right, min(attention_chunk, MOST))
 
 
 def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:

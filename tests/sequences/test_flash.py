@@ -16,6 +16,7 @@ CASES = {  # queries, keys, the arguments
     "causal, longer queries": (12, 7, {"causal": True}),
     "decode": (1, 30, {"causal": True, "alibi_slopes": True}),
     "window": (20, 25, {"window_size": (4, 2)}),
+    "window without end": (12, 7, {"window_size": (2**31 - 1, 2**31 - 1)}),
     "left window": (20, 20, {"window_size": (4, -1), "softcap": 3.0}),
     "causal window": (20, 25, {"causal": True, "window_size": (5, 9), "softmax_scale": 0.7}),
     "softcap and alibi": (9, 15, {"softcap": 2.0, "alibi_slopes": True, "causal": True}),

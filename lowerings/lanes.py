@@ -221,6 +221,8 @@ class LaneLowering(PointwiseSubgraphLowering):
 
     def __init__(self, program: LaneProgram, own_lowerings: Mapping[Any, Callable[..., Any]]):
         super().__init__(program.lane, V.graph, additional_lowerings=own_lowerings)  # type: ignore[arg-type]
+        # A constant that has been written to is loaded, where others are numbers in the code.
+        self.mutated_buffers = V.graph.mutated_buffers
 
     def outputs(self, *inputs: Any) -> list[Any]:
         """The graph's outputs on lanes, guards, captures and invariants."""

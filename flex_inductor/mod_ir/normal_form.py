@@ -14,6 +14,7 @@ _SAME_AS = {
     aten.index_put_.default: aten.index_put.default,
     aten._unsafe_index_put.default: aten.index_put.default,
     aten._unsafe_index.Tensor: aten.index.Tensor,
+    aten.clone: aten.clone.default,
 }
 
 

@@ -51,6 +51,8 @@ MODS = {
                 + table.softmax(0)[kv_idx % 6]
                 + torch.stack([table, -table])[1, q_idx % 6]
                 + torch.outer(table, table).diagonal()[kv_idx % 6] * torch.cos(q_idx * 1.0)
+                + torch.diagonal_scatter(torch.ones(6, 6), table.detach())[kv_idx % 6, q_idx % 6]
+                + torch.diagonal_scatter(key.detach()[:36].view(6, 6), table.detach())[q_idx % 6, kv_idx % 6]
             )
         ),
     ),

@@ -6,6 +6,7 @@ longer than a small kernel. All of it follows from what `_key` reads, so it is d
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
 def served(tensors: Sequence[Tensor], by: Run) -> None:
     """Called once a kernel has computed the call that `run` asked for. On the way its tensors may have changed."""
     asked = getattr(_thread, "asked", None)
-    if asked and len(asked.tensors) == len(tensors) and all(map(_same, asked.tensors, tensors)):
+    if asked and len(asked.tensors) == len(tensors) and all(map(operator.is_, asked.tensors, tensors)):
         asked.served_by = by
 
 
@@ -119,7 +120,3 @@ def _constant(part: Any) -> Any:
     if not isinstance(part, tuple) or kind is Ring:
         raise _Unknown
     return kind, *[field if type(field) in _ATOMS else _constant(field) for field in part]
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other

@@ -64,9 +64,9 @@ class Replayed(NamedTuple):
 
 
 class Unchanging:
-    """A mod that calls the same in all calls, but for its captures: it need not run to see that.
+    """A mod that always calls the same torch functions: it need not run again to see that.
 
-    `kept` is for all mods that are the same in this.
+    Mods that differ in their captures alone share `kept`, the traces by what surrounds the call.
     """
 
     def __init__(self, mod: Callable[..., Any], captures: tuple[Tensor, ...], kept: dict[Any, Traces]):

@@ -31,7 +31,7 @@ class _Op(HigherOrderOperator):
         tensors = tensors_of(call)
         if not _only_autograd_sees(tensors):
             return super().__call__(*call.wire())
-        if _autograd_sees(tensors):
+        if _has_derivatives(tensors):
             return self.py_kernels[DispatchKey.Autograd](*call)
         return known.run(call, tensors, self.py_kernels[DispatchKey.CompositeExplicitAutograd])
 
@@ -50,7 +50,8 @@ def _only_autograd_sees(tensors: list[Tensor]) -> bool:
     )
 
 
-def _autograd_sees(tensors: list[Tensor]) -> bool:
+def _has_derivatives(tensors: list[Tensor]) -> bool:
+    """Whether autograd has something to do, backward or forward."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return False
     return forward_ad._current_level >= 0 or (

@@ -99,7 +99,7 @@ def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
     except _Unknown:
         return None
     shapes: list[tuple[int, ...]] = [tensor.shape for tensor in tensors]
-    # Against these two lengths are checked. The rest of a call holds for all lengths of its class.
+    # A tile map and `sharded` are checked against lengths: calls with them are alike in all sizes or not at all.
     if call.inputs.tile_map is None and call.inputs.sharded is None:
         shapes = shapes_of_class(shapes, len(rows_of(call)))
     seen = [(t.dtype, t.device, t.requires_grad) for t in tensors]

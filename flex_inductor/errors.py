@@ -484,8 +484,8 @@ def tile_map_without_schedule() -> FlexValueError:
 
 def tile_map_without_runs(form: str) -> FlexValueError:
     return FlexValueError(
-        f"tile_map is given with a schedule of {form}; expected one of runs, whose tiles follow each other. "
-        "Pass BlockRuns."
+        f"tile_map is given with a schedule of {form}; expected one of runs, whose tiles follow each other, or of "
+        "bounds of sequences. Pass BlockRuns or SequenceBounds."
     )
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from . import upward
 from .op import AttentionCall, attention
-from .op.schedule import BlockRuns, RowBounds, by_rows
+from .op.schedule import BlockRuns, Bounds, RowBounds, SequenceBounds, by_rows
 from .options import tuning_options
 from .windows import ON_NUMBERS
 
@@ -36,10 +36,18 @@ def _visited(call: AttentionCall, values: Mapping[Any, Any]) -> tuple[float, flo
     if schedule is None:
         return None
     given: Any = type(schedule)(*(values.get(field, field) for field in schedule))
-    if not all(map(_is_here, (given.kv_block, *(given if schedule.form == "bounds" else by_rows(given))))):
+    read = given if isinstance(given, Bounds) else by_rows(given)
+    if not all(map(_is_here, (given.kv_block, *read))):
         return None
     if isinstance(given, RowBounds):
-        rows, columns, counts = _in_bounds(given.of_batch(0), *map(_length, (call.query, call.key)))
+        rows, columns, counts = _in_bounds(given.of_batch(0), _size(call.query, 2), _size(call.key, 2))
+    elif isinstance(given, SequenceBounds):
+        tile_map: Any = call.inputs.tile_map
+        lines = values.get(tile_map.queries, tile_map.queries)
+        if not _is_here(lines):
+            return None
+        rows, columns = lines.size(0), _size(tile_map.keys, 0)
+        counts = [_between(ends).sum().item() for ends in given.rows(lines)]
     elif isinstance(given, BlockRuns):
         columns = given.q_offsets.size(-1) - 1
         rows = given.kv_offsets[..., 1:].numel()
@@ -57,12 +65,17 @@ def _in_bounds(bounds: RowBounds, queries: int, keys: int) -> tuple[int, int, Se
     """How many rows and columns of blocks there are, and how many blocks of either kind."""
     rows, columns = -(-queries // bounds.q_block), -(-keys // bounds.kv_block)
     found = [bounds.row(row, queries, keys, ON_NUMBERS) for row in range(rows)]
-    counts = [sum(sum(ends[1::2]) - sum(ends[::2]) for ends in kind) for kind in zip(*found, strict=True)]
+    counts = [sum(map(_between, kind)) for kind in zip(*found, strict=True)]
     return rows, columns, counts or [0, 0]
 
 
-def _length(tensor: Any) -> int:
-    size = tensor.meta["example_value"].size(2)
+def _between(ends: Sequence[Any]) -> Any:
+    """How many blocks are in runs that begin and end there."""
+    return sum(ends[1::2]) - sum(ends[::2])
+
+
+def _size(tensor: Any, dim: int) -> int:
+    size = tensor.meta["example_value"].size(dim)
     return size if isinstance(size, int) else size.node.hint
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import sympy
 
-from flex_inductor.op.schedule import RowBounds
+from flex_inductor.op.schedule import OfSequence, RowBounds, SequenceBounds
 
 
 class Language(NamedTuple):
@@ -117,21 +118,57 @@ class Ends(NamedTuple):
     full: list[str]
 
 
+_NUMBERS = ("left", "right", "chunk", "shift", "prefix")
+
+
 def ends(bounds: RowBounds, side: str, language: Language, place: str, queries: str, keys: str) -> Ends:
     """Of the line at `place`, which visits blocks of `side`."""
 
     def number(text: str) -> Any:
         return int(text) if text.isdigit() else Term(text, language, text.isidentifier())
 
-    fields = bounds._asdict()
-    numbers = {name: field for name, field in fields.items() if is_tensor(field)}
-    known: list[Any] = [
-        number(name) if name in numbers else None if field is None else int(field)
-        for name, field in fields.items()
-    ]
-    found, on = RowBounds(*known), _OnText(language)
-    line = found.row if side == "keys" else found.column
-    partial, full = line(number(place), number(queries), number(keys), on)
+    numbers, known = _numbers(bounds, language)
+    on = _OnText(language)
+    line = known.row if side == "keys" else known.column
+    return _ends(numbers, on, line(number(place), number(queries), number(keys), on))
+
+
+def ends_in_sequence(
+    bounds: SequenceBounds,
+    side: str,
+    language: Language,
+    index: str,
+    tokens: str,
+    entry: Callable[[int], str],
+) -> Ends:
+    """Of a tile with this index and so many tokens. `entry` is a column of the table's line of its sequence."""
+    numbers, known = _numbers(bounds, language)
+    on = _OnText(language)
+    line, read = (
+        (known.row, ("key_tile", "keys"))
+        if side == "keys"
+        else (known.column, ("keys", "query_tile", "queries"))
+    )
+    of = {
+        name: on.named(name, Term(entry(column), language)) if name in read else None
+        for column, name in enumerate(OfSequence._fields)
+    }
+    return _ends(numbers, on, line(Term(index, language), Term(tokens, language), OfSequence(**of), on))
+
+
+def _numbers(bounds: Any, language: Language) -> tuple[dict[str, Any], Any]:
+    """The window's numbers that are tensors, and the bounds with what kernels call them."""
+    given = {name: field for name, field in bounds._asdict().items() if name in _NUMBERS}
+    numbers = {name: number for name, number in given.items() if is_tensor(number)}
+    known = {
+        name: Term(name, language) if name in numbers else None if number is None else int(number)
+        for name, number in given.items()
+    }
+    return numbers, bounds._replace(q_block=int(bounds.q_block), kv_block=int(bounds.kv_block), **known)
+
+
+def _ends(numbers: dict[str, Any], on: _OnText, found: tuple[list[Any], list[Any]]) -> Ends:
+    partial, full = found
     return Ends(numbers, on.lines, [*map(str, partial)], [*map(str, full)])
 
 

@@ -12,7 +12,7 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.mod_ir.split import programs
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
-from flex_inductor.op.schedule import by_rows
+from flex_inductor.op.schedule import Bounds, by_rows
 
 from . import registry
 from .decision_log import record
@@ -50,7 +50,7 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     call = call._replace(**tensors)
     inputs: Any = call.inputs
     schedule = inputs.schedule
-    bounds = schedule is not None and schedule.form == "bounds"
+    bounds = isinstance(schedule, Bounds)
     counts: Any = None if schedule is None or bounds else by_rows(schedule).partial_counts
     problem = AttentionProblem(
         direction=direction,

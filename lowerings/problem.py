@@ -35,7 +35,7 @@ class AttentionProblem:
     D: Size
     V: Size
     aligned: bool  # whether rows of query, key, value and the output's gradient are whole units of 16 bytes
-    schedule: str | None  # its form, "lists", "runs" or "bounds"; None where everything is visited
+    schedule: str | None  # its form, one of FORMS; None where everything is visited
     blocks: tuple[int, int] | None  # its block sizes
     heads_alike: bool  # whether all heads visit what the first one visits
     lists_queries: bool  # whether the schedule also says which query blocks visit a KV block

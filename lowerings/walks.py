@@ -48,10 +48,10 @@ def walks(
     return found
 
 
-def walks_in(ends: Ends, side: str, masked: bool) -> list[Walk]:
+def walks_in(ends: Ends, side: str, masked: bool, mapped: bool = False) -> list[Walk]:
     """The same where bounds say what a line visits. The second pass knows what the first has computed."""
     title = f"Blocks of {side} where mask_mod decides." if masked else f"Blocks of {side} that are not full."
     return [
         Walk(title, masked, "bounds", None, "partial_blocks", False, *ends[:3]),
-        Walk(f"Full blocks of {side}.", False, "bounds", None, "full_blocks", numbers={}, ends=ends.full),
+        Walk(f"Full blocks of {side}.", False, "bounds", None, "full_blocks", mapped, {}, ends=ends.full),
     ]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flex_inductor import create_block_mask
 from flex_inductor.op import Inputs
-from flex_inductor.op.schedule import BlockRuns
+from flex_inductor.op.schedule import BlockRuns, SequenceBounds
 from flex_inductor.op.tile_map import COUNT, INDEX, PIECE, TileMap
+from flex_inductor.windows import ON_TENSORS
 
 
 class Part(NamedTuple):
@@ -89,14 +90,27 @@ def _runs(table: Tensor) -> tuple[Tensor, Tensor]:
     return offsets[None, None], torch.stack([starts[:, 1], stops[:, 1]], 1).int()
 
 
+def as_runs(schedule: SequenceBounds | BlockRuns, tile_map: TileMap) -> BlockRuns:
+    """The runs that bounds of sequences amount to."""
+    if isinstance(schedule, BlockRuns):
+        return schedule
+    assert schedule.form == "bounds of sequences"
+    tables = []
+    for visited, lines in ((schedule.row, tile_map.queries), (schedule.column, tile_map.keys)):
+        for ends in visited(*schedule.of_lines(lines), ON_TENSORS):
+            runs = torch.stack(ends, 1)
+            offsets = torch.arange(len(runs) + 1, dtype=torch.int32) * (len(ends) // 2)
+            tables += [offsets[None, None], runs.view(-1, 2)]
+    return BlockRuns(schedule.q_block, schedule.kv_block, *tables)
+
+
 def assert_runs_are_pieces(inputs: Inputs) -> None:
     """What a map promises about its schedule, line by line."""
-    schedule, tile_map = inputs.schedule, inputs.tile_map
+    tile_map = inputs.tile_map
+    schedule = as_runs(inputs.schedule, tile_map)
     sides = ((schedule.kv_offsets, schedule.kv_runs, False, 1), (schedule.full_kv_offsets, schedule.full_kv_runs, True, 1),
              (schedule.q_offsets, schedule.q_runs, False, 0), (schedule.full_q_offsets, schedule.full_q_runs, True, 0))  # fmt: skip
     for offsets, runs, full, side in sides:
-        if runs is None:
-            continue
         block, lines = schedule[side], tile_map[side].tolist()
         for line, (first, last) in enumerate(_pairs(offsets)):
             for start, stop in runs[first:last].tolist():

@@ -3,6 +3,7 @@
 All sides of a case compute the same attention and take turns in one process, in the opposite order every second round.
 Shown are the median over the rounds and the middle half of them, and how many pairs of query and key a side has to
 compute, as a multiple of the first side's. Before it is timed, each side's longest sequence is checked in fp64.
+Freed memory stays with the process: glibc would clear that of large results anew in each step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flex_inductor import Sequences, create_block_mask, flex_attention, pad, var
 from .bench_cpu import machine
 from .cases import selected
 from .files import to_write
-from .rounds import Spread, alternate, milliseconds, over
+from .rounds import Spread, alternate, keep_freed_memory, milliseconds, over
 
 PACKED, PADDED, SDPA = "packed", "padded", "SDPA padded"
 WHOLE = "whole rows"
@@ -103,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = selected(CASES, arguments.only)
     if not chosen:
         return 2
+    keep_freed_memory()
     results = [result for case in chosen for result in measure(case, arguments.rounds)]
     Console().print(table_of(results))
     if arguments.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import statistics
 import time
@@ -31,6 +32,18 @@ class Spread:
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def keep_freed_memory() -> None:
+    """For the rest of the process, so that no side is timed while the system clears pages.
+
+    glibc gives tensors of over 32 MiB back when they are freed: the next results come a page fault for every 4 KiB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, (1 << 31) - 1)
+        mallopt(mmap_threshold, 1 << 30)
 
 
 def alternate(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ..mod_ir.arguments import INDEX_DTYPE
 from ..mod_ir.replay import Unchanging
-from ..op.schedule import RowBounds
+from ..op.schedule import RowBounds, SequenceBounds
+from ..op.tile_map import TileMap
 from ..windows import ON_TENSORS, Window
 from .ordinary import ordinary_tensors
 from .runs import FULL, PARTIAL, Runs, merged
@@ -80,29 +82,29 @@ class WindowSchedule(RunSchedule):
         return WindowSchedule(bounds, self.extent, torch.empty((), device=device).device, self.mask_mod)
 
 
-def runs_between(ends: list[Tensor], first: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """Offsets [1, 1, lines + 1] and runs, of which each line has those between two `ends`, counted from `first`."""
-    lines, each = ends[0].numel(), len(ends) // 2
-    if isinstance(first, Tensor):
-        first = first[:, None]
-    runs = (torch.stack(ends, 1) + first).to(torch.int32).view(lines * each, 2)
-    offsets = torch.arange(0, (lines + 1) * each, each, dtype=torch.int32, device=runs.device)
-    return offsets[None, None], runs
-
-
 def runs_in_window(bounds: RowBounds, extent: Extent, device: torch.device) -> Runs:
     """As tile_runs finds them, from the positions of tiles alone."""
     rows, columns = extent.tiles
-    shape = (bounds.grids[0], rows)
     of_batches = bounds.with_numbers(lambda n: n[:, None] if isinstance(n, Tensor) else n)
+    ends = of_batches.row(torch.arange(rows, device=device), *extent.lengths, ON_TENSORS)
+    return _between(ends, (bounds.grids[0], rows), columns)
+
+
+def runs_in_sequences(bounds: SequenceBounds, tile_map: TileMap) -> Runs:
+    """Of the tiles in a map."""
+    queries, keys = (lines.size(0) for lines in tile_map)
+    return _between(bounds.rows(tile_map.queries), (1, queries), keys)
+
+
+def _between(ends_of_kinds: Sequence[Sequence[Any]], shape: tuple[int, int], columns: int) -> Runs:
+    """What is partial and what is full, from where runs begin and end in each line of `shape`."""
     found = []
-    ends_of_kinds = of_batches.row(torch.arange(rows, device=device), *extent.lengths, ON_TENSORS)
     for kind, ends in zip((PARTIAL, FULL), ends_of_kinds, strict=True):
-        places = [end.expand(shape).flatten() for end in ends]
+        places = [end.expand(shape).flatten().long() for end in ends]
         for start, stop in zip(places[::2], places[1::2], strict=True):
             line = (start < stop).nonzero().squeeze(-1)
             found.append((line, start[line], stop[line], torch.full_like(line, kind, dtype=torch.int8)))
-    return merged(shape[0] * rows, columns, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return merged(math.prod(shape), columns, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -> WindowSchedule:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..mod_ir.arguments import INDEX_DTYPE
 from .call import Inputs
 from .exact import Exact, Mod
+from .schedule import placed
 from .tile_map import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE
 
 
@@ -49,8 +50,8 @@ class OneSequence(Exact):
         scale: float,
     ):
         query, key, value = tensors
-        schedule: Any = inputs.schedule
         tile_map: Any = inputs.tile_map
+        schedule = placed(inputs.schedule, query, key, tile_map)
         heads, block = slice(0, query.size(1)), schedule.q_block
         rows = [schedule.band(slice(0, 1), heads, slice(n * block, n * block + 1)) for n in queries.tolist()]
         # [H or 1, tiles of queries, tiles of keys]

@@ -172,7 +172,7 @@ class _Run:
         factors: Sequence[Tensor],
     ):
         self.query, self.kv, self.scale, self.mods, self.inputs = query, (key, value), scale, mods, inputs
-        self.schedule: Any = placed(inputs.schedule, query, key)
+        self.schedule: Any = placed(inputs.schedule, query, key, inputs.tile_map)
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
         self.kv_heads, self.keys = key.shape[1:3]

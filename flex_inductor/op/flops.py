@@ -11,6 +11,7 @@ from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 from .call import AttentionCall, BackwardCall
 from .hop import attention, attention_backward
 from .schedule import placed
+from .tile_map import COUNT, TileMap
 
 
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
@@ -28,11 +29,14 @@ def _backward_flops(*args: Any, out_val: Any = None) -> int:
 def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     batch, heads, queries, _ = call.query.shape
     lanes = batch * heads * queries * call.key.size(2)
-    given = call.inputs.schedule
-    known = isinstance(lanes, int) and all(_has_values(t) for t in given or () if isinstance(t, Tensor))
-    if given is None or not known:
+    given, tile_map = call.inputs.schedule, call.inputs.tile_map
+    tensors = [t for t in (*(given or ()), *(tile_map or ())) if isinstance(t, Tensor)]
+    if given is None or not isinstance(lanes, int) or not all(map(_has_values, tensors)):
         return lanes
-    schedule = placed(given, call.query, call.key, "cpu")  # query may be of a device that is not there
+    # The query may be of a device that is not there.
+    schedule = placed(given, call.query, call.key, tile_map, "cpu")
+    if tile_map is not None and call.inputs.ring is None:
+        return _visited_in_map(schedule, tile_map, heads)
     visited = 0
     for start in range(0, queries, schedule.q_block):
         m = slice(start, min(start + schedule.q_block, queries))
@@ -40,6 +44,17 @@ def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
         columns = _tokens_in_blocks(call.key.size(2), schedule.kv_block, flags.size(3))
         repeats = (batch // flags.size(0)) * (heads // flags.size(1))
         visited += int((flags * columns).sum()) * (m.stop - m.start) * repeats
+    return visited
+
+
+def _visited_in_map(schedule: Any, tile_map: TileMap, heads: int) -> int:
+    """Tiles have as many tokens as the map says."""
+    queries, keys = (lines[:, COUNT].long() for lines in tile_map)
+    block, visited = schedule.q_block, 0
+    for tile, tokens in enumerate(queries.tolist()):
+        m = slice(tile * block, (tile + 1) * block)
+        flags = schedule.band(slice(0, 1), slice(0, heads), m).visited
+        visited += tokens * int((flags * keys).sum()) * (heads // flags.size(1))
     return visited
 
 

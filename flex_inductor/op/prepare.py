@@ -14,7 +14,7 @@ from ..mod_ir.checks import lane_graph
 from ..mod_ir.indexing import sizes_at_positions
 from ..mod_ir.names import WrappedMod, capture_names
 from .call import AttentionCall, Inputs
-from .schedule import RowBounds, grid_of
+from .schedule import BlockRuns, Bounds, SequenceBounds
 from .tile_map import COLUMNS, TileMap
 
 
@@ -41,7 +41,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
-    if isinstance(inputs.schedule, RowBounds):
+    if isinstance(inputs.schedule, Bounds):
         bounds = inputs.schedule.with_numbers(lambda n: _bound_to_tensor(n, call.query))
         call = call.with_inputs(schedule=bounds)
     if inputs.tile_map is not None and inputs.ring is None:
@@ -88,9 +88,12 @@ def _check_tile_map(inputs: Inputs) -> None:
     schedule, tile_map = inputs.schedule, inputs.tile_map
     if schedule is None:
         raise errors.tile_map_without_schedule()
-    if schedule.form != "runs":
+    if not isinstance(schedule, BlockRuns | SequenceBounds):
         raise errors.tile_map_without_runs(schedule.form)
-    for name, tensor, tiles in zip(TileMap._fields, tile_map, grid_of(schedule), strict=True):
+    offsets = (schedule.kv_offsets, schedule.q_offsets) if isinstance(schedule, BlockRuns) else (None, None)
+    for name, tensor, of_lines in zip(TileMap._fields, tile_map, offsets, strict=True):
+        # Bounds hold for as many tiles as there are.
+        tiles = tensor.size(0) if of_lines is None else of_lines.size(-1) - 1
         if (
             tensor.dtype != torch.int32
             or tensor.dim() != 2

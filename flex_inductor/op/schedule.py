@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..windows import ON_NUMBERS, Arithmetic, Side, Window, visited
+from ..windows import ON_NUMBERS, ON_TENSORS, Arithmetic, Side, Window, visited
+from .tile_map import COUNT, INDEX, PIECE, SEQUENCE, TileMap
 
 
 class Visits(NamedTuple):
@@ -78,7 +79,6 @@ class BlockRuns(NamedTuple):
     under mask_mod, and those of `full_kv_*` as they are. `q_*` say the same by columns: which query blocks
     visit a KV block, as the backward of key and value walks them. Offsets are int32 [B or 1, H or 1, rows + 1]
     and count from the start of the runs, int32 [count, 2], ascending and disjoint within a row; some may be empty.
-    Where keys never need a gradient, nothing is said by columns: of `q_offsets` only the size counts.
     """
 
     q_block: int
@@ -88,9 +88,9 @@ class BlockRuns(NamedTuple):
     full_kv_offsets: Tensor
     full_kv_runs: Tensor
     q_offsets: Tensor
-    q_runs: Tensor | None = None
-    full_q_offsets: Tensor | None = None
-    full_q_runs: Tensor | None = None
+    q_runs: Tensor
+    full_q_offsets: Tensor
+    full_q_runs: Tensor
 
     @property
     def form(self) -> str:
@@ -102,7 +102,7 @@ class BlockRuns(NamedTuple):
 
     @property
     def lists_queries(self) -> bool:
-        return self.q_runs is not None
+        return True
 
     def band(self, b: slice, h: slice, m: slice) -> Band:
         """What the queries `m` visit."""
@@ -148,8 +148,7 @@ class RowBounds(NamedTuple):
 
     @property
     def window(self) -> Window:
-        left, right = (math.inf if end is None else end for end in (self.left, self.right))
-        return Window(left, right, self.chunk, self.prefix)
+        return _window(self)
 
     def with_numbers(self, changed: Callable[[Any], Any]) -> RowBounds:
         """With what `changed` makes of each number of the window."""
@@ -174,6 +173,85 @@ class RowBounds(NamedTuple):
         tokens = on.least(keys - first, self.kv_block)
         side = Side(self.kv_block, first - shift, tokens, self.q_block, queries, shift)
         return visited(self.window.turned(), side, on)
+
+
+class OfSequence(NamedTuple):
+    """What the line of a tile in a map does not say of the tile's sequence: a line of a table."""
+
+    key_tile: Any  # the first of its tiles of keys
+    keys: Any  # how many there are
+    query_tile: Any
+    queries: Any
+
+
+class SequenceBounds(NamedTuple):
+    """The same for a call with a map, each of whose sequences has its tiles one after the other.
+
+    Sequence n has line n of `sequence_table`, int32 [sequences or more, 4]: `OfSequence`. Positions of keys begin
+    at 0 and the last query stands at the last key.
+    """
+
+    q_block: int
+    kv_block: int
+    left: Number | None
+    right: Number | None
+    chunk: Number
+    prefix: Number
+    scattered: bool  # whether tiles of keys may lie anywhere: full runs are then of whole pieces
+    sequence_table: Tensor
+
+    @property
+    def form(self) -> str:
+        return "bounds of sequences"
+
+    @property
+    def grids(self) -> tuple[int, int]:
+        return 1, 1
+
+    @property
+    def lists_queries(self) -> bool:
+        return True
+
+    @property
+    def window(self) -> Window:
+        return _window(self)
+
+    def with_numbers(self, changed: Callable[[Any], Any]) -> SequenceBounds:
+        """With what `changed` makes of each number of the window."""
+        left, right, chunk, prefix = map(changed, self[2:6])
+        blocks, rest = (self.q_block, self.kv_block), (self.scattered, self.sequence_table)
+        return SequenceBounds(*blocks, left, right, chunk, prefix, *rest)
+
+    def row(self, index: Any, tokens: Any, of: OfSequence, on: Arithmetic) -> tuple[list[Any], list[Any]]:
+        """What a tile of so many queries visits, whose first has position `index`."""
+        pieces = math.lcm(PIECE, self.kv_block) // self.kv_block if self.scattered else 1
+        side = Side(self.q_block, index, tokens, self.kv_block, of.keys, 0, pieces)
+        return _moved(visited(self.window, side, on), of.key_tile)
+
+    def column(self, index: Any, tokens: Any, of: OfSequence, on: Arithmetic) -> tuple[list[Any], list[Any]]:
+        """Which tiles of queries visit a tile of keys."""
+        shift = on.named("shift", of.keys - of.queries)
+        side = Side(self.kv_block, index - shift, tokens, self.q_block, of.queries, shift)
+        return _moved(visited(self.window.turned(), side, on), of.query_tile)
+
+    def rows(self, lines: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """`row` of all tiles of queries in a map, as tensors with an entry for each."""
+        return self.row(*self.of_lines(lines), ON_TENSORS)
+
+    def of_lines(self, lines: Tensor) -> tuple[Tensor, Tensor, OfSequence]:
+        """What `row` or `column` is asked with for all lines of one side of a map."""
+        table = self.sequence_table[lines[:, SEQUENCE].long()]
+        return lines[:, INDEX], lines[:, COUNT], OfSequence(*table.unbind(1))
+
+
+def _window(bounds: RowBounds | SequenceBounds) -> Window:
+    left, right = (math.inf if end is None else end for end in (bounds.left, bounds.right))
+    return Window(left, right, bounds.chunk, bounds.prefix)
+
+
+def _moved(found: tuple[list[Any], list[Any]], tiles: Any) -> tuple[list[Any], list[Any]]:
+    partial, full = ([end + tiles for end in ends] for ends in found)
+    return partial, full
 
 
 class _Placed:
@@ -201,12 +279,46 @@ class _Placed:
         return Band(self.q_block, self.kv_block, m, *flags.to(self.device))
 
 
-Schedule: TypeAlias = BlockLists | BlockRuns | RowBounds
-FORMS: dict[str, type] = {"lists": BlockLists, "runs": BlockRuns, "bounds": RowBounds}
+class _PlacedInMap:
+    """Bounds of sequences for a call with this map. Queries are counted tile by tile, `q_block` for each."""
+
+    grids = 1, 1
+
+    def __init__(self, bounds: SequenceBounds, tile_map: TileMap):
+        self.q_block, self.kv_block = bounds.q_block, bounds.kv_block
+        self.ends = [
+            [torch.stack(ends).unsqueeze(-1) for ends in (kind[::2], kind[1::2])]
+            for kind in bounds.rows(tile_map.queries)
+        ]
+        self.tiles = torch.arange(tile_map.keys.size(0), device=tile_map.keys.device)
+
+    def band(self, b: slice, h: slice, m: slice) -> Band:
+        """What the queries `m` visit."""
+        rows = _blocks_of(m, self.q_block)
+        flags = [
+            ((self.tiles >= starts[:, rows]) & (self.tiles < stops[:, rows])).any(0)
+            for starts, stops in self.ends
+        ]
+        return Band(self.q_block, self.kv_block, m, *(kind[None, None] for kind in flags))
 
 
-def placed(schedule: Schedule | None, query: Tensor, key: Tensor, device: Any = None) -> Any:
-    """The schedule as what has bands, for a call with this query and key; on their device."""
+Bounds: TypeAlias = RowBounds | SequenceBounds
+Schedule: TypeAlias = BlockLists | BlockRuns | Bounds
+FORMS: dict[str, type] = {
+    "lists": BlockLists,
+    "runs": BlockRuns,
+    "bounds": RowBounds,
+    "bounds of sequences": SequenceBounds,
+}
+
+
+def placed(
+    schedule: Schedule | None, query: Tensor, key: Tensor, tile_map: TileMap | None = None, device: Any = None
+) -> Any:
+    """The schedule as what has bands, for a call with this query, key and map; on their device."""
+    if isinstance(schedule, SequenceBounds):
+        assert tile_map is not None
+        return _PlacedInMap(schedule, tile_map)
     if isinstance(schedule, RowBounds):
         return _Placed(schedule, query.size(2), key.size(2), device or query.device)
     return schedule
@@ -220,13 +332,6 @@ def by_rows(schedule: Any) -> Visits:
 def by_columns(schedule: Any) -> Visits:
     """Which blocks of queries visit each block of keys."""
     return Visits(*schedule[6:10])
-
-
-def grid_of(schedule: Any) -> tuple[int, int]:
-    """How many rows and columns of blocks it has."""
-    if isinstance(schedule, BlockRuns):
-        return schedule.kv_offsets.size(-1) - 1, schedule.q_offsets.size(-1) - 1
-    return schedule.kv_indices.size(-2), schedule.kv_indices.size(-1)
 
 
 class Band:

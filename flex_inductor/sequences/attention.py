@@ -84,7 +84,7 @@ def varlen_attention(
         score_mod,
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=mask.schedule, tile_map=tile_map, scattered=scattered),
+        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered),
         call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
     )
     out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)

@@ -19,12 +19,12 @@ from ..masks.runs import FULL, Runs, merged, transposed
 from ..masks.tables import Extent
 from ..masks.trace import name_of
 from ..masks.window import seen
-from ..masks.window_schedule import BLOCK, runs_between
-from ..op.schedule import BlockRuns
+from ..masks.window_schedule import BLOCK, bounds_of
+from ..op.schedule import FORMS, BlockRuns, OfSequence, SequenceBounds
 from ..op.tile_map import PIECE, TileMap
-from ..windows import ALL, Side, Window, visited
+from ..windows import ALL, Window
 from . import errors
-from .places import Places, Tiles, block_within
+from .places import Places, Tiles, block_within, with_zeros
 
 FEW = 16  # queries, of which decoding kernels take all at once
 
@@ -35,11 +35,22 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class SequenceMask:
     """Made by Sequences.mask, for any number of calls on these sequences."""
 
-    schedule: BlockRuns
+    schedule: SequenceBounds | BlockRuns
     tile_map: TileMap
     sequences: Any
     mask_mod: MaskMod | None
     heads: int | None  # that mask_mod tells apart
+
+    @property
+    def visits(self) -> SequenceBounds | BlockRuns:
+        bounds = self.schedule
+        if isinstance(bounds, BlockRuns):
+            return bounds
+        # Dynamo may take any number for one that changes. Kernels with chunks and without them are not the same.
+        numbers = (bounds.left, bounds.right, bounds.chunk or 0, bounds.prefix or 0)
+        return SequenceBounds(
+            bounds.q_block, bounds.kv_block, *numbers, bounds.scattered, bounds.sequence_table
+        )
 
 
 @ordinary_tensors
@@ -62,7 +73,7 @@ def sequence_mask(
     lengths = (places[0].lengths, places[1].lengths)
     shift = lengths[1] - lengths[0]  # from a query's place in its sequence to its position
     tile_map = TileMap(queries.lines(places[0], queries.of(shift)[0]), keys.lines(places[1], 0))
-    pieces = math.lcm(PIECE, keys.block) // keys.block if sequences.pages is not None else 1
+    scattered = sequences.pages is not None
     both: Window | None = window
     if mask_mod is not None:
         found = seen(mask_mod, sequences.cu_q)
@@ -73,10 +84,11 @@ def sequence_mask(
         both = None if found.window is None else window.within(found.window)
     if window != ALL:
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
+    schedule: SequenceBounds | BlockRuns
     if mask_mod is None or both is not None or not sequences.count:
-        packed = sequences.cu_k is not None
-        schedule = _in_window(queries, keys, lengths, shift, both or ALL, pieces, columns=packed)
+        schedule = _in_window(queries, keys, lengths, both or ALL, scattered)
     else:
+        pieces = math.lcm(PIECE, keys.block) // keys.block if scattered else 1
         schedule = _by_analysis(queries, keys, sequences, lengths, mask_mod, heads or 1, pieces)
     return SequenceMask(schedule, tile_map, sequences, mask_mod, heads)
 
@@ -93,40 +105,14 @@ def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
 
 
 def _in_window(
-    queries: Tiles,
-    keys: Tiles,
-    lengths: tuple[Tensor, Tensor],
-    shift: Tensor,
-    window: Window,
-    pieces: int,
-    columns: bool,
-) -> BlockRuns:
-    """Rows of tiles visit one range of tiles, whose middle is full; columns are the same seen from the keys."""
-    rows = _runs(queries, keys, lengths[1], shift, window, pieces)
-    if not columns:
-        offsets = torch.zeros(1, 1, keys.start.numel() + 1, dtype=torch.int32, device=shift.device)
-        return BlockRuns(queries.block, keys.block, *(*rows, offsets))
-    turned = _runs(keys, queries, lengths[0], -shift, window.turned(), counted=True)
-    return BlockRuns(queries.block, keys.block, *rows, *turned)
-
-
-def _runs(
-    mine: Tiles,
-    others: Tiles,
-    length: Tensor,
-    shift: Tensor,
-    window: Window,
-    pieces: int = 1,
-    counted: bool = False,
-) -> list[Tensor]:
-    """Offsets and runs, first of partial tiles and then of full ones. All lines have as many; some are empty.
-
-    From a place in its sequence to where the other side counts it is `shift`; `counted` where positions are mine.
-    """
-    last, moved, first_tile = mine.of(length, shift, others.first)
-    origin = -moved if counted else 0
-    seeing = Side(mine.block, mine.start + moved, mine.tokens, others.block, last, origin, pieces)
-    return [tensor for ends in visited(window, seeing) for tensor in runs_between(ends, first_tile)]
+    queries: Tiles, keys: Tiles, lengths: tuple[Tensor, Tensor], window: Window, scattered: bool
+) -> SequenceBounds:
+    """Kernels find from the window's numbers what a tile visits."""
+    bounds = bounds_of(window, (queries.block, keys.block), None)
+    of_sequences = OfSequence(keys.first, lengths[1], queries.first, lengths[0])
+    # Lines of the map that are not needed are said to be of the first sequence, also where there is none.
+    table = with_zeros(of_sequences).to(torch.int32)
+    return SequenceBounds(*bounds[:5], bounds.prefix, scattered, table)
 
 
 def _by_analysis(
@@ -180,22 +166,26 @@ def _tables(runs: Runs, heads: int) -> list[Tensor]:
     return found
 
 
+def _flatten_with_keys(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
+    """As torch.export asks for it."""
+    fields = mask.schedule._asdict()
+    tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
+    numbers = tuple((name, field) for name, field in fields.items() if name not in tensors)
+    parts = {**tensors, **mask.tile_map._asdict(), "sequences": mask.sequences}
+    context = (mask.schedule.form, tuple(tensors), numbers, mask.mask_mod, mask.heads)
+    return [(pytree.GetAttrKey(n), part) for n, part in parts.items()], context
+
+
 def _flatten(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
-    tensors = [*mask.schedule[2:], *mask.tile_map, mask.sequences]
-    return tensors, (mask.schedule[:2], mask.mask_mod, mask.heads)
+    parts, context = _flatten_with_keys(mask)
+    return [part for _, part in parts], context
 
 
 def _unflatten(parts: Any, context: tuple[Any, ...]) -> SequenceMask:
     *tensors, queries, keys, sequences = parts
-    blocks, mask_mod, heads = context
-    return SequenceMask(BlockRuns(*blocks, *tensors), TileMap(queries, keys), sequences, mask_mod, heads)
-
-
-def _flatten_with_keys(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
-    """As torch.export asks for it."""
-    parts, context = _flatten(mask)
-    names = (*BlockRuns._fields[2:], *TileMap._fields, "sequences")
-    return [(pytree.GetAttrKey(n), part) for n, part in zip(names, parts, strict=True)], context
+    form, names, numbers, mask_mod, heads = context
+    schedule = FORMS[form](**dict(zip(names, tensors, strict=True)), **dict(numbers))
+    return SequenceMask(schedule, TileMap(queries, keys), sequences, mask_mod, heads)
 
 
 pytree.register_pytree_node(

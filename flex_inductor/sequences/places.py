@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
     def of(self, *by_sequence: Tensor) -> tuple[Tensor, ...]:
         """For each tile what its sequence has; tiles that are not needed may have 0."""
-        return _with_zeros(by_sequence)[self.sequence].unbind(1)
+        return with_zeros(by_sequence)[self.sequence].unbind(1)
 
     def lines(self, places: Places, shift: Tensor | int) -> Tensor:
         """The lines of a tile map, whose indices are positions in the sequence plus `shift`."""
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
         return torch.stack(columns, 1).to(torch.int32)
 
 
-def _with_zeros(by_sequence: Sequence[Tensor]) -> Tensor:
+def with_zeros(by_sequence: Sequence[Tensor]) -> Tensor:
     """[sequences + 1, fields], where the last sequence is none."""
     fields = torch.stack(list(by_sequence), 1)
     return torch.cat([fields, fields.new_zeros(1, fields.size(1))])
@@ -51,7 +51,7 @@ def _in_turn(lengths: Tensor, most: int, block: int) -> Tiles:
     ends = tiles.cumsum(0)
     at = torch.arange(_several(most), device=lengths.device)
     sequence = torch.searchsorted(ends, at, right=True)
-    length, first = _with_zeros((lengths, ends - tiles))[sequence].unbind(1)
+    length, first = with_zeros((lengths, ends - tiles))[sequence].unbind(1)
     start = torch.where(length > 0, (at - first) * block, 0)
     return Tiles(block, sequence, start, (length - start).clamp(0, block), ends - tiles)
 

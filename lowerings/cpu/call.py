@@ -12,10 +12,10 @@ from torch._inductor import ir
 
 from flex_inductor.masks.window import MOST, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
-from flex_inductor.op.schedule import by_rows
+from flex_inductor.op.schedule import RowBounds, SequenceBounds, by_rows
 from flex_inductor.windows import ALL
 
-from ..bounds import CPP, ends, is_tensor
+from ..bounds import CPP, ends, ends_in_sequence, is_tensor
 from ..buffers import layout_of, realized
 from ..choice import choose
 from ..lanes import graph, mods
@@ -64,12 +64,17 @@ def visited(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Wa
         tensors[name] = realized(tensor)
         return name
 
-    if problem.schedule == "bounds":
-        found = ends(call.inputs.schedule, "keys", CPP, "row", "M", "N")
-        numbers = {name: realized(tensor) for name, tensor in found.numbers.items()}
-        return walks_in(found._replace(numbers=numbers), "keys", masked), numbers
-    visits = by_rows(call.inputs.schedule)
-    return walks(problem.schedule, visits, "keys", masked, argument), tensors
+    schedule = call.inputs.schedule
+    if isinstance(schedule, SequenceBounds):
+        tensors[template.TABLE] = realized(schedule.sequence_table)
+        place, of = ("place.index", "place.count"), "of_sequence({})".format
+        found = ends_in_sequence(schedule, "keys", CPP, *place, of)
+    elif isinstance(schedule, RowBounds):
+        found = ends(schedule, "keys", CPP, "row", "M", "N")
+    else:
+        return walks(problem.schedule, by_rows(schedule), "keys", masked, argument), tensors
+    numbers = {name: realized(tensor) for name, tensor in found.numbers.items()}
+    return walks_in(found._replace(numbers=numbers), "keys", masked), tensors | numbers
 
 
 def tiles(call: Any) -> dict[str, Any]:
@@ -106,7 +111,6 @@ def rendered(
         signature=kernel.declaration,
         profile=kernel.maybe_codegen_profile(),
         scale=f"{float(call.scale)!r}f",
-        schedule=problem.schedule,
         masked=call.mask_mod is not None,
         limits=_limits(problem, call.inputs.schedule),
         blocks=problem.blocks,

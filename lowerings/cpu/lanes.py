@@ -22,7 +22,6 @@ from unittest.mock import patch
 import sympy
 import torch
 from torch._inductor import config, ir
-from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup, ParallelDepth
 from torch._inductor.loop_body import LoopBody
 from torch._inductor.lowering import index_impl_helper, lowerings, to_dtype
@@ -38,7 +37,7 @@ from flex_inductor.mod_ir.ranges import Range
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
 from .index_ranges import NoMore, may_wrap, needed
-from .template import TemplateKernel
+from .template import NamedSizes, TemplateKernel
 
 aten = torch.ops.aten
 
@@ -339,7 +338,7 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
     one_thread = {"cpp.threads": 1, "cpp.dynamic_threads": False, "cpp.enable_tiling_heuristics": False}
     with patch.object(V.graph, "get_dtype", of_tile), config.patch(one_thread):
         group = _KernelGroup()
-        group.args = KernelArgs()
+        group.args = NamedSizes()
         group.args.sizevars = kernel.args.sizevars
         group.args.input_buffers.update(kernel.names)
         for name in _buffer_names(stores):

@@ -11,6 +11,7 @@ import jinja2
 import sympy
 from torch._dynamo.utils import dynamo_timed
 from torch._inductor import ir
+from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
 from torch._inductor.select_algorithm import PartialRender
@@ -20,6 +21,7 @@ from torch._inductor.virtualized import V
 from ..observing import observer
 
 TILES = ("q_tiles", "kv_tiles")  # what templates call the tensors of a map of tiles
+TABLE = "sequence_table"  # and what bounds of sequences have of each
 
 
 class Argument(NamedTuple):
@@ -30,11 +32,20 @@ class Argument(NamedTuple):
     stride: list[str]
 
 
+class NamedSizes(KernelArgs):
+    """Sizes have the names of their symbols. Inductor counts those that it meets after the declaration, and the number
+    may be another symbol's."""
+
+    def size(self, name: sympy.Symbol) -> str:
+        return self.sizevars.setdefault(name, f"k{name}")
+
+
 class TemplateKernel(CppTemplateKernel):
     """Names the kernel's arguments, whatever views of which buffers they are."""
 
     def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any]):
         super().__init__(str(Placeholder.KERNEL_NAME), num_threads=1)
+        self.args = NamedSizes()
         removed = V.graph.removed_buffers | V.graph.removed_operations
         self.tensors = inputs
         self.outputs = {i: t for i, t in enumerate(outputs) if t.get_name() not in removed}

@@ -15,6 +15,7 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from flex_inductor import fingerprint
+from flex_inductor.op.schedule import OfSequence
 from flex_inductor.op.tile_map import COLUMNS
 
 from ..choice import size_hint
@@ -56,8 +57,13 @@ def times(
         source, types, names, sizes = _source(render(config), inputs, outputs)
         compiled.append(Builder().cpp_pybinding(types, source))
     grid = _grid(problem, tensors)
+    sequences = (
+        max(size_hint(tensors[template.TABLE].get_size()[0]) - 1, 1) if template.TABLE in tensors else None
+    )
     arguments = [
-        size_hint(sizes[name]) if name in sizes else _example(owners[name], roles.get(name), problem, grid)
+        size_hint(sizes[name])
+        if name in sizes
+        else _example(owners[name], roles.get(name), problem, grid, sequences)
         for name in names
     ]
     kernels = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in compiled]
@@ -101,14 +107,22 @@ def _grid(problem: AttentionProblem, tensors: Mapping[str, Any]) -> tuple[int, i
     return rows, columns
 
 
-def _example(buffer: Any, role: str | None, problem: AttentionProblem, grid: tuple[int, int]) -> torch.Tensor:
+def _example(
+    buffer: Any,
+    role: str | None,
+    problem: AttentionProblem,
+    grid: tuple[int, int],
+    sequences: int | None,
+) -> torch.Tensor:
     layout = buffer.get_layout()
     size, stride = [*map(size_hint, layout.size)], [*map(size_hint, layout.stride)]
     dtype = buffer.get_dtype()
     if role is not None and ("counts" in role or "blocks" in role):
         return _example_list(role, size, problem, grid)
     if role in template.TILES:
-        return _example_map(role, grid, problem)
+        return _example_map(role, grid, problem, sequences)
+    if role == template.TABLE:
+        return torch.tensor([_example_sequence(n, grid, problem, sequences) for n in range(size[0])]).int()
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if role == "lse":
         return tensor.fill_(10)  # so that weights stay below one
@@ -135,8 +149,22 @@ def _example_list(
     )
 
 
-def _example_map(role: str, grid: tuple[int, int], problem: AttentionProblem) -> torch.Tensor:
-    """Tiles of one sequence in each batch, which they share out."""
+def _example_sequence(
+    n: int, grid: tuple[int, int], problem: AttentionProblem, sequences: int | None
+) -> OfSequence:
+    """One of sequences that share tiles out."""
+    assert problem.blocks is not None and sequences is not None
+    starts = [[-(-i * tiles // sequences) for i in (n, n + 1)] for tiles in grid]
+    (query_tile, query_stop), (key_tile, key_stop) = starts
+    q_block, kv_block = problem.blocks
+    keys, queries = (key_stop - key_tile) * kv_block, (query_stop - query_tile) * q_block
+    return OfSequence(key_tile, keys, query_tile, queries)
+
+
+def _example_map(
+    role: str, grid: tuple[int, int], problem: AttentionProblem, sequences: int | None
+) -> torch.Tensor:
+    """Tiles of one sequence in each batch, which they share out; or of so many sequences, with their positions."""
     assert problem.blocks is not None
     side = template.TILES.index(role)
     batches, length = ((problem.B, problem.M), (problem.B_kv, problem.N))[side]
@@ -145,7 +173,13 @@ def _example_map(role: str, grid: tuple[int, int], problem: AttentionProblem) ->
     for tile in range(grid[side]):
         batch, place = divmod(tile, per_batch)
         start, stop = (size_hint(length) * i // per_batch for i in (place, place + 1))
-        lines.append([batch, start, batch, 0, start, min(stop - start, problem.blocks[side])])
+        sequence, index = batch, start
+        if sequences is not None:
+            sequence = tile * sequences // grid[side]
+            of = _example_sequence(sequence, grid, problem, sequences)
+            first, shift = (of.query_tile, of.keys - of.queries) if side == 0 else (of.key_tile, 0)
+            index = (tile - first) * problem.blocks[side] + shift
+        lines.append([batch, start, sequence, 0, index, min(stop - start, problem.blocks[side])])
     return torch.tensor(lines, dtype=torch.int32).view(-1, COLUMNS)
 
 

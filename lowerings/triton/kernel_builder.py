@@ -20,10 +20,10 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
-from flex_inductor.op.schedule import Visits, by_columns, by_rows
+from flex_inductor.op.schedule import RowBounds, SequenceBounds, Visits, by_columns, by_rows
 from flex_inductor.op.tile_map import BATCH, COUNT, HEAD, INDEX, PIECE, ROW, SEQUENCE, TileMap
 
-from ..bounds import TRITON, ends
+from ..bounds import TRITON, Ends, ends, ends_in_sequence
 from ..buffers import layout_of, realized
 from ..choice import choose, demanded, problem_class
 from ..lanes import Mods
@@ -236,16 +236,32 @@ class Builder:
         """Passes over what the call's schedule visits: partial blocks, and full ones if there are."""
         p, schedule = self.problem, call.inputs.schedule
         form, masked = p.schedule, self.mods.mask is not None
-        if form == "bounds":
+        if isinstance(schedule, RowBounds):
             found = ends(schedule, side, TRITON, line, self.size(p.M), self.size(p.N))
-            numbers = {name: self.tensor(name, realized(number)) for name, number in found.numbers.items()}
-            return walks_in(found._replace(numbers=numbers), side, masked)
+            return walks_in(self._with_numbers(found), side, masked)
+        if isinstance(schedule, SequenceBounds):
+            found = self._with_numbers(self._in_sequence(schedule, side))
+            return walks_in(found, side, masked, mapped=True)
         visits = None if schedule is None else by_rows(schedule) if side == "keys" else by_columns(schedule)
 
         def argument(field: str, tensor: Any) -> Tensor:
             return self.tensor(_LISTS[form][field], realized(tensor))
 
         return walks(form, visits, side, masked, argument, mapped=self.tile_map is not None)
+
+    def _in_sequence(self, bounds: SequenceBounds, side: str) -> Ends:
+        table = self.tensor("sequence_table", realized(bounds.sequence_table))
+
+        def entry(column: int) -> str:
+            row, columns = table.stride
+            return f"tl.load({table.name} + sequence * {row} + {column} * {columns})"
+
+        held = "m" if side == "keys" else "n"
+        return ends_in_sequence(bounds, side, TRITON, f"shift_{held}", f"stop_{held}", entry)
+
+    def _with_numbers(self, found: Ends) -> Ends:
+        numbers = {name: self.tensor(name, realized(number)) for name, number in found.numbers.items()}
+        return found._replace(numbers=numbers)
 
     def common(self) -> dict[str, Any]:
         """What every template is given."""

@@ -96,7 +96,12 @@ def test_peak_memory(attend, bias, compiled, mask_mod):
 
 # The CPU kernels hold the gradients of keys once for each of their parts, in whole vectors: fewer tokens there.
 @pytest.mark.parametrize(
-    "route, length, block", [(None, 1 << 16, 8), ("chunked", 1 << 16, 8), ("cpu", 1 << 14, 2)]
+    "route, length, block",
+    [
+        (None, 1 << 16, 8),
+        pytest.param("chunked", 1 << 16, 8, marks=pytest.mark.slow),
+        ("cpu", 1 << 14, 2),
+    ],
 )
 def test_runs_need_no_memory_by_blocks(route, length, block):
     """8192 x 8192 blocks: one flag for each would be 64 MiB, one list of them 256 MiB."""

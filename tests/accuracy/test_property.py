@@ -29,7 +29,7 @@ def test_eager(program, several, tiling):
         check("eager", program, several)
 
 
-@a_fixed_few(4)
+@a_fixed_few(3)
 @given(program=programs("cpu"), several=several_values("cpu", 3))
 def test_fused_on_cpu(program, several):
     check("cpu", program, several)

@@ -160,7 +160,7 @@ LOOKUPS = st.one_of(
     _joined("table[{0} % 3][{1} % 4]", INDICES, INDICES),
     st.sampled_from(["number", "by_head[h]", "by_query[q_idx]", "by_key[kv_idx]", "(by_key * 2)[kv_idx]"]),
     st.sampled_from(["wide(by_key).exp()[kv_idx]", "by_key[order[kv_idx]]", "few[codes[kv_idx % 6]]"]),
-    st.sampled_from(["straight_through(by_query[q_idx])", "by_key[order[kv_idx]] * shift"]).map(
+    st.sampled_from(["straight_through(by_query[q_idx])", "wide(by_key[order[kv_idx]]) * shift"]).map(
         "({})".format
     ),
     _joined("by_key[{0} % by_key.size(0)]", INDICES),

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from flex_inductor import create_block_mask, decisions
 from flex_inductor.flash import flash_attn_func
-from flex_inductor.lowerings.bounds import CPP, TRITON, ends
+from flex_inductor.lowerings.bounds import CPP, TRITON, ends, ends_in_sequence
 from flex_inductor.masks.window_schedule import bounds_of
 from flex_inductor.op import Inputs, attention, eager
-from flex_inductor.op.schedule import RowBounds, placed
+from flex_inductor.op.schedule import OfSequence, RowBounds, SequenceBounds, placed
 from flex_inductor.options import call_options
 from flex_inductor.windows import ON_NUMBERS, Window
+from tests.marks import slow_but
 from tests.support import Sizes, attention_of, dense_of, judge
 
 WINDOWS = [
@@ -121,6 +122,30 @@ def test_kernels_say_the_same():
             assert found == of_numbers(row, queries, keys, ON_NUMBERS), (window, queries, keys, side, row)
 
 
+def test_kernels_say_the_same_of_sequences():
+    """Whose tiles come after those of others."""
+    for at, (window, (queries, keys)) in enumerate(itertools.product(WINDOWS[::2], LENGTHS)):
+        left, right, chunk, _, prefix = bounds_of(window, (16, 8), None)[2:]
+        bounds = SequenceBounds(16, 8, left, right, chunk, prefix, at % 2 == 0, torch.empty(0, 4))
+        tensors = {n: torch.empty(1) for n in ("left", "right", "chunk", "prefix") if getattr(bounds, n)}
+        table = OfSequence(3, keys, 5, queries)
+        for given, side in itertools.product((bounds, bounds._replace(**tensors)), ("keys", "queries")):
+            text = ends_in_sequence(given, side, TRITON, "index", "count", "table[{}]".format)
+            of_numbers, block, length, shift = (
+                (bounds.row, 16, queries, keys - queries) if side == "keys" else (bounds.column, 8, keys, 0)
+            )
+            for start in range(0, length, block):
+                index, count = start + shift, min(block, length - start)
+                known = {"index": index, "count": count, "table": table}
+                known |= {n: getattr(bounds, n) for n in tensors}
+                known = {n: v if n == "table" else Machine(v) for n, v in known.items()}
+                for name, value in text.lines:
+                    known[name] = Machine(eval(value, {"tl": tl}, known))
+                found = tuple([eval(place, {}, known) for place in part] for part in text[2:])
+                expected = of_numbers(index, count, table, ON_NUMBERS)
+                assert found == expected, (window, queries, keys, side, start)
+
+
 def test_text_is_short():
     causal = ends(bounds_of(Window(right=0), (128, 128), None), "keys", CPP, "row", "M", "N")
     assert causal.lines == [
@@ -216,9 +241,10 @@ COMPACT = {  # of the numbers some are absent, which is no number that changes
 }
 
 
-@pytest.mark.parametrize("mask", COMPACT)
+@pytest.mark.parametrize("mask", slow_but(COMPACT, "window", "prefix"))
 def test_schedules_as_arguments_whose_numbers_may_all_change(mask):
     torch._dynamo.reset()
+    decisions(clear=True)
     compiled = torch.compile(
         attention_of(None), backend="flex_inductor", fullgraph=True, dynamic=True, options={"route": "cpu"}
     )

@@ -5,7 +5,7 @@ import torch
 from op.calls import qkv
 from torch.utils.flop_counter import FlopCounterMode
 
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.op import Inputs, attention, attention_backward
 from flex_inductor.op.schedule import BlockLists
 
@@ -53,6 +53,16 @@ def test_blocks_left_out_are_not_counted(batch, heads, compact):
     forward, backward = count(qkv(2, 3, 10, 4), block_mask=mask)
     assert forward == 2 * 2 * 3 * visited * (4 + 4)
     assert backward == 2 * 2 * 3 * visited * (5 * 4)
+
+
+def test_tiles_of_sequences_have_as_many_tokens_as_they_hold():
+    sequences = Sequences.from_lengths([10, 0, 3])
+    mask = sequences.mask(lambda b, h, q, kv: q >= kv, block_size=4)
+    q, k, v = (torch.randn(13, 2, 4) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        varlen_attention(q, k, v, sequences, None, mask)
+    visited = 4 * 4 + 4 * 8 + 2 * 10 + 3 * 3
+    assert counter.get_total_flops() == 2 * 2 * visited * (4 + 4)
 
 
 def test_everything_is_counted_where_block_lists_have_no_values():

@@ -4,10 +4,11 @@ import pytest
 import torch
 from support import served_by
 
+import flex_inductor
 from flex_inductor import Sequences, decisions, masks, varlen_attention
 from flex_inductor.errors import FlexError
 from flex_inductor.op import Inputs
-from tests.tile_maps import assert_runs_are_pieces
+from tests.tile_maps import as_runs, assert_runs_are_pieces
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
 QUERIES, KEYS = [1, 7, 0, 20], [40, 7, 9, 33]
@@ -128,6 +129,7 @@ def test_fused_kernels(dtype):
             torch.testing.assert_close(out.double(), want, **close)
             made.append(len(decisions()))
     assert made == [*range(1, len(cases) + 1), *[len(cases)] * len(cases)]
+    assert all(d.call.endswith(" in bounds of sequences where a map says") for d in decisions())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,22 @@ def test_runs_are_pieces_of_memory(size, mask_mod):
         mask = sequences.mask(mask_mod, block_size=block_size)
         inputs = Inputs(schedule=mask.schedule, tile_map=mask.tile_map, scattered=size is not None)
         assert_runs_are_pieces(inputs)
-        assert mask.schedule.full_kv_runs.diff().sum() > 0 or mask_mod is every_second
+        runs = as_runs(mask.schedule, mask.tile_map)
+        assert runs.full_kv_runs.diff().sum() > 0 or mask_mod is every_second
+
+
+def test_the_inspector_shows_which_tiles_of_pages_are_visited():
+    pages = torch.arange(12).view(2, 6).int()
+    sequences = Sequences(int32([0, 3, 4]), used_k=int32([40, 70]), pages=pages, page_size=16)
+    given, mask = (torch.randn(4, HEADS, DIM), torch.randn(12, 16, HEADS, DIM)), sequences.mask(causal)
+    report = flex_inductor.inspect(
+        lambda q, k: varlen_attention(q, k, k, sequences, None, mask),
+        *given,
+        target="cpu",
+        options={"route": "chunked"},
+    )
+    shown = report.calls[0].schedule
+    assert (shown.full, shown.partial, shown.shape) == (0, 3 + 5, (32, 192))
 
 
 def test_sequences_may_share_pages():

@@ -7,13 +7,16 @@ import pytest
 import torch
 from support import judge, served_by
 
-from flex_inductor import AuxRequest, Sequences, decisions, varlen_attention
+from flex_inductor import AuxRequest, Sequences, decisions, masks, varlen_attention
 from flex_inductor.errors import FlexError, FlexValueError
+from flex_inductor.lowerings.cpu import forward
 from flex_inductor.masks import window as window_module
 from flex_inductor.masks.trace import trace_mask
+from flex_inductor.op.schedule import SequenceBounds
 from flex_inductor.op.tile_map import COUNT, ROW
 from flex_inductor.reference import reference
 from flex_inductor.sequences.mask import _by_analysis
+from tests.tile_maps import as_runs
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
 ALL = AuxRequest(lse=True, max_scores=True)
@@ -165,6 +168,22 @@ def test_fused_kernels_for_any_lengths(mask, dtype):
             judge(ours, dense, as_batch(tensors(lengths, dtype)), (table,))
             made.append(len(decisions()))
     assert made[1] == made[-1], made
+    form = "bounds of sequences" if mask == "around" else "runs"
+    assert all(d.call.endswith(f" in {form} where a map says") for d in decisions())
+
+
+def test_windows_of_other_sizes_do_not_compile_again():
+    options = {"route": "chunked"}
+    compiled = torch.compile(varlen_attention, backend="flex_inductor", fullgraph=True, options=options)
+    sequences, given, made = Sequences.from_lengths([30, 7]), tensors(([37], [37])), []
+    decisions(clear=True)
+    for size in (9, 20, 35, 3):
+        mask = sequences.mask(masks.sliding_window(size))
+        out = compiled(*given, sequences, None, mask, enable_gqa=True)
+        want = varlen_attention(*given, sequences, None, mask, enable_gqa=True)
+        torch.testing.assert_close(out, want)
+        made.append(len(decisions()))
+    assert made == [1, 2, 2, 2] and isinstance(mask.schedule, SequenceBounds)
 
 
 def chunks(b, h, q_idx, kv_idx):
@@ -184,12 +203,13 @@ CLOSED |= {"chunks": chunks, "window in chunks": window_in_chunks}
 def test_closed_forms_visit_what_the_analysis_finds(lengths, mask):
     sequences = Sequences.from_lengths(*LENGTHS[lengths])
     mask_mod = CLOSED[mask] or (lambda b, h, q_idx, kv_idx: q_idx == q_idx)
-    closed = sequences.mask(mask_mod if mask != "none" else None, block_size=(8, 16)).schedule
+    closed = sequences.mask(mask_mod if mask != "none" else None, block_size=(8, 16))
+    assert isinstance(closed.schedule, SequenceBounds)
     places = sequences.places
     tiles = [side.tiles(block) for side, block in zip(places, (8, 16), strict=True)]
     analysed = _by_analysis(*tiles, sequences, [side.lengths for side in places], mask_mod, 1)
     for rows in ("kv", "full_kv", "q", "full_q"):
-        assert _spelt_out(closed, rows) == _spelt_out(analysed, rows)
+        assert _spelt_out(as_runs(closed.schedule, closed.tile_map), rows) == _spelt_out(analysed, rows)
 
 
 def _spelt_out(schedule, side):
@@ -234,14 +254,15 @@ def test_a_mask_is_traced_once(monkeypatch):
     for size, moved, count in ((7, 0, 3), (7, 100, 0), (150, 0, 1), (7, 0, 0)):
         reads.update(size=size, table=torch.tensor([0, moved]))
         traced.clear()
-        made = [(mask_mod, sequences.mask(mask_mod).schedule) for mask_mod in (changing, captures)]
+        made = [(mask_mod, sequences.mask(mask_mod)) for mask_mod in (changing, captures)]
         assert len(traced) == count
         for mask_mod, closed in made:
             tiles = [side.tiles(128) for side in sequences.places]
             lengths = [side.lengths for side in sequences.places]
             analysed = _by_analysis(*tiles, sequences, lengths, mask_mod, 1)
             for rows in ("kv", "full_kv", "q", "full_q"):
-                assert _spelt_out(closed, rows) == _spelt_out(analysed, rows)
+                found = as_runs(closed.schedule, closed.tile_map)
+                assert _spelt_out(found, rows) == _spelt_out(analysed, rows)
 
 
 def test_lengths_may_be_refreshed_in_place():
@@ -266,7 +287,7 @@ GARBAGE = (
 )
 
 
-@pytest.mark.parametrize("mask_mod", [None, causal, prefix])
+@pytest.mark.parametrize("mask_mod", [None, causal, prefix, window_in_chunks])
 @pytest.mark.parametrize("refreshed", GARBAGE, ids=str)
 def test_no_offsets_lead_out_of_the_tensors(refreshed, mask_mod):
     """Nobody may check what is copied in later."""
@@ -278,8 +299,10 @@ def test_no_offsets_lead_out_of_the_tensors(refreshed, mask_mod):
         row, count = lines[:, ROW], lines[:, COUNT]
         assert (count >= 0).all() and (row[count > 0] >= 0).all() and ((row + count)[count > 0] <= 40).all()
     queries, keys = (lines.size(0) for lines in mask.tile_map)
+    runs = as_runs(mask.schedule, mask.tile_map)
     for side, others in (("kv", keys), ("full_kv", keys), ("q", queries), ("full_q", queries)):
-        assert all(0 <= tile < others for line in _spelt_out(mask.schedule, side) for tile in line)
+        ends = getattr(runs, f"{side}_runs")
+        assert ((ends >= 0) & (ends <= others)).all() and (ends.diff() >= 0).all()
     out = varlen_attention(q, k, v, sequences, None, mask, enable_gqa=True)
     assert out.isfinite().all()
 
@@ -342,7 +365,9 @@ def test_used_lengths_leave_the_rest_out():
     assert not out[13:].any()
 
 
-def test_a_sequences_bits_do_not_depend_on_its_neighbours():
+def test_a_sequences_bits_do_not_depend_on_its_neighbours(monkeypatch):
+    """Nor on the waves in which the forward packs them: the first two, the third, the fourth."""
+    monkeypatch.setattr(forward, "PACKED_BYTES", 128 * 4 * (DIM + 32))
     compiled = torch.compile(varlen_attention, backend="flex_inductor", dynamic=True)
     lengths = [50, 7, 330, 20]
     given = [x.requires_grad_() for x in tensors((lengths, lengths), torch.float32)]
@@ -354,7 +379,7 @@ def test_a_sequences_bits_do_not_depend_on_its_neighbours():
         out, lse = attend(q, k, v, sequences, alibi, mask, enable_gqa=True, return_lse=True)
         return out, lse.T, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), (q, k, v))
 
-    with served_by("cpu"):
+    with served_by("cpu"), torch._inductor.config.patch(force_disable_caches=True):
         together = run(slice(None), lengths)
         for n, length in enumerate(lengths):
             at = slice(sum(lengths[:n]), sum(lengths[: n + 1]))

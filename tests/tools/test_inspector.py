@@ -49,7 +49,6 @@ VARIANTS = ("causal", "alibi", "softcap", "document", "bias")
 ODD = 1001  # no tile divides it
 SHORT = [
     ("sm_80", "causal", 128, LENGTH),
-    ("sm_90", "bias", 64, LENGTH),
     ("sm_90", "document", 64, ODD),
     ("gfx942", "causal", 64, LENGTH),
 ]

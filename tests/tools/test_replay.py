@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import flex_inductor
@@ -49,6 +50,7 @@ def test_forward_and_backward_for_a_gpu(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_changing_lengths_and_bfloat16(tmp_path):
     mask = create_block_mask(inspected.causal, None, None, 64, 64, "cpu", BLOCK_SIZE=32)
 

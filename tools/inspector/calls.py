@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.schedule import TENSORS
 from flex_inductor.masks.tables import Extent
-from flex_inductor.masks.window_schedule import WindowSchedule
+from flex_inductor.masks.window_schedule import WindowSchedule, runs_in_sequences
 from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
-from flex_inductor.op.schedule import RowBounds, grid_of
+from flex_inductor.op.schedule import Bounds, SequenceBounds
 
 from .lines import mod_lines
 
@@ -69,10 +69,11 @@ def facts_of(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> Ca
     call = AttentionCall.read(*node.args)
     around: Any = node.graph.owning_module
     examples = {name: _example(getattr(call, name)) for name in ("query", "key", "value")}
-    schedule, reason = _values(call.inputs.schedule, module, inputs)
+    found, reason = _values((call.inputs.schedule, call.inputs.tile_map), module, inputs)
+    schedule, tile_map = found or (None, call.inputs.tile_map)
     if call.inputs.ring is not None:
         schedule, reason = None, "in parts, one for each step of a ring of ranks"
-    values = call._replace(**examples).with_inputs(schedule=schedule)
+    values = call._replace(**examples).with_inputs(schedule=schedule, tile_map=tile_map)
     captures, _ = _values(call.inputs.mask_captures, module, inputs)
     return CallFacts(
         call_line(node),
@@ -132,11 +133,15 @@ def _mask(
 
     lengths = (_number(values.query.size(2)), _number(values.key.size(2)))
     blocks = (int(schedule.q_block), int(schedule.kv_block))
-    if call.inputs.tile_map is not None:  # tiles as they are visited, wherever they lie
-        rows, columns = grid_of(schedule)
+    tile_map: Any = values.inputs.tile_map
+    if tile_map is not None:  # tiles as they are visited, wherever they lie
+        rows, columns = (lines.size(0) for lines in tile_map)
         lengths = (rows * blocks[0], columns * blocks[1])
-    if isinstance(schedule, RowBounds):
+    if isinstance(schedule, Bounds):
         bounds = schedule.with_numbers(lambda n: n if n is None or isinstance(n, Tensor) else _number(n))
+        if isinstance(bounds, SequenceBounds):
+            runs = runs_in_sequences(bounds, tile_map)
+            return RunSchedule.from_runs(runs, (1, 1), Extent(1, 1, lengths, blocks), mask_mod)
         extent = Extent(bounds.grids[0], 1, lengths, blocks)
         return WindowSchedule(bounds, extent, values.query.device, mask_mod)
     tensors: Any = schedule[2:]

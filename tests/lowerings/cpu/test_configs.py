@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import expecttest
 import pytest
+import sympy
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -14,6 +15,8 @@ from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings.cpu import configs
 from flex_inductor.lowerings.cpu.configs import TABLES, BackwardConfig, Caches, DecodeConfig, ForwardConfig
+from flex_inductor.op.schedule import SequenceBounds
+from flex_inductor.op.tile_map import SEQUENCE
 from tests.lowerings.cpu.helpers import SIZES, check
 from tests.support import MODS, attention_of, causal
 
@@ -162,11 +165,40 @@ def test_max_autotune_times_once_and_what_is_fastest_is_right(two_of_each):
             assert choice.why.startswith(why) and choice.others[0][1].endswith(" ms")
 
 
+@pytest.mark.slow
 def test_max_autotune_times_runs_and_few_queries(two_of_each):
     for why in ONCE_AND_AGAIN:
         assert attend(kernel="runs", needs_grad=False, **TUNED)["forward"].why.startswith(why)
     decoded = attend(queries=1, needs_grad=False, **TUNED)
     assert decoded["decode"].why.startswith("fastest when timed: ")
+
+
+def test_sizes_that_a_kernel_meets_late_have_names_of_their_own():
+    import torch._inductor.lowering  # noqa: F401  # before what torch imports in a circle
+
+    from flex_inductor.lowerings.cpu.template import NamedSizes
+
+    sizes = NamedSizes()
+    sizes.sizevars = {sympy.Symbol("s4"): "ks4"}
+    assert len({sizes.size(sympy.Symbol(f"s{i}")) for i in range(4, 9)}) == 5
+
+
+def test_made_up_sequences_share_all_tiles_out():
+    import torch._inductor.lowering
+
+    from flex_inductor.lowerings.cpu import tuner
+
+    problem = SimpleNamespace(B=1, B_kv=4, M=100, N=70, blocks=(16, 32))
+    grid = (7, 9)
+    for count in (1, 3, 8):
+        table = torch.tensor([tuner._example_sequence(n, grid, problem, count) for n in range(count)]).int()
+        queries, keys = (tuner._example_map(role, grid, problem, count) for role in ("q_tiles", "kv_tiles"))
+        bounds = SequenceBounds(16, 32, None, 0, 0, 0, False, table)
+        partial, full = bounds.rows(queries)
+        visited = sum((ends[1::2][0] - ends[::2][0] for ends in (partial, full)), torch.zeros(7))
+        of_keys = keys[:, SEQUENCE].bincount(minlength=count)[queries[:, SEQUENCE]]
+        assert ((visited >= 0) & (visited <= of_keys)).all()
+        assert visited[-1] == of_keys[-1] > 0  # the last query sees all keys of its sequence
 
 
 def test_what_made_up_inputs_cannot_run_is_not_timed(two_of_each):

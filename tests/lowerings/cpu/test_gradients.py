@@ -106,7 +106,14 @@ def test_pointwise_neighbours():
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("name, leaf_bytes", [("dense", 1), ("negative", 1), ("negative", 1 << 10)])
+@pytest.mark.parametrize(
+    "name, leaf_bytes",
+    [
+        ("negative", 1),
+        pytest.param("dense", 1, marks=pytest.mark.slow),
+        pytest.param("negative", 1 << 10, marks=pytest.mark.slow),
+    ],
+)
 def test_leaves_too_large_for_slots(monkeypatch, name, leaf_bytes):
     """Heads share one slot where each has its own part of it; others have two slots at least."""
     monkeypatch.setattr(backward, "LEAF_BYTES", leaf_bytes)

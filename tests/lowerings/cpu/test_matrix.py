@@ -17,7 +17,6 @@ SHORT = [
 ]
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("mod, mask, dtype, layout", SHORT)
 def test_matrix(mod, mask, dtype, layout):
     check(mod, mask, dtype, layout)

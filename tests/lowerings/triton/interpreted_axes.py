@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from marks import slow_but
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
 from torch._inductor.utils import run_and_get_code
 
@@ -79,7 +80,7 @@ def heaviest_first(order, visited):
     assert (sequence[..., :-1] >= sequence[..., 1:]).all() and not torch.equal(sequence, visited.flip(2))
 
 
-@pytest.mark.parametrize("form", ["lists", "runs"])
+@pytest.mark.parametrize("form", slow_but(["lists", "runs"], "runs"))
 def test_rows_that_visit_most_come_first(form, orders):
     schedule, visited = two_heads(form)
     sizes = Sizes(batch=1, heads=2, queries=200, keys=230)
@@ -89,7 +90,7 @@ def test_rows_that_visit_most_come_first(form, orders):
     heaviest_first(order, visited)
 
 
-@pytest.mark.parametrize("form", ["lists", "runs"])
+@pytest.mark.parametrize("form", slow_but(["lists", "runs"], "lists"))
 @pytest.mark.parametrize("winner", [0, 1], ids=["plain", "persistent"])
 def test_rows_are_sorted_only_for_a_config_that_asks(winner, form, orders, monkeypatch):
     """Of all that max-autotune leaves to be timed, the interpreter takes the first: here the first that is plain, or

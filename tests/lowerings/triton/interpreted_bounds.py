@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from marks import slow_but
 from support import Sizes, attention_of, dense_of, judge, run
 
 from flex_inductor import RunSchedule, create_block_mask, decisions, flex_attention
@@ -48,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "window", "no number is fixed", "few queries"))
 def test_bounds_give_what_runs_give(case, kinds):
     window, sizes, block, given = CASES[case]
     more = dict(given)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_but
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run, served_by
 from triton.runtime import interpreter
 
@@ -72,7 +73,7 @@ def floats(captures):
     return [c.float() if c.is_floating_point() else c for c in captures]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "row and column", "lane and row", "each its own"))
 def test_the_order_of_instances_does_not_matter(case, deterministic, backwards, kinds):
     mod, mask, passes = CASES[case]
     mask, inputs, captures = MASKS[mask](SIZES), SIZES.inputs(torch.float32), mod.captures(SIZES)
@@ -95,7 +96,7 @@ def test_without_it_the_order_shows(backwards):
     assert not torch.equal(*found)
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1e30])
+@pytest.mark.parametrize("factor", slow_but([1e-30, 1e30], 1e-30))
 def test_contributions_of_any_size(factor, deterministic):
     sizes = Sizes(batch=1, queries=33, keys=40)
     attend = interpret.compiled(attention_of(lambda t: lambda s, b, h, m, n: s + factor * t[(m - n).abs()]))

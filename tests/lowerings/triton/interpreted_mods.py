@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_but
 from support import MASKS, MODS, Mod, Sizes, attention_of, dense_of, judge, served_by
 
 from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
@@ -19,6 +20,7 @@ CASES = [
     ("learned_temperature", "per_head", torch.float32),
     ("learned_temperature", "blocks_only", torch.float32),
 ]
+QUICK = [case for case in CASES if case[1] in ("per_batch", "sliding_window", "document", "per_head")]
 
 
 def judge_interpreted(build, sizes, captures, block_mask, dtype=torch.float32, scale=None, dense=None):
@@ -27,8 +29,9 @@ def judge_interpreted(build, sizes, captures, block_mask, dtype=torch.float32, s
         return judge(attend, dense or dense_of(build, scale), sizes.inputs(dtype), captures, block_mask)
 
 
-@pytest.mark.parametrize("mod, mask, dtype", CASES)
-def test_as_right_as_dense_attention(mod, mask, dtype):
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK), ids=str)
+def test_as_right_as_dense_attention(case):
+    mod, mask, dtype = case
     sizes = Sizes(batch=2 if mask == "per_batch" else 1, queries=40)
     captures = MODS[mod].captures(sizes)
     judge_interpreted(MODS[mod].build, sizes, captures, MASKS[mask](sizes), dtype)

@@ -18,11 +18,19 @@ CASES = {
     "once and column": ("learned_temperature", "document", Sizes(queries=40, keys=50)),
     "one KV batch": ("alibi", "causal", Sizes(queries=40, keys=50, kv_batch=1)),
 }
+QUICK = ("lane", "row and column", "once and column")
 
 
 @pytest.mark.parametrize(
     "case, group",
-    [*((case, i % 2 == 0) for i, case in enumerate(CASES)), ("plain", False), ("row and column", True)],
+    [
+        pytest.param(case, group, marks=() if case in QUICK else pytest.mark.slow)
+        for case, group in [
+            *((case, i % 2 == 0) for i, case in enumerate(CASES)),
+            ("plain", False),
+            ("row and column", True),
+        ]
+    ],
 )
 def test_as_right_as_dense_attention(case, group, kinds, monkeypatch):
     """An instance for each head, or one for a group of them."""

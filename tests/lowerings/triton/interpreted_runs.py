@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_but
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run
 
 from flex_inductor import RunSchedule, create_block_mask, decisions, flex_attention
@@ -39,7 +40,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "for each head", "empty rows", "few queries, several runs"))
 def test_runs_give_what_lists_give(case, kinds):
     sizes, mask = CASES[case][0], CASES[case][1](CASES[case][0])
     runs = RunSchedule.from_block_mask(mask)

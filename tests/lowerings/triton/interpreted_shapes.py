@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_but
 from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge, run, served_by
 
 from flex_inductor import BlockMask, create_block_mask, decisions, flex_attention
@@ -45,12 +46,12 @@ def judge_interpreted(mod, sizes, mask, layout="contiguous", scale=None):
         judge(attend, dense_of(build, scale), inputs, captures, MASKS[mask](sizes))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", slow_but(SHAPES, "narrow heads", "one query", "odd heads"))
 def test_shapes(shape):
     judge_interpreted("position_bias", *SHAPES[shape])
 
 
-@pytest.mark.parametrize("shape", FEW_QUERIES)
+@pytest.mark.parametrize("shape", slow_but(FEW_QUERIES, "most of a group", "a schedule for each head"))
 def test_few_queries_split_the_keys(shape, kinds):
     judge_interpreted("position_bias", *FEW_QUERIES[shape])
     assert kinds == ["decode", "combine", "backward_dq", "backward_dkdv"]
@@ -62,7 +63,7 @@ def test_wide_heads_have_a_kernel_for_each_gradient(kinds):
     assert sorted(kinds) == ["backward_dk", "backward_dq", "backward_dv", "forward"]
 
 
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("few", slow_but([False, True], True))
 def test_more_heads_and_batches_than_a_grid_has_room_for(few, monkeypatch):
     monkeypatch.setattr(kernel, "LARGEST_GRID", 1)
     sizes, mask = FEW_QUERIES["one KV batch"] if few else (Sizes(queries=40, keys=50), "per_head")
@@ -73,7 +74,7 @@ def test_more_heads_and_batches_than_a_grid_has_room_for(few, monkeypatch):
     assert len(places) >= 3 and {place[1:] for place in places} == {(1, 1)}
 
 
-@pytest.mark.parametrize("length", [200, 250])
+@pytest.mark.parametrize("length", slow_but([200, 250], 250))
 def test_blocks_that_reach_far_beyond_the_last_query(length):
     sizes = Sizes(batch=1, heads=2, kv_heads=1, queries=length, keys=100)
     mask = create_block_mask(
@@ -84,7 +85,9 @@ def test_blocks_that_reach_far_beyond_the_last_query(length):
         judge(attend, dense_of(None), sizes.inputs(torch.float32), (), mask)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
+@pytest.mark.parametrize(
+    "layout", slow_but((n for n in LAYOUTS if n != "contiguous"), "head_dim_stride", "expanded")
+)
 def test_layouts(layout):
     judge_interpreted("relative_bias", Sizes(heads=2, kv_heads=1, queries=40, keys=48), "causal", layout)
 
@@ -106,7 +109,7 @@ def test_garbage_beyond_the_keys_and_in_blocks_that_nobody_visits():
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+@pytest.mark.parametrize("scale", slow_but([0.0, -0.5, 3.0], -0.5))
 def test_scales(scale):
     judge_interpreted("plain", Sizes(batch=1, queries=20, keys=20), "causal", scale=scale)
 

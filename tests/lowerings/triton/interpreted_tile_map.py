@@ -13,7 +13,7 @@ from flex_inductor.op.tile_map import BATCH, COUNT, ROW
 from flex_inductor.options import CallOptions
 from flex_inductor.reference import reference
 from flex_inductor.tools import interpret
-from tests.tile_maps import Part, packed
+from tests.tile_maps import Part, as_runs, packed
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.3
 HEAD = 2  # that mods see as the first one
@@ -208,6 +208,35 @@ def test_packed_sequences(lengths, kinds):
         for got, expected in zip(grads, wanted, strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-5)
     assert sorted(kinds) == (["decode"] if decodes else sorted(TWO_PASSES))
+
+
+WINDOWS = {
+    "window": (lambda b, h, q, kv: (q >= kv - 9) & (q - kv <= 20), TWO_PASSES),
+    "chunks": (lambda b, h, q, kv: (q >= kv) & (q // 20 == kv // 20), ["forward", "backward_onepass"]),
+    "prefix": (lambda b, h, q, kv: (q >= kv) | (kv < 35), TWO_PASSES),
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_bounds_of_sequences_give_what_runs_give(window, kinds):
+    mask_mod, expected = WINDOWS[window]
+    sequences = Sequences.from_lengths([70, 0, 50], [60, 9, 130])
+    mask = sequences.mask(mask_mod, block_size=(16, 32))
+    asked = {kind: {} for kind in expected}
+    given = [x.requires_grad_() for x in tensors(120, 199)]
+    results = []
+    for schedule in (mask.schedule, as_runs(mask.schedule, mask.tile_map)):
+        decisions(clear=True)
+        inputs = Inputs(schedule=schedule, tile_map=mask.tile_map)
+        attend = attention_of(inputs, mask_mod, None, {"configs": asked})
+        out, lse, _ = attend(*given, (), None)
+        loss = out.sin().sum() + lse.nan_to_num(0, 0, 0).cos().sum()
+        results.append([out, lse, *torch.autograd.grad(loss, given)])
+        form = f" in {schedule.form} where a map says"
+        assert [(d.chosen, d.call.endswith(form)) for d in decisions()] == [("triton", True)] * 2
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+    assert sorted(kinds) == sorted(expected * 2)
 
 
 @pytest.mark.parametrize("queries", [[1, 1], [3, 40]])

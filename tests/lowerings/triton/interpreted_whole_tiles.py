@@ -22,6 +22,7 @@ MASKS = {
     "band": lambda b, h, q, k: (q - k).abs() < 80,
     "corner": lambda b, h, q, k: torch.minimum(q, k + 3) >= 20,
 }
+QUICK = ("captured window", "prefix of a batch", "a start for each head", "chunks", "corner")
 
 
 @pytest.fixture
@@ -40,10 +41,13 @@ def sources(monkeypatch):
 @pytest.mark.parametrize(
     "mask, mod, form, dynamic",
     [
-        *((mask, None, "lists", False) for mask in MASKS),
-        ("window", None, "runs", True),
+        *(
+            pytest.param(mask, None, "lists", False, marks=() if mask in QUICK else pytest.mark.slow)
+            for mask in MASKS
+        ),
+        pytest.param("window", None, "runs", True, marks=pytest.mark.slow),
         ("window", "alibi", "lists", True),
-        ("chunks", "relative_bias", "runs", False),
+        pytest.param("chunks", "relative_bias", "runs", False, marks=pytest.mark.slow),
     ],
 )
 def test_as_right_as_dense_attention(mask, mod, form, dynamic, sources):

@@ -58,9 +58,16 @@ def biased(dtype, stop=None, **axes):
 
 
 @pytest.mark.parametrize(
-    "dtype, load", [(torch.float32, "f32"), (torch.float16, "b16"), (torch.bfloat16, "b16")]
+    "dtype, load, checked",
+    [
+        (torch.float32, "f32", False),
+        (torch.bfloat16, "b16", True),
+        pytest.param(torch.float32, "f32", True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "b16", False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "b16", False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, "b16", True, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("checked", [False, True])
 def test_a_value_for_every_score_arrives_where_the_scores_are(dtype, load, checked):
     stop = torch.tensor([256]) if checked else None
     straight, staged = biased(dtype, stop), biased(dtype, stop, staged=1)

@@ -66,7 +66,7 @@ start = begin // 128
 stop = tl.maximum(tl.where(begin < end, tl.where(tokens > 0, (end + 127) // 128, 0), 0), start)
 full_start = tl.minimum(tl.maximum((tl.maximum(most - 19, 0) + 127) // 128, start), stop)
 full_stop = tl.maximum(tl.where(tokens == 128, tl.minimum(tl.maximum(least + 1, 0), 256) // 128, 0), full_start)
-for run in range(2):
+for run in range(tl.where(full_stop < stop, 2, 1)):
     run_start = each_alone(tl.where(run == 0, start, full_stop)) * 128
     run_stop = each_alone(tl.minimum(tl.where(run == 0, full_start, stop) * 128, 256).to(tl.int32))
     for start_n in range(run_start, run_stop, BLOCK_N):

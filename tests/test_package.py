@@ -108,15 +108,17 @@ def test_a_checkout_offers_no_other_folder(python, checkout):
     assert python(f"{code} ('tests', 'flex_inductor', 'docs')])", checkout) == "[None, None, None]"
 
 
-def test_import_is_quick_and_leaves_the_compiler_alone(python):
-    code = """
+def test_import_is_quick_and_leaves_the_compiler_alone(python, tmp_path):
+    """With bytecode, as installed packages have: to compile our source takes longer than to import it."""
+    code = f"""
 import time, sys, torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, {str(tmp_path)!r}
 start = time.process_time()
 import flex_inductor
 print(time.process_time() - start, "torch._inductor" in sys.modules)
 """
-    runs = [python(code, ROOT).split() for _ in range(3)]
-    assert min(float(seconds) for seconds, _ in runs) < 0.3
+    runs = [python(code, ROOT).split() for _ in range(4)]
+    assert min(float(seconds) for seconds, _ in runs) < 0.2
     assert {inductor for _, inductor in runs} == {"False"}
 
 

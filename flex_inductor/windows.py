@@ -27,6 +27,10 @@ class Arithmetic(Protocol):
         """`value`, which a reader knows by that name."""
         ...
 
+    def looked_up(self, table: Any, place: Any, column: int) -> Any:
+        """What a table says of a place, in one of its columns."""
+        ...
+
 
 class OnTensors:
     """Tensors, beside which there may be numbers."""
@@ -46,6 +50,9 @@ class OnTensors:
     def named(self, name: str, value: Any) -> Any:
         return value
 
+    def looked_up(self, table: Tensor, place: Tensor, column: int) -> Tensor:
+        return torch.take_along_dim(table[..., column], torch.atleast_2d(place), 1)
+
 
 class OnNumbers:
     def least(self, x: int, y: int) -> int:
@@ -60,9 +67,12 @@ class OnNumbers:
     def named(self, name: str, value: int) -> int:
         return value
 
+    def looked_up(self, table: Tensor, place: int, column: int) -> int:
+        return int(table[0, place, column])
+
 
 class Window(NamedTuple):
-    """A query at position q sees the keys from q - left to q + right that are in its own chunk of positions.
+    """A query at position q sees the keys from q - left to q + right that are in its own chunk and document.
 
     Its numbers are whatever expressions are made of; only what has no end is a float.
     """
@@ -73,6 +83,8 @@ class Window(NamedTuple):
     # How many of the first keys all see, where nothing is left of the window and there are no chunks.
     prefix: Any = 0
     own_prefix: Any = 0  # the same of a window that is turned: how many of the first see all
+    # A table of where each position's document begins and ends; None where all is one.
+    documents: Any = None
 
     def within(self, other: Window) -> Window | None:
         """What both see, if that is a window."""
@@ -81,8 +93,13 @@ class Window(NamedTuple):
         chunks = sorted(chunk for chunk in (self.chunk, other.chunk) if chunk)
         if chunks and chunks[-1] % chunks[0]:
             return None
+        documents = {window.documents for window in (self, other)} - {None}
+        if len(documents) > 1:
+            return None
         left, right = _nearer(self.left, other.left), _nearer(self.right, other.right)
-        return None if None in (left, right) else Window(left, right, chunks[0] if chunks else 0)
+        if None in (left, right):
+            return None
+        return Window(left, right, chunks[0] if chunks else 0, documents=next(iter(documents), None))
 
     def mask_mod(self, shift: Any = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """The window as a mask, whose queries stand `shift` further on than they are counted."""
@@ -110,17 +127,22 @@ class Window(NamedTuple):
     @property
     def has_no_gaps(self) -> bool:
         """Whether neighbours see ranges that touch, so that what a tile sees is one range too."""
-        return min(self.left, self.right) >= 0 if self.chunk else self.left + self.right >= 0
+        if self.chunk or self.documents is not None:
+            return min(self.left, self.right) >= 0
+        return self.left + self.right >= 0
 
     def turned(self) -> Window:
         """What a key is seen by."""
-        return Window(self.right, self.left, self.chunk, self.own_prefix, self.prefix)
+        return Window(self.right, self.left, self.chunk, self.own_prefix, self.prefix, self.documents)
 
     def begin(self, position: Any, origin: Any, on: Arithmetic) -> Any:
         """The first that is seen from `position`; None for the first of all. Both count from `origin` on."""
         found = None if isinstance(self.left, float) else position - self.left
         if self.has_chunks:
             own = _chunk(position, self.chunk, origin)
+            found = own if found is None else on.most(found, own)
+        if self.documents is not None:
+            own = on.looked_up(self.documents, position + origin, BEGIN) - origin
             found = own if found is None else on.most(found, own)
         if found is None:
             return None
@@ -132,6 +154,9 @@ class Window(NamedTuple):
         found = None if isinstance(self.right, float) else position + self.right + 1
         if self.has_chunks:
             own = _chunk(position, self.chunk, origin) + self.chunk
+            found = own if found is None else on.least(found, own)
+        if self.documents is not None:
+            own = on.looked_up(self.documents, position + origin, END) - origin
             found = own if found is None else on.least(found, own)
         if found is None:
             return last
@@ -156,6 +181,7 @@ def _chunk(position: Any, size: int, origin: Any) -> Any:
 
 
 ALL = Window()
+BEGIN, END = 0, 1  # the columns of a table of documents
 
 
 class Side(NamedTuple):

@@ -102,6 +102,9 @@ class _OnText:
             return x if condition else y
         return self._call(self.language.either, condition, x, y)
 
+    def looked_up(self, table: Callable[[str, int], str], place: Any, column: int) -> Term:
+        return Term(table(str(place), column), self.language)
+
     def named(self, name: str, value: Any) -> Any:
         if not isinstance(value, Term):
             return value
@@ -121,13 +124,22 @@ class Ends(NamedTuple):
 _NUMBERS = ("left", "right", "chunk", "shift", "prefix")
 
 
-def ends(bounds: RowBounds, side: str, language: Language, place: str, queries: str, keys: str) -> Ends:
-    """Of the line at `place`, which visits blocks of `side`."""
+def ends(
+    bounds: RowBounds,
+    side: str,
+    language: Language,
+    place: str,
+    queries: str,
+    keys: str,
+    document: Callable[[str, int], str] | None = None,
+) -> Ends:
+    """Of the line at `place`, which visits blocks of `side`. `document` reads the table of documents, if there is one."""
 
     def number(text: str) -> Any:
         return int(text) if text.isdigit() else Term(text, language, text.isidentifier())
 
     numbers, known = _numbers(bounds, language)
+    known = known._replace(documents=document)
     on = _OnText(language)
     line = known.row if side == "keys" else known.column
     return _ends(numbers, on, line(number(place), number(queries), number(keys), on))

@@ -27,7 +27,7 @@ def analysed(
     `unstated` names those of b and h for which no size was given: the mask must not read them.
     """
     known = known or seen(mask_mod, torch.empty(0, device=device))
-    window = known.window_now(None if "b" in unstated else extent.batch)
+    window = known.window_now(None if "b" in unstated else extent.batch, max(extent.lengths))
     if window is not None:
         bounds = bounds_of(window, extent.block, 0)
         return runs_in_window(bounds, extent, device), bounds.grids

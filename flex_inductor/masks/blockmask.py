@@ -92,7 +92,7 @@ def _compact(
             "depends on them. Make the schedule outside the mode, or use compact=False."
         )
     known = seen(mask_mod, torch.empty(0, device=device))
-    window = known.window_now(None if "b" in unstated else extent.batch)
+    window = known.window_now(None if "b" in unstated else extent.batch, max(extent.lengths))
     if window is not None and separate_full_blocks:
         bounds = bounds_of(window, extent.block, 0)
         return WindowSchedule(bounds, extent, device, mask_mod)

@@ -1,6 +1,7 @@
 """Masks that are a window, as windows.py has it.
 
-Read off the steps of a traced mask_mod: comparisons of sums of q, kv and numbers, and of chunks, joined by `and`.
+Read off the steps of a traced mask_mod: comparisons of sums of q, kv and numbers, of chunks and of documents, joined by
+`and`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 
 from ..mod_ir.replay import Recording, is_alone, keep, replayed
 from ..windows import ALL, Window
+from .documents import may_be_ids, table_of
 from .trace import INDEX_NAMES, MaskProgram, Ref, Step, name_of, trace_mask
 
 _SEEN = "seen"  # what is kept of a trace
@@ -32,6 +34,13 @@ class Captured(NamedTuple):
         tensor = captures[self.step]
         entries = tensor[:batch] if self.by_batch else tensor.view(1)
         return (entries.long() * self.factor + self.number).clamp(-MOST, MOST).to(torch.int32)
+
+
+class Documents(NamedTuple):
+    """A captured tensor with the document of each position."""
+
+    step: int  # as of Captured
+    by_batch: bool
 
 
 class _Sum(NamedTuple):
@@ -74,7 +83,7 @@ class Seen(NamedTuple):
     window: Window | None  # that the mask is, whatever is captured
     reads_heads: bool
     program: MaskProgram | None  # where the mask was traced
-    by_captures: Window | None = None  # the same with numbers that are Captured
+    by_captures: Window | None = None  # the same with numbers that are Captured, and Documents
     captures: tuple[Tensor, ...] = ()
 
     @property
@@ -82,18 +91,23 @@ class Seen(NamedTuple):
         """Whether its tiles follow from their positions, to the last one."""
         return self.window is not None and self.window.has_no_gaps
 
-    def window_now(self, batch: int | None) -> Window | None:
+    def window_now(self, batch: int | None, positions: int) -> Window | None:
         """The window whose tiles follow from their positions and from what captured tensors hold now."""
         if self.is_plain_window or self.by_captures is None:
             return self.window if self.is_plain_window else None
-        used = [number for number in self.by_captures if isinstance(number, Captured)]
+        used = [number for number in self.by_captures if isinstance(number, Captured | Documents)]
         sizes = [self.captures[number.step].size(0) for number in used if number.by_batch]
         if sizes and (batch is None or min(sizes) < batch):
             return None  # which the analysis refuses
-        numbers = (
-            n.read(self.captures, batch or 1) if isinstance(n, Captured) else n for n in self.by_captures
+        window = Window(
+            *(n.read(self.captures, batch or 1) if isinstance(n, Captured) else n for n in self.by_captures)
         )
-        return Window(*numbers)
+        if window.documents is None:
+            return window
+        ids = self.captures[window.documents.step]
+        ids = ids[:batch] if window.documents.by_batch else ids.unsqueeze(0)
+        table = table_of(ids, positions)
+        return None if table is None else window._replace(documents=table)
 
 
 def seen(mask_mod: Callable, like: Tensor) -> Seen:
@@ -129,16 +143,19 @@ def seen(mask_mod: Callable, like: Tensor) -> Seen:
 def window_of(program: MaskProgram) -> Window | None:
     """The window that the mask is, or None."""
     window = _window(program, Ref(program.output))
-    return None if window is None or any(isinstance(n, Captured) for n in window) else window
+    return None if window is None or any(isinstance(n, Captured | Documents) for n in window) else window
 
 
 def _window_by_captures(program: MaskProgram, captures: Sequence[Tensor]) -> Window | None:
     """The window that the mask is with numbers of captured tensors, where neighbours see ranges that touch."""
     window = _window(program, Ref(program.output))
-    if window is None or window.chunk or not any(isinstance(n, Captured) for n in window):
+    if window is None or not any(isinstance(n, Captured | Documents) for n in window):
         return None
     left, right = window.left, window.right
-    if isinstance(left, Captured) and isinstance(right, Captured):
+    if window.chunk or window.documents:
+        if isinstance(left, Captured) or isinstance(right, Captured) or not window.has_no_gaps:
+            return None
+    elif isinstance(left, Captured) and isinstance(right, Captured):
         apart = left._replace(factor=-left.factor, number=right.number) != right
         if apart or left.number + right.number < 0:
             return None
@@ -147,7 +164,7 @@ def _window_by_captures(program: MaskProgram, captures: Sequence[Tensor]) -> Win
     places = {id(tensor): place for place, tensor in enumerate(captures)}
     numbers = []
     for number in window:
-        if isinstance(number, Captured):
+        if isinstance(number, Captured | Documents):
             place = places.get(id(program.steps[number.step].target))
             if place is None:
                 return None
@@ -184,7 +201,7 @@ def _window(program: MaskProgram, at: object, at_most: bool = False) -> Window |
     if name in ("bitwise_or", "logical_or") and not at_most:
         return _with_prefix(program, *step.args)
     if name == "eq":
-        return _same_chunk(program, *step.args)
+        return _same_chunk(program, *step.args) or _same_document(program, *step.args)
     if name not in _COMPARED or step.kwargs:
         return None
     sign, differ = _COMPARED[name]
@@ -236,6 +253,27 @@ def _same_chunk(program: MaskProgram, *sides: object) -> Window | None:
     found = [_quotient(program, side) for side in sides]
     sizes = {index: size for index, size in found if size}
     return Window(chunk=sizes["q"]) if len(sizes) == 2 and sizes["q"] == sizes["kv"] else None
+
+
+def _same_document(program: MaskProgram, *sides: object) -> Window | None:
+    found = [_entry_of_position(program, side) for side in sides]
+    documents = {index: table for index, table in found if table}
+    same = len(documents) == 2 and documents["q"] == documents["kv"]
+    return Window(documents=documents["q"]) if same else None
+
+
+def _entry_of_position(program: MaskProgram, at: object) -> tuple[str, Documents | None]:
+    """Of table[q], table[kv], table[b, q] or table[b, kv] the last index and the table."""
+    step = program.steps[at.step] if isinstance(at, Ref) else None
+    if step is None or _name(step.target) != "index":
+        return "", None
+    table, indices = step.args
+    found = program.steps[table.step].target if isinstance(table, Ref) else None
+    names = [INDEX_NAMES[i.step] if isinstance(i, Ref) and i.step < len(INDEX_NAMES) else "" for i in indices]
+    if not isinstance(found, Tensor) or found.dim() != len(names) or names[:-1] not in ([], ["b"]):
+        return "", None
+    known = names[-1] in ("q", "kv") and may_be_ids(found)
+    return (names[-1], Documents(table.step, len(names) == 2)) if known else ("", None)
 
 
 def _quotient(program: MaskProgram, at: object) -> tuple[str, int]:

@@ -32,7 +32,7 @@ def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> RowB
         for end in (window.left, window.right)
     )
     chunk = min(window.chunk, MOST)
-    return RowBounds(*block, left, right, chunk, shift, window.prefix)
+    return RowBounds(*block, left, right, chunk, shift, window.prefix, window.documents)
 
 
 class WindowSchedule(RunSchedule):
@@ -63,8 +63,7 @@ class WindowSchedule(RunSchedule):
         bounds = self.bounds
         if bounds.chunk:
             return bounds
-        ends = bounds.left, bounds.right
-        return RowBounds(bounds.q_block, bounds.kv_block, *ends, 0, bounds.shift, bounds.prefix)
+        return RowBounds(*bounds[:4], 0, *bounds[5:])
 
     @ordinary_tensors
     def __getattr__(self, name: str) -> Tensor:
@@ -78,7 +77,7 @@ class WindowSchedule(RunSchedule):
 
     @ordinary_tensors
     def to(self, device: torch.device | str) -> WindowSchedule:
-        bounds = self.bounds.with_numbers(lambda n: n.to(device) if isinstance(n, Tensor) else n)
+        bounds = self.bounds.with_tensors(lambda n: n.to(device))
         return WindowSchedule(bounds, self.extent, torch.empty((), device=device).device, self.mask_mod)
 
 
@@ -140,7 +139,7 @@ _IN_A_TENSOR = "in a tensor"
 def _flatten_with_keys(schedule: WindowSchedule) -> tuple[list[tuple[Any, Tensor]], Any]:
     bounds = schedule.bounds
     numbers = [(pytree.GetAttrKey(n), t) for n, t in bounds._asdict().items() if isinstance(t, Tensor)]
-    rest = bounds.with_numbers(lambda n: _IN_A_TENSOR if isinstance(n, Tensor) else n)
+    rest = bounds.with_tensors(lambda n: _IN_A_TENSOR)
     return numbers, (rest, schedule.extent, schedule.device, schedule.mask_mod)
 
 
@@ -151,8 +150,8 @@ def _flatten(schedule: WindowSchedule) -> tuple[list[Tensor], Any]:
 
 def _unflatten(numbers: Any, context: Any) -> WindowSchedule:
     rest, given = context[0], iter(numbers)
-    bounds = rest.with_numbers(lambda n: next(given) if n == _IN_A_TENSOR else n)
-    return WindowSchedule(bounds, *context[1:])
+    fields: Any = (next(given) if field == _IN_A_TENSOR else field for field in rest)
+    return WindowSchedule(RowBounds(*fields), *context[1:])
 
 
 pytree.register_pytree_node(

@@ -133,6 +133,9 @@ class RowBounds(NamedTuple):
     chunk: Number  # 0 for none
     shift: Number | None  # of queries against keys; None where the last query stands at the last key
     prefix: Number = 0  # how many of the first keys all queries see
+    # Where the document of each position begins and ends, int32 [B or 1, positions, 2]; None where all is one.
+    # Documents are consecutive, and positions those of keys: queries stand where they are counted.
+    documents: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -148,16 +151,22 @@ class RowBounds(NamedTuple):
 
     @property
     def window(self) -> Window:
-        return _window(self)
+        return _window(self)._replace(documents=self.documents)
 
     def with_numbers(self, changed: Callable[[Any], Any]) -> RowBounds:
         """With what `changed` makes of each number of the window."""
-        numbers: Any = map(changed, self[2:])
-        return RowBounds(self.q_block, self.kv_block, *numbers)
+        numbers: Any = map(changed, self[2:-1])
+        return RowBounds(self.q_block, self.kv_block, *numbers, self.documents)
+
+    def with_tensors(self, changed: Callable[[Tensor], Any]) -> RowBounds:
+        """With what `changed` makes of each tensor."""
+        fields: Any = (changed(field) if isinstance(field, Tensor) else field for field in self)
+        return RowBounds(*fields)
 
     def of_batch(self, b: int) -> RowBounds:
-        """Without tensors."""
-        return self.with_numbers(lambda n: int(n[b % n.size(0)]) if isinstance(n, Tensor) else n)
+        """Where numbers are no tensors, and documents those of one batch, on the host."""
+        bounds = self.with_numbers(lambda n: int(n[b % n.size(0)]) if isinstance(n, Tensor) else n)
+        return bounds.with_tensors(lambda table: table[b % table.size(0)].unsqueeze(0).cpu())
 
     def row(self, line: Any, queries: Any, keys: Any, on: Arithmetic) -> tuple[list[Any], list[Any]]:
         """What a row of query blocks visits, as `visited` gives it."""

@@ -70,7 +70,11 @@ def visited(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Wa
         place, of = ("place.index", "place.count"), "of_sequence({})".format
         found = ends_in_sequence(schedule, "keys", CPP, *place, of)
     elif isinstance(schedule, RowBounds):
-        found = ends(schedule, "keys", CPP, "row", "M", "N")
+        document = None
+        if schedule.documents is not None:
+            tensors[template.DOCUMENTS] = realized(schedule.documents)
+            document = "document({}, {})".format
+        found = ends(schedule, "keys", CPP, "row", "M", "N", document)
     else:
         return walks(problem.schedule, by_rows(schedule), "keys", masked, argument), tensors
     numbers = {name: realized(tensor) for name, tensor in found.numbers.items()}

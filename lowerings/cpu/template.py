@@ -22,6 +22,7 @@ from ..observing import observer
 
 TILES = ("q_tiles", "kv_tiles")  # what templates call the tensors of a map of tiles
 TABLE = "sequence_table"  # and what bounds of sequences have of each
+DOCUMENTS = "documents"  # and where the document of each position begins and ends
 
 
 class Argument(NamedTuple):

@@ -123,10 +123,20 @@ def _example(
         return _example_map(role, grid, problem, sequences)
     if role == template.TABLE:
         return torch.tensor([_example_sequence(n, grid, problem, sequences) for n in range(size[0])]).int()
+    if role == template.DOCUMENTS:
+        return _example_documents(size, problem)
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if role == "lse":
         return tensor.fill_(10)  # so that weights stay below one
     return tensor.normal_() if dtype.is_floating_point else tensor.zero_()
+
+
+def _example_documents(size: list[int], problem: AttentionProblem) -> torch.Tensor:
+    """Documents as long as the share of blocks that is visited says."""
+    tokens = max(round(sum(problem.options.visited or (LIKELY_SHARE,)) * size[1]), 1)
+    begin = torch.arange(size[1], dtype=torch.int32) // tokens * tokens
+    ends = (begin + tokens).clamp(max=size[1])
+    return torch.stack((begin, ends), 1).expand(size).contiguous()
 
 
 def _example_list(

@@ -237,7 +237,8 @@ class Builder:
         p, schedule = self.problem, call.inputs.schedule
         form, masked = p.schedule, self.mods.mask is not None
         if isinstance(schedule, RowBounds):
-            found = ends(schedule, side, TRITON, line, self.size(p.M), self.size(p.N))
+            sizes = self.size(p.M), self.size(p.N)
+            found = ends(schedule, side, TRITON, line, *sizes, self._documents(schedule.documents))
             return walks_in(self._with_numbers(found), side, masked)
         if isinstance(schedule, SequenceBounds):
             found = self._with_numbers(self._in_sequence(schedule, side))
@@ -248,6 +249,18 @@ class Builder:
             return self.tensor(_LISTS[form][field], realized(tensor))
 
         return walks(form, visits, side, masked, argument, mapped=self.tile_map is not None)
+
+    def _documents(self, documents: Any) -> Callable[[str, int], str] | None:
+        if documents is None:
+            return None
+        table = self.tensor("documents", realized(documents))
+        batch, row, columns = table.stride
+        of_batch = "" if table.size[0] == "1" else f" + b * {batch}"
+
+        def document(place: str, column: int) -> str:
+            return f"tl.load({table.name}{of_batch} + {place} * {row} + {column} * {columns})"
+
+        return document
 
     def _in_sequence(self, bounds: SequenceBounds, side: str) -> Ends:
         table = self.tensor("sequence_table", realized(bounds.sequence_table))

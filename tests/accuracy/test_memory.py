@@ -111,7 +111,7 @@ def test_runs_need_no_memory_by_blocks(route, length, block):
     attend = compiled if route else plain
 
     def step(length):
-        documents = torch.arange(length) // 97
+        documents = torch.arange(length).double() // 97  # of integers the schedule would be bounds
         mask_mod = and_masks(causal, lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx])
         schedule = create_block_mask(mask_mod, None, None, length, length, "cpu", block, compact=True)
         inputs = [torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3)]

@@ -94,8 +94,9 @@ def test_decision_names_the_form():
     assert flex_inductor.decisions(clear=True)[-1].call.endswith("blocks 32x32 in runs")
 
 
-def documents(width: int, length: int = 192) -> RunSchedule:
-    ids = torch.arange(length) // width
+def documents(width: int, length: int = 192, in_order: bool = False) -> RunSchedule:
+    """Two that take turns: those that follow each other are bounds."""
+    ids = torch.arange(length) // width % (length if in_order else 2)
     return create_block_mask(
         lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv),
         None,
@@ -125,19 +126,26 @@ def as_argument(schedule):
     return lambda q, k, v, given: flex_attention(q, k, v, block_mask=given)
 
 
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("holder", [as_argument, in_closure, Model])
-def test_a_schedule_comes_into_a_full_graph(holder):
+def test_a_schedule_comes_into_a_full_graph(holder, in_order):
     torch._dynamo.reset()
-    schedule = documents(70)
+    schedule = documents(70, in_order=in_order)
     q, k, v = (torch.randn(1, 2, 192, 8) for _ in range(3))
     compiled = torch.compile(
         holder(schedule), backend="flex_inductor", fullgraph=True, options={"route": "chunked"}
     )
+    flex_inductor.decisions(clear=True)
     torch.testing.assert_close(compiled(q, k, v, schedule), flex_attention(q, k, v, block_mask=schedule))
+    form = "bounds" if in_order else "runs"
+    assert flex_inductor.decisions(clear=True)[-1].call.endswith(f"blocks 16x16 in {form}")
 
 
-@pytest.mark.parametrize("dynamic, route", [(None, "chunked"), (True, "cpu")], ids=["automatic", "dynamic"])
-def test_other_runs_do_not_compile_again(dynamic, route):
+@pytest.mark.parametrize(
+    "dynamic, route, in_order",
+    [(None, "chunked", False), (True, "cpu", False), (None, "cpu", True), (True, "chunked", True)],
+)
+def test_other_runs_do_not_compile_again(dynamic, route, in_order):
     torch._dynamo.reset()
     graphs = []
 
@@ -151,7 +159,7 @@ def test_other_runs_do_not_compile_again(dynamic, route):
     )
     counts = []
     for width, length in ((40, 192), (50, 192), (70, 208), (43, 240), (100, 400), (64, 192)):
-        schedule = documents(width, length)
+        schedule = documents(width, length, in_order)
         q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
         expected = flex_attention(q, k, v, block_mask=schedule.to_block_mask())
         torch.testing.assert_close(compiled(q, k, v, schedule), expected)
@@ -178,7 +186,7 @@ def test_created_within_the_compiled_function():
     compiled = torch.compile(attend, backend="flex_inductor")
     q, k, v = (torch.randn(1, 2, 192, 8) for _ in range(3))
     for width in (70, 30):
-        ids = torch.arange(192) // width
+        ids = torch.arange(192) // width % 3
         torch.testing.assert_close(compiled(q, k, v, ids), attend(q, k, v, ids))
 
 

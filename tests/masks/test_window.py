@@ -96,6 +96,90 @@ def test_windows_by_captured_numbers(case):
             assert torch.equal(ours, theirs)
 
 
+def ids_of(*lengths):
+    """Of three batches."""
+    return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+
+
+DOCUMENTS = {
+    "ascending": ids_of((30, 1, 60, 9), (100,), (50, 50)),
+    "in any order, padded at the end": torch.tensor([5, 2, 9, -1])[
+        ids_of((7, 80, 10, 3), (1, 1, 1, 97), (98, 2))
+    ],
+    "of one byte": ids_of((1, 99), (98, 2), (33, 33, 34)).to(torch.uint8) * 255,
+    "for all batches": ids_of((30, 1, 60, 9))[0],
+    "more than there are positions": ids_of((30, 71, 40), (100, 20, 21), (140, 1)),
+}
+BESIDE = {
+    "alone": lambda same: same,
+    "causal": lambda same: lambda b, h, q, kv: (q >= kv) & same(b, h, q, kv),
+    "window": lambda same: lambda b, h, q, kv: same(b, h, q, kv) & (kv - 5 <= q) & (q - kv < 40),
+    "chunks": lambda same: lambda b, h, q, kv: (q // 16 == kv // 16) & same(b, h, q, kv) & (q >= kv),
+    "twice": lambda same: lambda b, h, q, kv: same(b, h, q, kv) & same(b, h, kv, q),
+}
+NOT_FOLLOWING = {
+    "one goes on after another": torch.tensor([[0, 1, 0]] * 3).repeat_interleave(34, 1),
+    "one of one batch does": torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 1]]).repeat_interleave(34, 1),
+    "floats": torch.arange(100.0) // 30,
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_documents_that_follow_each_other(beside):
+    """Their bounds are read off the ids, also where the function is known; others are analysed."""
+    extent, cpu = Extent(3, 1, (70, 100), (16, 32)), torch.device("cpu")
+    for name, ids in (DOCUMENTS | NOT_FOLLOWING).items():
+        mask_mod = BESIDE[beside](document(ids))
+        for queries, keys in ((70, 100), (100, 40), (1, 1)):
+            made = create_block_mask(mask_mod, 3, None, queries, keys, "cpu", (16, 32), compact=True)
+            if keys > 1:  # else there is one document
+                assert isinstance(made, WindowSchedule) == (name in DOCUMENTS), name
+            extent = Extent(3, 1, (queries, keys), (16, 32))
+            runs = tile_runs(trace_mask(mask_mod, cpu), extent)
+            analysed = RunSchedule.from_runs(runs, (3 if ids.dim() == 2 else 1, 1), extent, mask_mod)
+            for ours, theirs in zip(made.tensors, analysed.tensors, strict=True):
+                assert torch.equal(ours, theirs), (name, queries, keys)
+
+
+def document(ids):
+    return lambda b, h, q, kv: ids[q] == ids[kv] if ids.dim() == 1 else ids[b, q] == ids[b, kv]
+
+
+NOT_DOCUMENTS = {
+    "of two tables": lambda x: lambda b, h, q, kv: x[b, q] == (x + 1)[b, kv],
+    "of another batch": lambda x: lambda b, h, q, kv: x[0, q] == x[0, kv],
+    "by head": lambda x: lambda b, h, q, kv: x[h, q] == x[h, kv],
+    "moved": lambda x: lambda b, h, q, kv: x[b, q + 1] == x[b, kv],
+    "with gaps": lambda x: lambda b, h, q, kv: (x[b, q] == x[b, kv]) & (q > kv),
+    "moved by captures": lambda x: lambda b, h, q, kv: (x[b, q] == x[b, kv]) & (q + x[b, 0] >= kv),
+    "or": lambda x: lambda b, h, q, kv: (x[b, q] == x[b, kv]) | (q >= kv),
+    "two documents": lambda x: lambda b, h, q, kv: (x[b, q] == x[b, kv]) & (x[0][q] == x[0][kv]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_DOCUMENTS)
+def test_masks_like_documents(case):
+    mask_mod, cpu = NOT_DOCUMENTS[case](DOCUMENTS["ascending"]), torch.device("cpu")
+    made = create_block_mask(mask_mod, 3, 3, 70, 99, "cpu", (16, 32), compact=True)
+    assert type(made) is RunSchedule
+    extent, program = Extent(3, 3, (70, 99), (16, 32)), trace_mask(mask_mod, cpu)
+    grids = tuple(3 if index in program.reads else 1 for index in "bh")
+    analysed = RunSchedule.from_runs(tile_runs(program, extent), grids, extent, mask_mod)
+    for ours, theirs in zip(made.tensors, analysed.tensors, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_too_few_ids():
+    ids = DOCUMENTS["ascending"]
+    for mask_mod, batch, length in (
+        (document(ids), 3, 101),
+        (document(ids), 4, 100),
+        (document(ids[0]), 1, 101),
+    ):
+        with pytest.raises(MaskModError, match="needs an entry for every index"):
+            create_block_mask(mask_mod, batch, None, length, length, "cpu", compact=True)
+
+
 def test_captured_numbers_for_too_few_batches():
     mask_mod = library.prefix_lm(torch.tensor([3, 5]))
     with pytest.raises(MaskModError, match="fails at some b < 3"):

@@ -30,10 +30,12 @@ LENGTHS = ((1, 70), (30, 30), (51, 10), (16, 32), (5, 1), (33, 64))
 BLOCKS = ((16, 16), (16, 8))
 
 
-def blocks_of(window: Window, queries: int, keys: int, shift: int, block: tuple[int, int]) -> Tensor:
+def blocks_of(
+    window: Window, queries: int, keys: int, shift: int, block: tuple[int, int], same: bool | Tensor = True
+) -> Tensor:
     """The kind of each block: 0 for one of which nothing is seen, 2 for one that is seen whole."""
     lanes = torch.arange(queries)[:, None], torch.arange(keys)
-    live = window.mask_mod(shift)(None, None, *lanes).expand(queries, keys)
+    live = window.mask_mod(shift)(None, None, *lanes).expand(queries, keys) & same
     rows, columns = (-(-n // size) for n, size in zip((queries, keys), block, strict=True))
     padded = torch.zeros(rows * block[0], columns * block[1], dtype=torch.bool)
     padded[:queries, :keys] = live
@@ -63,6 +65,30 @@ def test_lines_visit_the_blocks_of_the_mask(queries, keys):
                 found = kinds_in(line_of(i, queries, keys, ON_NUMBERS), len(expected))
                 more = torch.where(expected == 0, 1, expected) if window in GAPS else expected
                 assert ((found == expected) | (found == more)).all(), (window, at_end, block, i)
+
+
+def table_of(ends: list[int]) -> Tensor:
+    """Of the documents that end there."""
+    lines = [[begin, end] for begin, end in itertools.pairwise([0, *ends]) for _ in range(end - begin)]
+    return torch.tensor([lines], dtype=torch.int32)
+
+
+DOCUMENTS = [[70], [16, 32, 70], [1, 2, 40, 41, 64, 69, 70]]
+BESIDE = [Window(), Window(right=0), Window(5, 0), Window(20, 3), Window(0, math.inf, 7)]
+
+
+@pytest.mark.parametrize("ends_of_documents", DOCUMENTS)
+def test_lines_visit_the_blocks_of_documents(ends_of_documents):
+    table = table_of(ends_of_documents)
+    document = torch.bucketize(torch.arange(70), torch.tensor(ends_of_documents), right=True)
+    for window, block, (queries, keys) in itertools.product(BESIDE, BLOCKS, LENGTHS):
+        bounds = bounds_of(window._replace(documents=table), block, 0)
+        same = document[:queries, None] == document[:keys]
+        kinds = blocks_of(window, queries, keys, 0, block, same)
+        for line_of, lines in ((bounds.row, kinds), (bounds.column, kinds.T)):
+            for i, expected in enumerate(lines):
+                found = kinds_in(line_of(i, queries, keys, ON_NUMBERS), len(expected))
+                assert torch.equal(found, expected), (window, block, queries, keys, i)
 
 
 class tl:
@@ -122,10 +148,26 @@ def test_kernels_say_the_same():
             assert found == of_numbers(row, queries, keys, ON_NUMBERS), (window, queries, keys, side, row)
 
 
+def test_kernels_say_the_same_of_documents():
+    for ends_of_documents, window, (queries, keys) in itertools.product(DOCUMENTS, BESIDE, LENGTHS):
+        table = table_of(ends_of_documents)
+        bounds = bounds_of(window._replace(documents=table), (16, 8), 0)
+        for side, of_numbers in (("keys", bounds.row), ("queries", bounds.column)):
+            text = ends(bounds, side, TRITON, "row", "M", "N", "table({}, {})".format)
+            for row in range(-(-(queries if side == "keys" else keys) // (16 if side == "keys" else 8))):
+                known = {"M": Machine(queries), "N": Machine(keys), "row": Machine(row)}
+                known["table"] = lambda place, column, table=table: Machine(table[0, place, column])
+                for name, value in text.lines:
+                    known[name] = Machine(eval(value, {"tl": tl}, known))
+                found = tuple([eval(place, {}, known) for place in part] for part in text[2:])
+                expected = of_numbers(row, queries, keys, ON_NUMBERS)
+                assert found == expected, (window, queries, keys, side, row)
+
+
 def test_kernels_say_the_same_of_sequences():
     """Whose tiles come after those of others."""
     for at, (window, (queries, keys)) in enumerate(itertools.product(WINDOWS[::2], LENGTHS)):
-        left, right, chunk, _, prefix = bounds_of(window, (16, 8), None)[2:]
+        left, right, chunk, _, prefix = bounds_of(window, (16, 8), None)[2:7]
         bounds = SequenceBounds(16, 8, left, right, chunk, prefix, at % 2 == 0, torch.empty(0, 4))
         tensors = {n: torch.empty(1) for n in ("left", "right", "chunk", "prefix") if getattr(bounds, n)}
         table = OfSequence(3, keys, 5, queries)
@@ -252,6 +294,54 @@ def test_schedules_as_arguments_whose_numbers_may_all_change(mask):
         schedule = create_block_mask(COMPACT[mask], None, None, queries, keys, "cpu", 16, compact=True)
         judge(compiled, dense_of(None), Sizes(2, 2, 1, queries, keys).inputs(torch.float32), (), schedule)
         assert all(d.chosen == "cpu" and d.call.endswith(" in bounds") for d in decisions(clear=True))
+
+
+def documents_of(*lengths: list[int]) -> Tensor:
+    """The document of each position, for each batch."""
+    return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+
+
+@pytest.mark.parametrize("route, dynamic", [(None, None), ("chunked", True), ("cpu", None), ("cpu", True)])
+def test_other_documents_do_not_compile_again(route, dynamic):
+    """Of each batch its own. Others need no other kernels, nor do other lengths after the second."""
+    torch._dynamo.reset()
+    attend = attention_of(None)
+    if route:
+        options = {"route": route}
+        attend = torch.compile(
+            attend, backend="flex_inductor", fullgraph=True, dynamic=dynamic, options=options
+        )
+    counts = []
+    decisions(clear=True)
+    for lengths in (([70], [1, 2, 50, 17]), ([35, 35], [69, 1]), ([40, 80], [110, 10]), ([9, 90], [33] * 3)):
+        ids = documents_of(*lengths)
+        tokens = ids.size(1)
+        mask_mod = lambda b, h, q, kv, ids=ids: (q >= kv) & (ids[b, q] == ids[b, kv])  # noqa: E731
+        schedule = create_block_mask(mask_mod, 2, None, tokens, tokens, "cpu", (16, 32), compact=True)
+        judge(attend, dense_of(None), Sizes(2, 2, 1, tokens, tokens).inputs(torch.float32), (), schedule)
+        counts.append(len(decisions()))
+    found = decisions(clear=True)
+    assert all(d.chosen == route and d.call.endswith("blocks 16x32 in bounds") for d in found)
+    assert bool(found) == bool(route) and counts[-1] == counts[-2] == 2 * (1 if dynamic else 2) * bool(route)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_few_queries_see_documents(queries):
+    """As at the end of a prompt: these are the first rows of the ids."""
+    torch._dynamo.reset()
+    attend = torch.compile(
+        attention_of(None), backend="flex_inductor", fullgraph=True, options={"route": "cpu"}
+    )
+    ids = documents_of([3, 297], [1, 250, 49])
+    mask_mod = lambda b, h, q, kv: ids[b, q] == ids[b, kv]  # noqa: E731
+    schedule = create_block_mask(mask_mod, 2, None, queries, 300, "cpu", 32, compact=True)
+    decisions(clear=True)
+    with torch.no_grad():
+        inputs = [t.detach() for t in Sizes(2, 4, 2, queries, 300).inputs(torch.float32)]
+        found = attend(*inputs, (), schedule)[0]
+        expected = dense_of(None)(*inputs, (), schedule)[0]
+    torch.testing.assert_close(found, expected)
+    assert decisions(clear=True)[-1].call.endswith("blocks 32x32 in bounds")
 
 
 def test_numbers_of_examples():

@@ -67,6 +67,22 @@ def test_bounds_give_what_runs_give(case, kinds):
     assert [d.call.endswith(" in runs") for d in decisions()] == [True] * 2
 
 
+@pytest.mark.parametrize("queries", [3, 90])
+def test_documents_by_batch(queries, kinds):
+    """Others do not compile again."""
+    attend, sizes = interpret.compiled(attention_of(None), dynamic=False), Sizes(2, 2, 1, queries, 90)
+    counts = []
+    for lengths in (([90], [1, 30, 59]), ([2, 44, 44], [33, 33, 24])):
+        ids = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+        mask_mod = lambda b, h, q, kv, ids=ids: (ids[b, q] == ids[b, kv]) & (q >= kv)  # noqa: E731
+        schedule = create_block_mask(mask_mod, 2, None, queries, 90, "cpu", 16, compact=True)
+        decisions(clear=True)
+        judge(attend, dense_of(None), sizes.inputs(torch.float32), (), schedule)
+        counts.append([(d.chosen, d.call.endswith(" in bounds")) for d in decisions()])
+    assert counts == [[("triton", True)] * 2, []]
+    assert ("decode" in kinds) == (queries == 3)
+
+
 def test_numbers_by_batch():
     """Which are captured: others do not compile again."""
     attend, sizes = interpret.compiled(attention_of(None), dynamic=False), Sizes(2, 2, 1, 60, 70)

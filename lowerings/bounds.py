@@ -133,7 +133,7 @@ def ends(
     keys: str,
     document: Callable[[str, int], str] | None = None,
 ) -> Ends:
-    """Of the line at `place`, which visits blocks of `side`. `document` reads the table of documents, if there is one."""
+    """Of the line at `place`, which visits blocks of `side`. `document` reads the table of documents, if any."""
 
     def number(text: str) -> Any:
         return int(text) if text.isdigit() else Term(text, language, text.isidentifier())

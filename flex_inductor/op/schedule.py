@@ -155,8 +155,8 @@ class RowBounds(NamedTuple):
 
     def with_numbers(self, changed: Callable[[Any], Any]) -> RowBounds:
         """With what `changed` makes of each number of the window."""
-        numbers: Any = map(changed, self[2:-1])
-        return RowBounds(self.q_block, self.kv_block, *numbers, self.documents)
+        fields: Any = (*self[:2], *map(changed, self[2:-1]), self.documents)
+        return RowBounds(*fields)
 
     def with_tensors(self, changed: Callable[[Tensor], Any]) -> RowBounds:
         """With what `changed` makes of each tensor."""

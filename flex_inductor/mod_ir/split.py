@@ -393,7 +393,8 @@ def _typical(size: int | torch.SymInt) -> int:
 
 
 def _is_literal(node: fx.Node) -> bool:
-    return node.target is aten.full.default and not node.all_input_nodes
+    """Whether it is a number; a tensor that is filled with one is read like any other."""
+    return node.target is aten.full.default and not node.all_input_nodes and not node.args[0]
 
 
 def _narrows(source: fx.Node, cast: fx.Node) -> bool:

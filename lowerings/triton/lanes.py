@@ -21,7 +21,7 @@ from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
 from torch._inductor.codegen.triton import TritonOverrides, texpr
 from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
 from torch._inductor.lowering import lowerings
-from torch._inductor.utils import sympy_subs
+from torch._inductor.utils import sympy_subs, triton_type
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -475,13 +475,13 @@ class _LaneOps(CSEProxy):
         return self.kernel.new(self.kernel.functions.power(str(x), exponent), torch.float32)
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
-        text = f"tl.full([], {self.kernel.text(expr)}, tl.int64)"
-        return self.kernel.new(f"{text}.to({_TRITON[dtype]})", dtype)
+        """Of positions, as of torch.arange in a mod, or of sizes alone."""
+        text = self.kernel.text(expr, wide=True)
+        if not any(symbol.name in self.kernel.axes for symbol in expr.free_symbols):
+            text = f"tl.full([], {text}, tl.int64)"
+        return self.kernel.new(f"({text}).to({triton_type(dtype)})", dtype)
 
     value_expr = index_expr
-
-
-_TRITON = {torch.int32: "tl.int32", torch.int64: "tl.int64", torch.float32: "tl.float32"}
 
 
 def _roughly(name: str, self: _LaneOps, x: CSEVariable) -> CSEVariable:

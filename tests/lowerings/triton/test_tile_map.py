@@ -146,13 +146,21 @@ def test_full_tiles_are_those_of_a_plain_call(target, head_dim):
             )
 
 
+IDS = torch.arange(512) // 300
+
+
+def of_document(b, h, q_idx, kv_idx):
+    return (IDS[q_idx] == IDS[kv_idx]) & (q_idx >= kv_idx)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("mask_mod", [causal, of_document])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_full_tiles_under_bounds_take_no_more_instructions(target):
+def test_full_tiles_under_bounds_take_no_more_instructions(target, mask_mod):
     tensors = [torch.randn(2, 4, 512, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
     def loops(compact):
-        mask = create_block_mask(causal, None, None, 512, 512, "cpu", compact=compact)
+        mask = create_block_mask(mask_mod, None, None, 512, 512, "cpu", compact=compact)
         return full_loops(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), *tensors, target=target)
 
     listed = loops(compact=False)

@@ -160,6 +160,13 @@ LOOKUPS = st.one_of(
     _joined("table[{0} % 3][{1} % 4]", INDICES, INDICES),
     st.sampled_from(["number", "by_head[h]", "by_query[q_idx]", "by_key[kv_idx]", "(by_key * 2)[kv_idx]"]),
     st.sampled_from(["wide(by_key).exp()[kv_idx]", "by_key[order[kv_idx]]", "few[codes[kv_idx % 6]]"]),
+    # What a mod makes itself.
+    st.sampled_from(
+        ["torch.arange(7)[q_idx % 7] * number", "torch.ones(2, 3).cumsum(1)[1, kv_idx % 3] - number"]
+    ).map("({})".format),
+    st.sampled_from(
+        ["(torch.full((9,), 0.5)[q_idx % 9] * number)", "(torch.eye(5)[q_idx % 5, kv_idx % 5] + number)"]
+    ),
     st.sampled_from(["straight_through(by_query[q_idx])", "wide(by_key[order[kv_idx]]) * shift"]).map(
         "({})".format
     ),
@@ -208,6 +215,7 @@ WINDOWS = st.recursive(
         _joined("(q_idx - kv_idx {0} {1})", st.sampled_from(["<", ">="]), st.integers(-9, 9)),
         _joined("((q_idx // {0}) == (kv_idx // {0}))", st.integers(1, 9)),
         _joined("(q_idx - kv_idx {0} length[b])", st.sampled_from(["<", ">="])),
+        st.just("(document[q_idx] == document[kv_idx])"),
     ),
     lambda inner: (
         _joined("({0} & {1})", inner, inner)

@@ -123,4 +123,5 @@ def check(route: str, program: Program, several: list[Values], verify: bool = Fa
                 _inputs(program, values, sizes),
                 captures,
                 mask,
+                output_is_saved=True,
             )

@@ -152,24 +152,29 @@ def stacked(tensors):
     return torch.stack([torch.cat([t, t.new_zeros(most - t.size(0), *t.shape[1:])]) for t in tensors])
 
 
-@pytest.mark.parametrize("compact", [False, True], ids=["lists", "runs"])
-def test_block_mask_of_each_example(compact):
+@pytest.mark.parametrize("form", ["lists", "runs", "bounds"])
+def test_block_mask_of_each_example(form):
     q, k, v = (draw(EXAMPLES, 2, 2, 8, 4) for _ in range(3))
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    if form == "runs":  # which those have that go on after another one
+        documents[:, 7] = 0
 
     def same_document(documents):
         return lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx]
 
     masks = [
-        create_block_mask(same_document(row), 2, None, 8, 8, "cpu", BLOCK_SIZE=2, compact=compact)
+        create_block_mask(same_document(row), 2, None, 8, 8, "cpu", BLOCK_SIZE=2, compact=form != "lists")
         for row in documents
     ]
     schedules = [schedule_parts(mask)[0] for mask in masks]
-    form = type(schedules[0])
-    tensors = [stacked(parts) for parts in zip(*(schedule[2:] for schedule in schedules), strict=True)]
+    assert {schedule.form for schedule in schedules} == {form}
+    places = [i for i, field in enumerate(schedules[0]) if isinstance(field, torch.Tensor)]
+    tensors = [stacked([schedule[i] for schedule in schedules]) for i in places]
 
     def attend(q, k, v, documents, *tensors):
-        inputs = Inputs(schedule=form(2, 2, *tensors))
+        given = dict(zip(places, tensors, strict=True))
+        fields = (given.get(i, field) for i, field in enumerate(schedules[0]))
+        inputs = Inputs(schedule=type(schedules[0])(*fields))
         return attention(q, k, v, None, same_document(documents), 0.5, inputs)[0]
 
     ours = vmap(attend)(q, k, v, documents, *tensors)

@@ -474,8 +474,15 @@ class _LaneOps(CSEProxy):
             return self._default("pow", (x, y), {})
         return self.kernel.new(self.kernel.functions.power(str(x), exponent), torch.float32)
 
+    def masked(self, mask: CSEVariable, body: Callable[[], Any], other: Any) -> CSEVariable:
+        """Inductor inlines only what reads nothing: `body` may be computed where it does not count."""
+        value = body()
+        value = value.value if isinstance(value, OpsValue) else value
+        return self._default("where", (mask, value, self.constant(other, value.dtype)), {})
+
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
         """Of positions, as of torch.arange in a mod, or of sizes alone."""
+        expr = sympy.sympify(expr)
         text = self.kernel.text(expr, wide=True)
         if not any(symbol.name in self.kernel.axes for symbol in expr.free_symbols):
             text = f"tl.full([], {text}, tl.int64)"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from marks import slow_but
-from support import MASKS, MODS, Mod, Sizes, attention_of, dense_of, judge, served_by
+from support import MADE, MASKS, MODS, Mod, Sizes, attention_of, dense_of, judge, makes_tables, served_by
 
 from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
 from flex_inductor.tools import interpret
@@ -35,6 +35,10 @@ def test_as_right_as_dense_attention(case):
     sizes = Sizes(batch=2 if mask == "per_batch" else 1, queries=40)
     captures = MODS[mod].captures(sizes)
     judge_interpreted(MODS[mod].build, sizes, captures, MASKS[mask](sizes), dtype)
+
+
+def test_tables_that_a_mod_makes():
+    judge_interpreted(makes_tables, Sizes(1, 2, 1, MADE, MADE), (), None)
 
 
 def test_what_was_compiled_for_the_cpu_is_not_taken_from_a_cache():

@@ -21,7 +21,7 @@ def table_of(ids: Tensor, positions: int) -> Tensor | None:
         return None
     ids = ids[:, :positions]
     begins = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
-    torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     begin = begins.flatten().nonzero().squeeze(1)
     row = begin // positions
     if _any_twice(row, ids.flatten()[begin]):

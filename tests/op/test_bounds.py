@@ -301,9 +301,13 @@ def documents_of(*lengths: list[int]) -> Tensor:
     return torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
 
 
-@pytest.mark.parametrize("route, dynamic", [(None, None), ("chunked", True), ("cpu", None), ("cpu", True)])
-def test_other_documents_do_not_compile_again(route, dynamic):
+SERVED = [(None, None), ("chunked", True), ("cpu", None), ("cpu", True)]  # a route, and whether lengths may change
+
+
+@pytest.mark.parametrize("served", slow_but(SERVED, SERVED[0], SERVED[2]), ids=str)
+def test_other_documents_do_not_compile_again(served):
     """Of each batch its own. Others need no other kernels, nor do other lengths after the second."""
+    route, dynamic = served
     torch._dynamo.reset()
     attend = attention_of(None)
     if route:

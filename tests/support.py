@@ -72,10 +72,12 @@ def run(
     block_mask: Any,
     *,
     allow_unused: bool = True,
+    upstream: torch.dtype | None = None,
     saved_as: torch.dtype | None = None,
 ) -> Result:
     """Forward and backward with fixed pseudo-random upstream gradients of the output and of the lse.
 
+    These are rounded to the dtype `upstream`, or that of the inputs.
     Tensors that nothing depends on have zeros for their gradient, or are refused. With `saved_as` gradients are those of
     a backward that knows the output in this dtype only, and is exact otherwise.
     """
@@ -83,18 +85,18 @@ def run(
     captures = [c.detach().requires_grad_(c.is_floating_point()) for c in captures]
     out, lse, max_scores = attend(query, key, value, tuple(captures), block_mask)
     generator = torch.Generator().manual_seed(1)
-    upstream = [
-        torch.randn(t.shape, dtype=torch.float64, generator=generator).to(query.dtype).to(t)
+    given = [
+        torch.randn(t.shape, dtype=torch.float64, generator=generator).to(upstream or query.dtype).to(t)
         for t in (out, lse)
     ]
     if (
         saved_as is not None
     ):  # it sums gradient * output over each row, and takes the lse's gradient away from that
         known = out.detach().to(saved_as).to(out)
-        upstream[1] -= (upstream[0] * (known - out.detach())).sum(-1)
+        given[1] -= (given[0] * (known - out.detach())).sum(-1)
     wanted = [query, key, value, *(c for c in captures if c.requires_grad)]
     # A row without live lanes has lse -inf; its gradient must vanish whatever comes from above.
-    grads = torch.autograd.grad((out, lse), wanted, upstream, allow_unused=allow_unused)
+    grads = torch.autograd.grad((out, lse), wanted, given, allow_unused=allow_unused)
     grads = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads, strict=True)]
     found = iter(grads[3:])
     d_captures = tuple(next(found) if c.requires_grad else None for c in captures)
@@ -120,7 +122,7 @@ def judge(
     dtype = inputs[0].dtype
     captures = [c.to(dtype) if c.is_floating_point() else c for c in captures]
     wide = [c.double() if c.is_floating_point() else c for c in captures]
-    gold = run(dense, [t.double() for t in inputs], wide, block_mask)
+    gold = run(dense, [t.double() for t in inputs], wide, block_mask, upstream=dtype)
     eager = run(dense, inputs, captures, block_mask)
     # Kernels keep scores and what belongs to rows in fp32, which a dense call does for inputs of fp32.
     with torch.no_grad():
@@ -131,7 +133,9 @@ def judge(
     ours = ours._replace(**{name: getattr(eager, name) for name in constant})
     allowed = None
     if output_is_saved:
-        saved = run(dense, [t.double() for t in inputs], wide, block_mask, saved_as=dtype).named()
+        saved = run(
+            dense, [t.double() for t in inputs], wide, block_mask, upstream=dtype, saved_as=dtype
+        ).named()
         allowed = {name: _largest(saved[name] - want) for name, want in gold.named().items()}
     assert_accurate(ours.named(), eager.named(), gold.named(), dtype, allowed)
     for name, like, got in zip("qkv", inputs, ours[3:6], strict=True):

@@ -162,10 +162,16 @@ LOOKUPS = st.one_of(
     st.sampled_from(["wide(by_key).exp()[kv_idx]", "by_key[order[kv_idx]]", "few[codes[kv_idx % 6]]"]),
     # What a mod makes itself.
     st.sampled_from(
-        ["torch.arange(7)[q_idx % 7] * number", "torch.ones(2, 3).cumsum(1)[1, kv_idx % 3] - number"]
+        [
+            "torch.arange(7)[q_idx % 7] * wide(number)",
+            "torch.ones(2, 3).cumsum(1)[1, kv_idx % 3] - wide(number)",
+        ]
     ).map("({})".format),
     st.sampled_from(
-        ["(torch.full((9,), 0.5)[q_idx % 9] * number)", "(torch.eye(5)[q_idx % 5, kv_idx % 5] + number)"]
+        [
+            "(torch.full((9,), 0.5)[q_idx % 9] * wide(number))",
+            "(torch.eye(5)[q_idx % 5, kv_idx % 5] + wide(number))",
+        ]
     ),
     st.sampled_from(["straight_through(by_query[q_idx])", "wide(by_key[order[kv_idx]]) * shift"]).map(
         "({})".format

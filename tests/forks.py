@@ -13,8 +13,10 @@ from pathlib import Path
 
 SERVER = """
 import json, os, sys, traceback
+import gc
 import {imports}
 assert "flex_inductor" not in sys.modules
+gc.freeze()  # else a collection copies all that is shared
 for line in sys.stdin:
     code, cwd, path, output = json.loads(line)
     if child := os.fork():

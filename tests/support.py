@@ -117,12 +117,14 @@ def judge(
     `inputs` (query, key, value) have the dtype and layout under test; floating captures are given to
     all three in the values they have in that dtype. `constant` are the gradients that `attend` gives none of.
     `output_is_saved`: its backward knows the output as rounded as it is, which dense attention's does not need. Where
-    contributions to a gradient cancel, that may be most of what is off.
+    contributions to a gradient cancel, that may be most of what is off. Then all sides get the same gradients from above;
+    otherwise fp64 gets them unrounded, and what rounding them does counts among the errors of dense attention.
     """
     dtype = inputs[0].dtype
     captures = [c.to(dtype) if c.is_floating_point() else c for c in captures]
     wide = [c.double() if c.is_floating_point() else c for c in captures]
-    gold = run(dense, [t.double() for t in inputs], wide, block_mask, upstream=dtype)
+    upstream = dtype if output_is_saved else None
+    gold = run(dense, [t.double() for t in inputs], wide, block_mask, upstream=upstream)
     eager = run(dense, inputs, captures, block_mask)
     # Kernels keep scores and what belongs to rows in fp32, which a dense call does for inputs of fp32.
     with torch.no_grad():
@@ -134,7 +136,7 @@ def judge(
     allowed = None
     if output_is_saved:
         saved = run(
-            dense, [t.double() for t in inputs], wide, block_mask, upstream=dtype, saved_as=dtype
+            dense, [t.double() for t in inputs], wide, block_mask, upstream=upstream, saved_as=dtype
         ).named()
         allowed = {name: _largest(saved[name] - want) for name, want in gold.named().items()}
     assert_accurate(ours.named(), eager.named(), gold.named(), dtype, allowed)

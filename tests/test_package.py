@@ -118,7 +118,7 @@ import flex_inductor
 print(time.process_time() - start, "torch._inductor" in sys.modules)
 """
     runs = [python(code, ROOT).split() for _ in range(4)]
-    assert min(float(seconds) for seconds, _ in runs) < 0.2
+    assert min(float(seconds) for seconds, _ in runs) < 0.3
     assert {inductor for _, inductor in runs} == {"False"}
 
 

@@ -77,8 +77,8 @@ dot_block(own.query.data + (r0 + r) * key_width, key_width, STEP, packed.keys + 
 if (masked) partial_tile(scores, b, h, q0 + r0, n0, count, columns); else full_tile(scores, b, h, q0 + r0, n0, count, columns);
 softmax_rows(own, r0, count, scores, weights, columns);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
+for (int64_t r = 0; r < count; r += BLOCK) {
 for (int64_t v = 0; v < value_width; v += PANEL)
-for (int64_t r = 0; r < count; r += BLOCK)
-dot_block(weights - before + r * TILE_LD, TILE_LD, STEP,
+dot_block(weights - before + r * TILE_LD + first, TILE_LD, STEP,
 for (int64_t i = 0; !all_there && i < columns; ++i)""",
         )

@@ -162,7 +162,7 @@ def test_forward_and_backward(dtype, build, block, compact, layout, kv_batch):
     [
         (torch.float32, biased, "contiguous", None),
         pytest.param(torch.bfloat16, None, "head_dim_stride", 1, marks=pytest.mark.slow),
-        pytest.param(torch.float16, biased, "bshd", None, marks=pytest.mark.slow),
+        (torch.float16, biased, "bshd", None),
     ],
 )
 def test_decode(dtype, build, layout, kv_batch):

@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import torch
 from torch._functorch import utils as functorch_utils
+from torch._C import _FunctionBase
+from torch.autograd.function import Function
 from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
@@ -106,17 +108,27 @@ def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
 
 
 def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
-    """Have every autograd.Function's `apply` run on `change(args)` instead of `args`, under whatever name it is called.
+    """Have autograd.Functions run on `change(args)` instead of `args`.
 
-    Others may have bound Function.apply to a name, so it stays; what it passes its arguments to is replaced.
+    Up to 2.13 `apply` is Python and calls a helper, which is replaced: this reaches every name that is bound to some
+    `Function.apply`. From 2.14 on it is C++, so `apply` itself is replaced, and names bound before are not reached.
     """
-    unwrap = functorch_utils.unwrap_dead_wrappers
+    if hasattr(Function.apply, "__func__"):
+        unwrap = functorch_utils.unwrap_dead_wrappers
 
-    @functools.wraps(unwrap)
-    def unwrap_dead_wrappers(args: tuple) -> tuple:
-        return unwrap(change(args))
+        @functools.wraps(unwrap)
+        def unwrap_dead_wrappers(args: tuple) -> tuple:
+            return unwrap(change(args))
 
-    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+        functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+        return
+    native = _FunctionBase.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        given = change((*args, *kwargs.values()))
+        return native.__get__(None, cls)(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+    Function.apply = classmethod(apply)
 
 
 def checks_what_it_computed(kernel: Any) -> Any:
@@ -152,6 +164,19 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
     return VariableTracker.build(tx, value)
+
+
+def runtime_errors_of_dynamo() -> tuple[type[Exception], ...]:
+    """What Dynamo raises inside where an operation fails on fake tensors: from 2.14 on what a traced `except` may catch."""
+    from torch._dynamo import exc
+
+    observed = getattr(exc, "FakeTensorObservedException", exc.TorchRuntimeError)
+    return (exc.TorchRuntimeError, observed)
+
+
+def bound_to(method: Any) -> Any:
+    """What Dynamo's stand-in for a method is bound to: `obj` up to 2.14, `im_self` from 2.15 on."""
+    return method.im_self if hasattr(method, "im_self") else method.obj
 
 
 def breaks_are_errors(tx: Any) -> bool:

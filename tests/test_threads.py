@@ -102,7 +102,7 @@ class Mask:
 def visible_everywhere():
     """What torch keeps once for the whole process and tracers are known to change."""
     return (
-        torch.fx._symbolic_trace._is_fx_tracing_flag,
+        getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", None),  # each thread's own from 2.14 on
         torch.fx._symbolic_trace.CURRENT_PATCHER,
         torch.fx.traceback.has_preserved_node_meta(),
         torch.nn.Module.__call__,

@@ -13,6 +13,8 @@ Runs are [count, 2] int32, ascending and disjoint within a row.
 
 from __future__ import annotations
 
+import math
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,11 +139,11 @@ class RunSchedule:
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
     def sparsity(self) -> float:
-        """Percentage of the (q, kv) area that no visited tile covers, as BlockMask counts it."""
+        """Percentage of the tiles that are not visited, as BlockMask counts them from torch 2.14 on."""
         runs = self.row_runs()
-        visited = int((runs.stop - runs.start).sum()) * self.BLOCK_SIZE[0] * self.BLOCK_SIZE[1]
-        area = self.grids[0] * self.grids[1] * self.seq_lengths[0] * self.seq_lengths[1]
-        return 100 * (1 - visited / area) if area else 0.0
+        visited = int((runs.stop - runs.start).sum())
+        tiles = math.prod((*self.grids, *self.extent.tiles))
+        return 100 * (1 - visited / tiles) if tiles else 0.0
 
     @ordinary_tensors
     def __getitem__(self, index: Any) -> RunSchedule:

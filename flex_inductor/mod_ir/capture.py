@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -71,9 +72,29 @@ class LiftedMod:
         exchange = _Exchange(lambda value: given.get(_identity(value), value))
         with inside(self._modes), exchange, Recording(lanes) as run:
             result = self.mod(*lanes)
-        self._last_run = run.ended(result)
         # A mod may return what it captures.
-        return given.get(_identity(result), result) if isinstance(result, _CAPTURED) else result
+        exchanged = given.get(_identity(result), result) if isinstance(result, _CAPTURED) else result
+        if isinstance(exchanged, Tensor) and self._applies_functions(exchanged):
+            run.give_up()
+        self._last_run = run.ended(result)
+        return exchanged
+
+    def _applies_functions(self, result: Tensor) -> bool:
+        """Whether an autograd.Function was applied, also by a name that was bound before `_exchanged` was there."""
+        captures = zip(self._kept_alive, self.names, strict=True)
+        own = [(c if c.grad_fn is None else c.grad_fn, name) for c, name in captures if isinstance(c, Tensor)]
+        found, seen, waiting = False, {None}, [(result.grad_fn, None)]
+        while waiting:
+            node, user = waiting.pop()
+            if node in seen:
+                continue
+            source = getattr(node, "variable", node)  # a leaf has a node that adds up its gradient
+            for name in (name for known, name in own if known is source):
+                raise errors.function_bound_before(name, user.name())
+            seen.add(node)
+            found |= isinstance(node, BackwardCFunction)
+            waiting += [(before, node) for before, _ in node.next_functions]
+        return found
 
 
 class _Exchange(TorchFunctionMode):

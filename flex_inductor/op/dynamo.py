@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
-from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError, unimplemented
+from torch._dynamo.exc import Unsupported, UserError, unimplemented
 from torch._dynamo.variables import functions
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
@@ -107,6 +107,8 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     description=f"flex_attention's {name}",
                     source_target=self.value,
                     set_subgraph_inputs="flatten_manual",
+                    supports_input_mutation=True,  # our own checks name what a mod changes
+                    supports_aliasing=True,
                 )
         except TypeError as error:
             _refuse(tx, errors.cannot_be_called(name, lanes, error))
@@ -118,7 +120,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             if "<class 'float'>" in str(error):  # the only number that no graph can return
                 self._check(tx, errors.check_mod_result, name, 0.0)
             raise
-        except TorchRuntimeError as error:
+        except compat.runtime_errors_of_dynamo() as error:
             if any(
                 text in str(error) for text in ("leaf Variable that requires grad", "functions with out=")
             ):
@@ -207,7 +209,7 @@ def _python_function(variable: Any) -> Any:
         given = dict.fromkeys(variable.keywords)
         return inner and functools.partial(inner, *(None for _ in variable.args), **given)
     if isinstance(variable, functions.UserMethodVariable):
-        return types.MethodType(variable.fn, getattr(variable.obj, "value", variable))
+        return types.MethodType(variable.fn, getattr(compat.bound_to(variable), "value", variable))
     if isinstance(variable, functions.NestedUserFunctionVariable):
         code = variable.get_code()
         closure = tuple(types.CellType(None) for _ in code.co_freevars)

@@ -59,7 +59,7 @@ def set_an_item(bias):
         bias[0] = 1
         return score + bias[kv_idx]
 
-    return score_mod, "copy_"
+    return score_mod, "(copy|fill)_"  # up to 2.14, and from 2.15 on
 
 
 def set_at_a_lane(bias):

@@ -13,15 +13,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._functorch import utils as functorch_utils
 from torch._C import _FunctionBase
+from torch._functorch import utils as functorch_utils
 from torch.autograd.function import Function
 from torch.nn.attention import flex_attention as torch_flex
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
 
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
 # With 2.11 a float that was computed of changing floats is a constant, unless the sum or product is one of tensors.
-COMPUTED_FLOATS_ARE_CONSTANTS = torch.__version__ < "2.12"
+COMPUTED_FLOATS_ARE_CONSTANTS = TORCH < (2, 12)
 
 
 def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:
@@ -126,7 +128,9 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         given = change((*args, *kwargs.values()))
-        return native.__get__(None, cls)(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        return native.__get__(None, cls)(
+            *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))
+        )
 
     Function.apply = classmethod(apply)
 

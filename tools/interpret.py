@@ -9,6 +9,7 @@ through Inductor and executes its Triton kernels on CPU tensors, autograd includ
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import runpy
 import sys
@@ -185,9 +186,12 @@ def _let_descriptors_add() -> None:
     """Triton's interpreter loads and stores by descriptor, but does not add."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+    # A cache modifier and an eviction policy; one object that has both from Triton 3.9 on.
+    policies = len(inspect.signature(InterpreterBuilder.create_descriptor_load).parameters) - 3
+
     def create_descriptor_reduce(builder: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> Any:
         assert kind.name == "ADD"
-        there = builder.create_descriptor_load(descriptor, offsets, None, None)
+        there = builder.create_descriptor_load(descriptor, offsets, *(None,) * policies)
         total = TensorHandle(there.data + value.data, value.dtype)
         return builder.create_descriptor_store(descriptor, total, offsets)
 

@@ -32,17 +32,20 @@ class Layout:
             )
 
     def tiles(self, rank: int) -> Tensor:
-        """The tiles of this rank, int64, ascending."""
-        return (self._owners == rank).nonzero().squeeze(1)
+        """The tiles of this rank, int64, ascending. Their number is known where a graph is traced."""
+        return torch.nonzero_static(self._owners == rank, size=-(-self.lengths[rank] // self.tile)).squeeze(1)
 
     def positions(self, rank: int) -> Tensor:
         """Where each token of this rank is in the whole sequence, int32."""
-        return self.tokens(self.tiles(rank))
+        return self._tokens(self.tiles(rank))[: self.lengths[rank]].to(torch.int32)
 
     def tokens(self, tiles: Tensor) -> Tensor:
         """The tokens of these tiles, int32."""
-        found = (tiles[:, None] * self.tile + torch.arange(self.tile)).flatten()
+        found = self._tokens(tiles)
         return found[found < self.length].to(torch.int32)
+
+    def _tokens(self, tiles: Tensor) -> Tensor:
+        return (tiles[:, None] * self.tile + torch.arange(self.tile)).flatten()
 
     def local_length(self, rank: int) -> int:
         return self.lengths[rank]

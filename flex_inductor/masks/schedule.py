@@ -14,7 +14,6 @@ Runs are [count, 2] int32, ascending and disjoint within a row.
 from __future__ import annotations
 
 import math
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

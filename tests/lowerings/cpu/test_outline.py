@@ -25,6 +25,9 @@ def outline(source: str) -> str:
     ]
     text = "\n".join(line.strip() for line in kept)
     text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
+    text = re.sub(
+        r"(\w+)\.template cast<float,1>\(\)", r"inductor_vec_mask_cast<float,1>(\1)", text
+    )  # up to 2.14
     return text.replace("at::vec::Vectorized<float>", "Vec").replace("at::vec::Vectorized<int32_t>", "Ints")
 
 
@@ -67,7 +70,7 @@ auto tmp13 = tmp12 * tmp11;
 auto tmp14 = tmp7 + tmp13;
 auto tmp15 = -std::numeric_limits<float>::infinity();
 auto tmp16 = Vec(tmp15);
-auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, tmp6.template cast<float,1>());
+auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, inductor_vec_mask_cast<float,1>(tmp6));
 tmp17.store(scores + x1 + x0*TILE_LD);
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !*packed.at(n - first_packed, key_width).dropped;

@@ -8,9 +8,11 @@ import torch
 from support import served_by
 
 from flex_inductor.flash import flash_attn_with_kvcache
-from flex_inductor.sequences.append_kernel import launch
+from flex_inductor.sequences import append_kernel
 from flex_inductor.tools import interpret
 from tests.sequences.appended import NEW, case, expected, int32
+
+interpret.prepare(vars(append_kernel))
 
 KINDS = {"rows": torch.float64, "padding": torch.float32, "1": torch.float16, "16": torch.float32}
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}
@@ -19,7 +21,7 @@ CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}
 def run(given, rotary=True, interleaved=True, q_starts=None, q_moves=True):
     own, (q, k, v) = given.sequences, given.new
     cos, sin = given.rotary if rotary else (None, None)
-    return launch(
+    return append_kernel.launch(
         *given.caches, k, v, q if rotary else None, cos, sin, own.cu_q, q_starts, own.used_q, own.used_k,
         own.left_pad_k, own.cache_rows, own.pages, interleaved, q_moves,
     )  # fmt: skip

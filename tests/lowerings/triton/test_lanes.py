@@ -22,7 +22,7 @@ def written(fn, nvidia=True, approximate=True):
         Lane("score", frozenset(("q_idx", SCORED)), torch.float32),
         Lane("q_idx", frozenset(("q_idx",)), torch.int32),
     ]
-    code = LaneCode(Arguments(), "x_", torch.device("cuda"), approximate=approximate, nvidia=nvidia)
+    code = LaneCode(Arguments(), "x_", torch.device("cuda", 0), approximate=approximate, nvidia=nvidia)
     with V.set_graph_handler(GraphLowering(graph)):
         code.inline(program, lanes, [])
     return [statement.text.partition(" = ")[2] for statement in code.statements()]
@@ -51,7 +51,7 @@ def difference(fn, below):
         Lane(name, frozenset((name,)), torch.int32, None if below is None else sympy.Integer(below))
         for name in ("q_idx", "kv_idx")
     ]
-    code = LaneCode(Arguments(), "x_", torch.device("cuda"), approximate=True, nvidia=True)
+    code = LaneCode(Arguments(), "x_", torch.device("cuda", 0), approximate=True, nvidia=True)
     with V.set_graph_handler(GraphLowering(program.lane)):
         code.inline(program, lanes, [])
     return [statement.text.partition(" = ")[2] for statement in code.statements()]

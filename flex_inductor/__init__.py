@@ -20,24 +20,28 @@ class _Beside:
 if not (_Path(__path__[0]) / "lowerings").is_dir():
     _sys.meta_path.insert(0, _Beside)  # before an editable install of another checkout
 
-from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    and_masks,
-    noop_mask,
-    or_masks,
-)
+from . import supported as _supported
 
-from . import masks, mods
-from . import upward as _upward
-from .attention import flex_attention
-from .errors import FlexError
-from .fingerprint import VERSION as __version__
-from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
-from .op.eager import set_eager_kernels
-from .sequences import Sequences, append_kv, pad, unpad, varlen_attention
-from .take_over import take_over
+_supported.check()
+with _supported.importing():
+    from torch.nn.attention.flex_attention import (
+        AuxOutput,
+        AuxRequest,
+        BlockMask,
+        and_masks,
+        noop_mask,
+        or_masks,
+    )
+
+    from . import masks, mods
+    from . import upward as _upward
+    from .attention import flex_attention
+    from .errors import FlexError
+    from .fingerprint import VERSION as __version__
+    from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
+    from .op.eager import set_eager_kernels
+    from .sequences import Sequences, append_kv, pad, unpad, varlen_attention
+    from .take_over import take_over
 
 __all__ = [
     "AuxOutput",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
-from . import compat, errors, upward
+from . import compat, errors, supported, upward
 from .masks.planned import PlannedMask, Wants, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
@@ -68,6 +68,8 @@ def flex_attention(
         options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
         return _of_nested[0](query, key, value, score_mod, block_mask, *options)
     captures: tuple[Any, ...] = ()  # of score_mod, where they are known already
+    if supported.UNTESTED:
+        _check_registered()
     try:
         if isinstance(block_mask, PlannedMask):
             given, (query, key, value, like_query, head) = query, block_mask.local(query, key, value)
@@ -109,6 +111,11 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out
+
+
+def _check_registered() -> None:
+    if compat.failed_when_imported and torch.compiler.is_dynamo_compiling():
+        raise errors.torch_untested(compat.failed_when_imported[0])
 
 
 def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:

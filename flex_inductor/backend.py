@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compat, errors, upward
+from . import compat, errors, supported, upward
 from .op import AttentionCall, attention
 from .options import BackendOptions, backend_options, split_options
 from .sequences.append import verify_appends
@@ -32,21 +32,27 @@ def flex_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     own, inductors = split_options(options)
+    prepare_calls(module, own)
+    calls = attention_nodes(module)
+    if supported.UNTESTED and calls:
+        try:
+            upward.self_check("compiled")
+        except errors.FlexError as error:
+            raise compat.through_dynamo(error) from None
     names = upward.route_names()
     if own.route not in (None, *names):
         raise errors.bad_option("options", "route", own.route, f"one of {', '.join(names)}")
     config = {**(torch._inductor.list_mode_options(mode) if mode else {}), **inductors}
-    prepare_calls(module, own)
     if _has_exchanges(module):
         config = {**config, **upward.exchange().patches(config)}
     if config.get("max_autotune", torch._inductor.config.max_autotune):
         tell_tuner(module, example_inputs)
-    inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile)
+    inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile, calls)
     try:
-        with upward.compilation(attention_nodes(module)):
+        with upward.compilation(calls):
             return compile_fx(module, example_inputs, inner_compile=inner, config_patches=config or None)
     except Exception as error:
-        ours = errors.own_error_in(error)
+        ours = _own_error(error, calls)
         if ours is None:
             raise
     raise compat.through_dynamo(ours)
@@ -82,7 +88,19 @@ def _has_exchanges(module: fx.GraphModule) -> bool:
     return any("flex_inductor.send_rows" in str(node.target) for graph in graphs for node in graph.nodes)
 
 
-def _with_own_errors(inner_compile: Callable) -> Callable:
+def _own_error(error: Exception, calls: list[fx.Node]) -> errors.FlexError | None:
+    """What to raise instead, if the failure is ours to explain."""
+    ours = errors.own_error_in(error)
+    if ours is not None or not calls:
+        return ours
+    if compat.is_cpp_failure(error) and (reason := upward.missing_for_cpp()):
+        return errors.cannot_compile(reason)
+    if supported.UNTESTED:
+        return errors.torch_untested(supported.refused("compiling a graph with attention", error))
+    return None
+
+
+def _with_own_errors(inner_compile: Callable, calls: list[fx.Node]) -> Callable:
     """`inner_compile`, whose errors that are ours come out of Inductor as they are, also when a backward runs."""
 
     @functools.wraps(inner_compile)
@@ -90,7 +108,7 @@ def _with_own_errors(inner_compile: Callable) -> Callable:
         try:
             return inner_compile(*args, **kwargs)
         except Exception as error:
-            ours = errors.own_error_in(error)
+            ours = _own_error(error, calls)
             if ours is None:
                 raise
         raise ours.with_traceback(None)

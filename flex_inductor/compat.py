@@ -1,4 +1,4 @@
-"""The only file that knows which torch this is. Supported: 2.11 to 2.13."""
+"""What differs between the versions of torch that `supported.py` names. docs/torch.md lists it all."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch._functorch import utils as functorch_utils
 from torch.autograd.function import Function
 from torch.nn.attention import flex_attention as torch_flex
 
+from . import supported
+
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
 
-TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
 # With 2.11 a float that was computed of changing floats is a constant, unless the sum or product is one of tensors.
-COMPUTED_FLOATS_ARE_CONSTANTS = TORCH < (2, 12)
+COMPUTED_FLOATS_ARE_CONSTANTS = supported.TORCH < (2, 12)
 
 
 def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:
@@ -91,7 +91,15 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
         while self.callbacks:
-            self.callbacks.pop(0)(module)
+            try:
+                self.callbacks.pop(0)(module)
+            except Exception as error:  # or the import of torch's own module would fail
+                if not supported.UNTESTED:
+                    raise
+                failed_when_imported.append(supported.refused("its part in Dynamo or Inductor", error))
+
+
+failed_when_imported: list[str] = []  # why compiled calls are refused with a torch that was not tested
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], Any]) -> None:
@@ -214,6 +222,15 @@ def is_exporting() -> bool:
 def needs_a_value(error: Exception) -> bool:
     """Whether Dynamo gave up because Python asks for the value of a tensor."""
     return any(text in str(error) for text in ("ata-dependent", "Indexing list with non-scalar tensor"))
+
+
+def is_cpp_failure(error: Exception | None) -> bool:
+    """Whether Inductor found no C++ compiler, or the compiler failed."""
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    while error is not None and not isinstance(error, (CppCompileError, InvalidCxxCompiler)):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error is not None
 
 
 def is_untraced_number(error: Exception) -> bool:

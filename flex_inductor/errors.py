@@ -32,6 +32,16 @@ class FlexRuntimeError(FlexError, RuntimeError):
     """Something that only running could show."""
 
 
+def torch_untested(why: str) -> FlexRuntimeError:
+    return FlexRuntimeError(why)
+
+
+def cannot_compile(reason: str) -> FlexRuntimeError:
+    return FlexRuntimeError(
+        f"A graph with attention cannot be compiled here: {reason}. `flex-inductor env` shows what there is."
+    )
+
+
 def own_error_in(error: BaseException | None) -> FlexError | None:
     """The FlexError among the causes of `error`, or None."""
     while error is not None and not isinstance(error, FlexError):

@@ -20,6 +20,11 @@ def route_names() -> list[str]:
     return [route.name for route in import_module(f"{_LOWERINGS}.registry").ROUTES]
 
 
+def missing_for_cpp() -> str | None:
+    """Why no C++ can be compiled here, with the command that mends it."""
+    return import_module(f"{_LOWERINGS}.toolchain").missing_for_cpp()
+
+
 def compilation(nodes: list[Any]) -> Any:
     """Around the compilation of a graph with these calls: for the record that `inspect --last` reads."""
     return import_module(f"{_LOWERINGS}.record_file").compilation(nodes)
@@ -39,6 +44,11 @@ def record_eager(call: Any, why: str) -> None:
 def record_plan(choice: Any) -> None:
     """Say in the decisions by which method masks are planned: a MethodChoice of distributed/choose.py."""
     import_module(f"{_LOWERINGS}.decision_log").record_plan(choice)
+
+
+def self_check(way: str) -> None:
+    """Raise where this torch was not tested and fails a call that is made this way."""
+    import_module(f"{_PACKAGE}.self_check").self_check(way)
 
 
 def ring() -> Any:

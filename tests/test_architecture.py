@@ -12,12 +12,13 @@ ROOT = Path(__file__).parent.parent
 # What a part of flex_inductor may import of the others; the rest is free, but for circles.
 MAY_IMPORT = {
     "errors": (),
-    "compat": (),
+    "supported": (),
+    "compat": ("supported",),
     "reference": (),
     "mods": ("errors",),
     "mod_ir": ("errors", "compat"),
     "windows": (),
-    "op": ("windows", "mod_ir", "errors", "compat", "options", "upward"),
+    "op": ("windows", "mod_ir", "errors", "supported", "compat", "options", "upward"),
     "masks": ("op", "windows", "mod_ir", "errors", "compat"),
     "sequences": ("attention", "masks", "op", "windows", "errors", "options"),
     "integrations": ("attention", "masks", "op", "errors", "options"),
@@ -32,7 +33,7 @@ MAY_IMPORT = {
         "options",
         "upward",
     ),
-    "attention": ("masks", "op", "mod_ir", "errors", "compat", "options", "upward"),
+    "attention": ("masks", "op", "mod_ir", "errors", "supported", "compat", "options", "upward"),
 }
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.
 COMPUTES_NAMES = {

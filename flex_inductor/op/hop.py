@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map_only
 
-from .. import compat, errors
+from .. import compat, errors, supported, upward
 from . import known
 from .call import AttentionCall, BackwardCall, tensors_of
 from .prepare import lift_captures
@@ -76,6 +76,8 @@ class Attention(_Op):
         super().__init__("flex_inductor_attention", cacheable=True)
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if supported.UNTESTED and not _len_torch_dispatch_stack():
+            upward.self_check("eager")
         call = lift_captures(AttentionCall.read(*args))
         if compat.is_exporting():
             return save(call)

@@ -58,19 +58,6 @@ class BlockLists(NamedTuple):
         """Whether it also says which query blocks visit a KV block."""
         return self.q_num_blocks is not None
 
-    def band(self, b: slice, h: slice, m: slice) -> Band:
-        """What the queries `m` visit."""
-        rows = _blocks_of(m, self.q_block)
-
-        def flags(counts: Tensor, indices: Tensor) -> Tensor:
-            return _listed(_part(counts, b, h)[..., rows], _part(indices, b, h)[..., rows, :])
-
-        partial = flags(self.kv_num_blocks, self.kv_indices)
-        if self.full_kv_num_blocks is None:
-            return Band(self.q_block, self.kv_block, m, partial, torch.zeros_like(partial))
-        full = flags(self.full_kv_num_blocks, self.full_kv_indices)
-        return Band(self.q_block, self.kv_block, m, partial, full)
-
 
 class BlockRuns(NamedTuple):
     """The part of a RunSchedule that says what to visit: ranges of blocks, so memory by rows.
@@ -263,6 +250,27 @@ def _moved(found: tuple[list[Any], list[Any]], tiles: Any) -> tuple[list[Any], l
     return partial, full
 
 
+class _PlacedLists:
+    """Lists, for a call with so many keys. Their last dimension may be smaller than the number of KV blocks."""
+
+    def __init__(self, lists: BlockLists, keys: int):
+        self.lists, self.columns = lists, -(-keys // lists.kv_block)
+        self.grids, self.q_block, self.kv_block = lists.grids, lists.q_block, lists.kv_block
+
+    def band(self, b: slice, h: slice, m: slice) -> Band:
+        """What the queries `m` visit."""
+        rows = _blocks_of(m, self.q_block)
+
+        def flags(counts: Tensor, indices: Tensor) -> Tensor:
+            return _listed(_part(counts, b, h)[..., rows], _part(indices, b, h)[..., rows, :], self.columns)
+
+        partial = flags(self.lists.kv_num_blocks, self.lists.kv_indices)
+        if self.lists.full_kv_num_blocks is None:
+            return Band(self.q_block, self.kv_block, m, partial, torch.zeros_like(partial))
+        full = flags(self.lists.full_kv_num_blocks, self.lists.full_kv_indices)
+        return Band(self.q_block, self.kv_block, m, partial, full)
+
+
 class _Placed:
     """Bounds, read by the host for a call of these lengths."""
 
@@ -330,7 +338,7 @@ def placed(
         return _PlacedInMap(schedule, tile_map)
     if isinstance(schedule, RowBounds):
         return _Placed(schedule, query.size(2), key.size(2), device or query.device)
-    return schedule
+    return _PlacedLists(schedule, key.size(2)) if isinstance(schedule, BlockLists) else schedule
 
 
 def by_rows(schedule: Any) -> Visits:
@@ -392,10 +400,9 @@ def _part(tensor: Tensor, b: slice, h: slice) -> Tensor:
     return tensor if tensor.size(1) == 1 else tensor[:, h]
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+def _listed(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Flags [..., columns] from the first `counts` entries of each index row."""
-    columns = indices.size(-1)
-    listed = torch.arange(columns, device=indices.device) < counts.unsqueeze(-1)
+    listed = torch.arange(indices.size(-1), device=indices.device) < counts.unsqueeze(-1)
     # Entries past the count are not meaningful: they go to a spare column.
     target = torch.where(listed, indices, columns).to(torch.int64)
     flags = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)

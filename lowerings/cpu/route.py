@@ -8,6 +8,7 @@ import torch
 
 from ..hints import unused_hints, unused_splits
 from ..problem import AttentionProblem
+from ..toolchain import missing_for_cpp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,15 +23,12 @@ class CpuRoute:
         from torch._inductor import config
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.cpu_vec_isa import pick_vec_isa
-        from torch._inductor.exc import InvalidCxxCompiler
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         if config.cpu_backend != "cpp":
             return False, f"Inductor's backend for CPUs is set to {config.cpu_backend!r}"
-        try:
-            compiler = get_cpp_compiler()
-        except (InvalidCxxCompiler, RuntimeError):
-            return False, "no C++ compiler"
+        if reason := missing_for_cpp():
+            return False, reason
         if any(letter.isspace() for letter in cache_dir()):
             return False, (
                 f"the cache folder {cache_dir()!r} has a space in its name, at which torch cuts the compiler's command "
@@ -39,7 +37,7 @@ class CpuRoute:
         isa = pick_vec_isa()
         if not isa:
             return False, "no vector instructions that torch knows"
-        return True, f"compiled with {compiler} for {isa}"
+        return True, f"compiled with {get_cpp_compiler()} for {isa}"
 
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
         if problem.device.type != "cpu":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..problem import AttentionProblem
+from ..toolchain import missing_for_triton
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -18,9 +19,10 @@ class TritonRoute:
     )
 
     def available(self) -> tuple[bool, str]:
-        if torch.cuda.is_available():
-            return True, "compiled by Triton"
-        return False, "no CUDA or ROCm device"
+        if not torch.cuda.is_available():
+            return False, "no CUDA or ROCm device"
+        reason = missing_for_triton()
+        return (True, "compiled by Triton") if reason is None else (False, reason)
 
     def can_use(self, problem: AttentionProblem) -> tuple[bool, str]:
         reason = _refusal(problem)
@@ -56,6 +58,8 @@ def _refusal(problem: AttentionProblem) -> str | None:
             return "for GPUs; on CPU only with Triton's interpreter"
     elif problem.device.type != "cuda":
         return f"for CUDA and ROCm, not {problem.device.type}"
+    if reason := missing_for_triton():
+        return reason
     if problem.dtype not in _DTYPES:
         return f"no {str(problem.dtype).removeprefix('torch.')}; float16, bfloat16 and float32 only"
     if 0 in (problem.B, problem.H, problem.M, problem.N, problem.D, problem.V):

@@ -119,6 +119,19 @@ def test_mask_mod_reads_only_where_its_block_is_visited(way):
     assert_accurate(ours.named(), eager.named(), gold.named(), way.dtype)
 
 
+def test_lists_with_room_for_what_they_hold(way):
+    """As BlockMask.from_kv_blocks takes them from torch 2.14 on: two of the three blocks of a row."""
+    window = mask_of(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 9))
+    narrow = mask_of(window.mask_mod)
+    used = torch.arange(2) < narrow.kv_num_blocks.unsqueeze(-1)
+    narrow.kv_indices = torch.where(used, narrow.kv_indices[..., :2], 1000)
+    narrow.full_kv_indices = narrow.full_kv_indices[..., :0]
+    inputs = SMALL.inputs(way.dtype)
+    ours, whole = (run(way.compiled(attention_of(None)), inputs, (), mask) for mask in (narrow, window))
+    gold = run(dense_of(None), [t.double() for t in inputs], (), window)
+    assert_accurate(ours.named(), whole.named(), gold.named(), way.dtype)
+
+
 # The CPU kernels leave a tensor without elements to the chunks.
 @pytest.mark.parametrize(
     "way", [EAGER, CHUNKED, Way("chunked", torch.float32)], indirect=True, ids=["fp64", "chunked", "fp32"]

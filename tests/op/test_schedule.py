@@ -8,7 +8,7 @@ from flex_inductor.masks.lists import lists_from_runs
 from flex_inductor.masks.runs import from_grid
 from flex_inductor.masks.schedule import RunSchedule, schedule_parts
 from flex_inductor.masks.tables import Extent
-from flex_inductor.op.schedule import BlockLists
+from flex_inductor.op.schedule import BlockLists, placed
 
 
 @st.composite
@@ -42,8 +42,10 @@ def test_bands(case, data):
     b, h, m, n = ranges
     step = data.draw(st.integers(1, keys))
     rows = kinds[b, h, m, :keys]
-    for schedule in forms:
-        band = schedule.band(b, h, m)
+    query, key = (torch.empty(1, 1, length, 1) for length in (queries, keys))
+    narrow = cut(forms[0], data.draw(st.integers(0, forms[0].kv_indices.size(-1))))
+    for schedule in (*forms, narrow):
+        band = placed(schedule, query, key).band(b, h, m)
         visited, full = band.lanes(n)
         assert torch.equal(visited, rows[..., n] > 0) and torch.equal(full, rows[..., n] == 2)
         first, last = n.start // schedule.kv_block, -(-n.stop // schedule.kv_block)
@@ -51,6 +53,17 @@ def test_bands(case, data):
         assert band.visits_all(n) == (blocks > 0).all() and band.all_full(n) == (blocks == 2).all()
         tiles = [slice(at, min(at + step, keys)) for at in range(0, keys, step)]
         assert list(band.key_tiles(keys, step)) == [tile for tile in tiles if _visits(band, rows, tile)]
+
+
+def cut(lists, width):
+    """The lists with room for as many entries as are needed, and at least `width`; others hold anything."""
+    counts = (lists.kv_num_blocks, lists.full_kv_num_blocks)
+    width = max(width, *(int(count.max()) for count in counts))
+    fields = {}
+    for name, count in zip(("kv_indices", "full_kv_indices"), counts, strict=True):
+        used = torch.arange(width) < count.unsqueeze(-1)
+        fields[name] = torch.where(used, getattr(lists, name)[..., :width], 1000)
+    return lists._replace(**fields)
 
 
 def _visits(band, rows, tile):

@@ -1,0 +1,54 @@
+"""What compiling needs beside torch, and the command that mends what is missing."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sysconfig
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import torch
+
+
+def missing_for_cpp() -> str | None:
+    """Why no C++ kernel can be compiled here; None where it can."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError) as error:
+        named = re.findall(r"'([^']+)'", str(error))
+        tried = f" ({named[-1]!r} does not run)" if named else ""
+        return f"no C++ compiler{tried}: install one (apt install g++), or set CXX to its path"
+    return missing_headers()
+
+
+@functools.cache
+def missing_headers() -> str | None:
+    torchs = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vec" / "vec.h"
+    if not torchs.exists():
+        return (
+            f"this build of torch has no C++ headers ({torchs} is missing): install one that has them "
+            f"(pip install --force-reinstall torch=={torch.__version__.partition('+')[0]})"
+        )
+    pythons = Path(sysconfig.get_path("include"), "Python.h")
+    if not pythons.exists():
+        return f"Python's headers are missing ({pythons}): install them (apt install python3-dev)"
+    return None
+
+
+@functools.cache
+def missing_for_triton() -> str | None:
+    """Why Triton compiles nothing here; None where it may."""
+    pinned = [re.match(r"triton==(\d+\.\d+)[\d.]*", needed) for needed in requires("torch") or ()]
+    wanted = next((match for match in pinned if match), None)
+    install = f"pip install {wanted[0] if wanted else 'triton'}"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return f"triton is not installed ({install})"
+    if wanted and not found.startswith(f"{wanted[1]}."):
+        return f"triton {found} does not fit torch {torch.__version__} ({install})"
+    return None

@@ -2,10 +2,18 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 MINUTES ?= 30
+VERSION ?= 2.15.0
+
+# The triton that each torch is made for.
+TRITON_2.11 := 3.6.0
+TRITON_2.12 := 3.7.1
+TRITON_2.13 := 3.7.1
+TRITON_2.14 := 3.8.0
+TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-all test-2.11 test-browser fuzz lint clean
+.PHONY: help demo demo-distributed test test-all test-torch test-browser fuzz lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -26,8 +34,12 @@ test-all: $(VENV)/.ready  ## the tests, with the long matrix, all compiled as us
 	CXX=$(CXX) $(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	@echo "flex_inductor: all tests passed"
 
-test-2.11:  ## the tests in an environment with torch 2.11
-	@$(MAKE) --no-print-directory test VENV=.venv-2.11 CONSTRAINTS=constraints-2.11.txt
+test-torch: build/constraints-$(VERSION).txt  ## the tests in an environment with another torch, VERSION=2.15.0
+	@$(MAKE) --no-print-directory test VENV=.venv-$(VERSION) CONSTRAINTS=$<
+
+build/constraints-%.txt: constraints.txt
+	@mkdir -p build
+	sed 's/^torch==.*/torch==$*/; s/^triton==.*/triton==$(or $(TRITON_$(basename $*)),$(error no triton is known for torch $*: add it to the Makefile))/' $< > $@
 
 fuzz: $(VENV)/.ready  ## random calls against the reference, for MINUTES=30
 	$(bin)/python -W ignore -m tests.fuzz --minutes $(MINUTES)
@@ -51,5 +63,5 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-2.11 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

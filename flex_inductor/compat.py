@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch._C import _FunctionBase
+from torch._C._dynamo import eval_frame
 from torch._functorch import utils as functorch_utils
 from torch.autograd.function import Function
 from torch.nn.attention import flex_attention as torch_flex
@@ -140,6 +141,9 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
             *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))
         )
 
+    # What Dynamo does not trace whole, it would trace from here on.
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(apply.__code__, skip)
     Function.apply = classmethod(apply)
 
 
@@ -179,7 +183,7 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
 
 
 def runtime_errors_of_dynamo() -> tuple[type[Exception], ...]:
-    """What Dynamo raises inside where an operation fails on fake tensors: from 2.14 on what a traced `except` may catch."""
+    """What Dynamo raises inside where an operation fails on fake tensors. From 2.14 on a traced `except` may catch it."""
     from torch._dynamo import exc
 
     observed = getattr(exc, "FakeTensorObservedException", exc.TorchRuntimeError)

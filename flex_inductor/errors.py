@@ -342,8 +342,8 @@ def hook_in_mod(mod: str) -> FlexNotImplementedError:
 
 def function_bound_before(capture: str, function: str) -> FlexRuntimeError:
     return FlexRuntimeError(
-        f"A mod passes the captured tensor `{capture}` to a torch.autograd.Function ({function}) by a name that was bound "
-        f"before flex_inductor was imported. With this version of torch its gradient cannot be traced. Call the "
+        f"A mod passes the captured tensor `{capture}` to a torch.autograd.Function ({function}) by a name that was "
+        f"bound before flex_inductor was imported. With this version of torch its gradient cannot be traced. Call the "
         f"Function's own .apply, or import flex_inductor before the module that binds it to a name."
     )
 

@@ -42,9 +42,9 @@ def missing_headers() -> str | None:
 @functools.cache
 def missing_for_triton() -> str | None:
     """Why Triton compiles nothing here; None where it may."""
-    pinned = [re.match(r"triton==(\d+\.\d+)[\d.]*", needed) for needed in requires("torch") or ()]
+    pinned = [re.match(r"triton[=~]=(\d+\.\d+)[\d.]*", needed) for needed in requires("torch") or ()]
     wanted = next((match for match in pinned if match), None)
-    install = f"pip install {wanted[0] if wanted else 'triton'}"
+    install = f"pip install '{wanted[0]}'" if wanted else "pip install triton"
     try:
         found = version("triton")
     except PackageNotFoundError:

@@ -140,10 +140,14 @@ def test_a_torch_without_headers(monkeypatch, tmp_path):
     "needed, installed, reason",
     [
         (["triton==3.9.0; platform_system == 'Linux'"], "3.9.0", None),
-        (["triton==3.9.0; platform_system == 'Linux'"], "3.9.1", None),
+        (["triton~=3.9.0; platform_system == 'Linux'"], "3.9.1", None),
         (["sympy>=1.13"], "3.7.1", None),  # builds for CPUs need none
-        (["triton==3.9.0"], "3.7.1", r"triton 3\.7\.1 does not fit torch .* \(pip install triton==3\.9\.0\)"),
-        (["triton==3.9.0"], None, r"triton is not installed \(pip install triton==3\.9\.0\)"),
+        (
+            ["triton~=3.9.0"],
+            "3.7.1",
+            r"triton 3\.7\.1 does not fit torch .* \(pip install 'triton~=3\.9\.0'\)",
+        ),
+        (["triton==3.9.0"], None, r"triton is not installed \(pip install 'triton==3\.9\.0'\)"),
         (None, None, r"triton is not installed \(pip install triton\)"),
     ],
 )

@@ -33,7 +33,7 @@ except ImportError as error:
     raise errors.no_transformers(error) from error
 
 NAME = "flex_inductor"
-TESTED = "5.23"
+TESTED = "5.24"
 FEW = 32  # queries: their mask is quicker to compute than to analyse
 MOST_KEPT = 16  # masks
 

@@ -250,7 +250,7 @@ def test_other_arguments_that_change_attention_are_refused():
         integration.attend(attention, query, query, query, torch.ones(1, 1, 8, 9, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("version, warned", [("5.23.1", False), ("5.24.0", True), ("5.2.3", True)])
+@pytest.mark.parametrize("version, warned", [("5.24.1", False), ("5.25.0", True), ("5.2.4", True)])
 def test_other_versions_of_transformers_warn(version, warned):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

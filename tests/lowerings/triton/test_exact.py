@@ -43,7 +43,7 @@ def test_loops_have_no_local_memory(target, head_dim):
         launched, compiled, found = compile_untuned(kernel, target)
         working = [loop for loop in loops(machine_code(compiled)) if any(i.matches("FFMA") for i in loop)]
         assert working and not any(i.matches(LOCAL_MEMORY) for loop in working for i in loop)
-        assert found.spill_bytes <= (0 if "3.7" <= triton.__version__ < "3.9" else 16)  # before its loops
+        assert found.spill_bytes <= (0 if triton.__version__.startswith("3.7") else 16)  # before its loops
         shared, _ = cost(launched_with(config_from_dict(launched)), shape, device)
         assert found.shared_bytes <= shared + 512  # which reductions take
 

@@ -183,7 +183,7 @@ def dynamo_constant(tx: Any, value: Any) -> Any:
 
 
 def runtime_errors_of_dynamo() -> tuple[type[Exception], ...]:
-    """What Dynamo raises inside where an operation fails on fake tensors. From 2.14 on a traced `except` may catch it."""
+    """What Dynamo raises where an operation on fake tensors fails; from 2.14 on a traced `except` may catch it."""
     from torch._dynamo import exc
 
     observed = getattr(exc, "FakeTensorObservedException", exc.TorchRuntimeError)

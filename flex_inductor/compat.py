@@ -144,7 +144,7 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
     # What Dynamo does not trace whole, it would trace from here on.
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(apply.__code__, skip)
-    Function.apply = classmethod(apply)
+    setattr(Function, "apply", classmethod(apply))  # noqa: B010 (a method is assigned to by name)
 
 
 def checks_what_it_computed(kernel: Any) -> Any:
@@ -228,7 +228,7 @@ def needs_a_value(error: Exception) -> bool:
     return any(text in str(error) for text in ("ata-dependent", "Indexing list with non-scalar tensor"))
 
 
-def is_cpp_failure(error: Exception | None) -> bool:
+def is_cpp_failure(error: BaseException | None) -> bool:
     """Whether Inductor found no C++ compiler, or the compiler failed."""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 

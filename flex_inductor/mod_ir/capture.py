@@ -83,10 +83,11 @@ class LiftedMod:
         """Whether an autograd.Function was applied, also by a name that was bound before `_exchanged` was there."""
         captures = zip(self._kept_alive, self.names, strict=True)
         own = [(c if c.grad_fn is None else c.grad_fn, name) for c, name in captures if isinstance(c, Tensor)]
-        found, seen, waiting = False, {None}, [(result.grad_fn, None)]
+        found, seen = False, set()
+        waiting: list[tuple[Any, Any]] = [(result.grad_fn, None)]
         while waiting:
             node, user = waiting.pop()
-            if node in seen:
+            if node is None or node in seen:
                 continue
             source = getattr(node, "variable", node)  # a leaf has a node that adds up its gradient
             for name in (name for known, name in own if known is source):

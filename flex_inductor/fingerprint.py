@@ -24,7 +24,7 @@ def fingerprint(places: Iterable[Path]) -> str:
 
 
 def _generating_code() -> list[Path]:
-    places = [Path(__file__).parent / name for name in ("mod_ir", "op", "masks", "windows.py")]
+    places = [Path(__file__).parent / name for name in ("mod_ir", "op", "masks", "visits")]
     for name in ("lowerings", "templates"):
         spec = find_spec(f"flex_inductor.{name}")
         assert spec is not None and spec.origin is not None, f"flex_inductor.{name} is not installed"

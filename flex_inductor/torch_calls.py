@@ -10,8 +10,8 @@ from torch import fx
 
 from . import compat
 from .op import AttentionCall, Inputs, attention
-from .op.schedule import BlockLists
 from .options import torch_call_options
+from .visits import BlockRuns
 
 _LARGE_BLOCK = 1 << 30  # what torch writes for "no block mask"
 
@@ -29,10 +29,10 @@ def replace_torch_calls(module: fx.GraphModule) -> None:
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     query, key, value, score_mod, block_mask, scale, options, score_captures, mask_captures = node.args
-    schedule: BlockLists | None
+    schedule: BlockRuns | None
     mask_mod: Any
     fields, mask_mod = compat.block_mask_parts(block_mask)
-    schedule = BlockLists(*fields)
+    schedule = BlockRuns.of(fields[:2], fields[2:], of_one=True)
     if schedule[:2] == (_LARGE_BLOCK, _LARGE_BLOCK):
         schedule, mask_mod, mask_captures = None, None, ()
     if _is_identity(module.get_submodule(score_mod.target)):

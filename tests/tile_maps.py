@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flex_inductor import create_block_mask
 from flex_inductor.op import Inputs
-from flex_inductor.op.schedule import BlockRuns, SequenceBounds
-from flex_inductor.op.tile_map import COUNT, INDEX, PIECE, TileMap
-from flex_inductor.windows import ON_TENSORS
+from flex_inductor.visits import BlockRuns, Bounds, TileMap
+from flex_inductor.visits.places import COUNT, INDEX, PIECE
 
 
 class Part(NamedTuple):
@@ -79,7 +78,7 @@ def _flags(mask: Any) -> Tensor:
 def schedule(grid: Tensor, block: tuple[int, int]) -> BlockRuns:
     """Of a grid of such flags."""
     tables = [side == kind for side in (grid, grid.T) for kind in (1, 2)]
-    return BlockRuns(*block, *(tensor for table in tables for tensor in _runs(table)))
+    return BlockRuns.of(block, (tensor for table in tables for tensor in _runs(table)))
 
 
 def _runs(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,18 +89,17 @@ def _runs(table: Tensor) -> tuple[Tensor, Tensor]:
     return offsets[None, None], torch.stack([starts[:, 1], stops[:, 1]], 1).int()
 
 
-def as_runs(schedule: SequenceBounds | BlockRuns, tile_map: TileMap) -> BlockRuns:
+def as_runs(schedule: Bounds | BlockRuns, tile_map: TileMap) -> BlockRuns:
     """The runs that bounds of sequences amount to."""
     if isinstance(schedule, BlockRuns):
         return schedule
-    assert schedule.form == "bounds of sequences"
     tables = []
-    for visited, lines in ((schedule.row, tile_map.queries), (schedule.column, tile_map.keys)):
-        for ends in visited(*schedule.of_lines(lines), ON_TENSORS):
-            runs = torch.stack(ends, 1)
+    for side in ("keys", "queries"):
+        for ends in schedule.all_ends(side, 0, 0, tile_map, tile_map.keys.device):
+            runs = torch.cat(ends).T
             offsets = torch.arange(len(runs) + 1, dtype=torch.int32) * (len(ends) // 2)
             tables += [offsets[None, None], runs.view(-1, 2)]
-    return BlockRuns(schedule.q_block, schedule.kv_block, *tables)
+    return BlockRuns.of(schedule[:2], tables)
 
 
 def assert_runs_are_pieces(inputs: Inputs) -> None:

@@ -18,8 +18,8 @@ from ..masks.planned import PlannedMask, Wants
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
 from ..op.ring import Ring
-from ..op.schedule import BlockRuns
-from ..op.tile_map import BATCH, HEAD, SEQUENCE, TileMap
+from ..visits import BlockRuns
+from ..visits.places import BATCH, HEAD, SEQUENCE, TileMap
 from . import errors
 from .choose import MethodChoice
 from .dtensors import lifted, local_tensors
@@ -331,11 +331,10 @@ def inputs(part: Part, batch: Any, head: Any = 0, stand_ins: tuple[Tensor, ...] 
     if batch == 1:
         return Inputs(schedule=schedule, tile_map=TileMap(queries, keys), stand_ins=stand_ins)
     rows, columns = (lines.size(0) for lines in tile_map)
-    tables: list[Tensor] = []
-    for at, other in ((0, columns), (2, columns), (4, rows), (6, rows)):
-        offsets, runs = schedule[2 + at : 4 + at]
-        tables += _diagonal(offsets, runs, batch, other)
-    schedule = BlockRuns(*schedule[:2], *tables)
+    others = zip(schedule.tables, (columns, columns, rows, rows), strict=True)
+    schedule = schedule.with_tables(
+        _diagonal(table.offsets, table.runs, batch, other) for table, other in others
+    )
     return Inputs(schedule=schedule, tile_map=TileMap(queries, keys), stand_ins=stand_ins)
 
 
@@ -378,7 +377,8 @@ _standing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _flatten(mask: Sharded) -> tuple[list[Any], tuple[Any, ...]]:
     others = [getattr(mask, name) for name in _tensor_fields(type(mask)) if name != "part"]
     constants = tuple((name, getattr(mask, name)) for name in CONSTANT if hasattr(mask, name))
-    blocks, tables = mask.part.schedule[:2], mask.part.schedule[2:]
+    schedule = mask.part.schedule
+    blocks, tables = schedule[:2], schedule.tables
     return [tables, mask.part.tile_map, *others], (type(mask), blocks, constants)
 
 
@@ -386,7 +386,7 @@ def _unflatten(parts: Any, context: tuple[Any, ...]) -> Sharded:
     kind, blocks, constants = context
     tables, tile_map, *others = parts
     names = [name for name in _tensor_fields(kind) if name != "part"]
-    part = Part(BlockRuns(*blocks, *tables), tile_map)
+    part = Part(BlockRuns.of(blocks, (tensor for table in tables for tensor in table)), tile_map)
     return kind(part=part, **dict(zip(names, others, strict=True)), **dict(constants))
 
 

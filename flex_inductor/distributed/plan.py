@@ -12,8 +12,8 @@ from ..masks.cut import cut_runs
 from ..masks.runs import PARTIAL, Runs, counted, merged, split
 from ..masks.schedule import RunSchedule
 from ..masks.tables import Extent
-from ..op.schedule import BlockRuns
-from ..op.tile_map import TileMap
+from ..visits import BlockRuns
+from ..visits.places import TileMap
 from .exchange import Picked, Traffic, picked
 from .layout import Layout
 
@@ -156,20 +156,20 @@ def part(
         sides.queries.lines(rows, row_places, counts[0]), sides.keys.lines(columns, column_places, counts[1])
     )
     tables = [table if table.dim() == 3 else _with_room(table) for table in schedule.tensors]
-    return Part(BlockRuns(*mask.BLOCK_SIZE, *tables), lines)
+    return Part(BlockRuns.of(mask.BLOCK_SIZE, tables), lines)
 
 
 def stacked(parts: Sequence[Part]) -> Part:
     """Parts of the same rows as one, in the order given along the schedule's batches and the map's keys."""
-    tables: list[Tensor] = []
+    tables: list[tuple[Tensor, Tensor]] = []
     schedules = [schedule for schedule, _ in parts]
-    for at in range(2, len(schedules[0]), 2):
-        offsets, runs = zip(*(schedule[at : at + 2] for schedule in schedules), strict=True)
+    for of_parts in zip(*(schedule.tables for schedule in schedules), strict=True):
+        offsets, runs = zip(*of_parts, strict=True)
         before = torch.tensor([0, *(r.size(0) for r in runs[:-1])]).cumsum(0).tolist()
-        tables.append(torch.cat([o + first for o, first in zip(offsets, before, strict=True)]))
-        tables.append(torch.cat(runs))
+        moved = torch.cat([o + first for o, first in zip(offsets, before, strict=True)])
+        tables.append((moved, torch.cat(runs)))
     keys = torch.cat([tile_map.keys for _, tile_map in parts])
-    return Part(BlockRuns(*schedules[0][:2], *tables), TileMap(parts[0].tile_map.queries, keys))
+    return Part(schedules[0].with_tables(tables), TileMap(parts[0].tile_map.queries, keys))
 
 
 def _with_room(runs: Tensor) -> Tensor:

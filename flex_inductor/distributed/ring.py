@@ -27,9 +27,9 @@ from ..op import AttentionCall, BackwardCall, attention, attention_backward, cal
 from ..op.call import QKV, tensors_of, wanted_gradients
 from ..op.layout import empty_like_layout
 from ..op.ring import HALVES, Ring
-from ..op.schedule import BlockRuns
-from ..op.tile_map import TileMap
 from ..options import loaded_options, saved_options
+from ..visits import BlockRuns
+from ..visits.places import TileMap
 from .exchange import agree, named, process_group
 from .masks import inputs
 from .plan import Part
@@ -115,13 +115,13 @@ class _Way:
 def _step(call: Any, block: Block, step: int) -> Any:
     """The call on the keys and values that are here at this step."""
     schedule: BlockRuns = call.inputs.schedule
-    steps, tables = call.inputs.ring.visits.numel(), schedule[2:]
+    steps = call.inputs.ring.visits.numel()
     grids = schedule.kv_offsets.size(0) // steps
     columns = schedule.q_offsets.size(-1) - 1
-    at = [table[step * grids : (step + 1) * grids] if table.dim() == 3 else table for table in tables]
+    at = [(table.offsets[step * grids : (step + 1) * grids], table.runs) for table in schedule.tables]
     lines = call.inputs.tile_map
     part = Part(
-        BlockRuns(*schedule[:2], *at),
+        schedule.with_tables(at),
         TileMap(lines.queries, lines.keys[step * columns : (step + 1) * columns]),
     )
     here = inputs(part, call.query.size(0))

@@ -15,7 +15,7 @@ from ..sequences.append import check_append, write
 from ..sequences.errors import cache_needs_grad, not_a_cache
 from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
-from ..windows import ALL
+from ..visits.window import ALL
 from . import errors
 from .functions import MaskMod, check, one_table, score_mod_of, splits_option, window_of
 

@@ -18,7 +18,7 @@ from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention
 from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
-from ..windows import ALL, Window
+from ..visits.window import ALL, Window
 from . import errors
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from .runs import Runs
 from .tables import Extent
 from .trace import INDEX_NAMES, trace_mask
 from .window import Seen, seen
-from .window_schedule import bounds_of, runs_in_window
+from .window_schedule import bounds_of, runs_of
 
 
 def analysed(
@@ -30,7 +30,7 @@ def analysed(
     window = known.window_now(None if "b" in unstated else extent.batch, max(extent.lengths))
     if window is not None:
         bounds = bounds_of(window, extent.block, 0)
-        return runs_in_window(bounds, extent, device), bounds.grids
+        return runs_of(bounds, extent.lengths, None, device), bounds.grids
     program = known.program
     program = program or trace_mask(mask_mod, device)
     if read := [name for name in unstated if name in program.reads]:

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from .. import compat
-from ..op.schedule import BlockLists, BlockRuns, Schedule
+from ..visits import BlockRuns, Schedule
 from .algebra import offset
 from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
@@ -104,7 +104,7 @@ class RunSchedule:
     @property
     def visits(self) -> Schedule:
         """What the ops are told to visit."""
-        return BlockRuns(*self.BLOCK_SIZE, *self.tensors)
+        return BlockRuns.of(self.BLOCK_SIZE, self.tensors)
 
     @property
     def extent(self) -> Extent:
@@ -262,7 +262,7 @@ def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[Schedule, Calla
     """What the ops are told to visit, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
         fields, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
-        return BlockLists(*fields), mask_mod
+        return BlockRuns.of(fields[:2], fields[2:], of_one=True), mask_mod
     return block_mask.visits, block_mask.mask_mod
 
 

@@ -1,4 +1,4 @@
-"""Masks that are a window, as windows.py has it.
+"""Masks that are a window, as visits/window.py has it.
 
 Read off the steps of a traced mask_mod: comparisons of sums of q, kv and numbers, of chunks and of documents, joined by
 `and`.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..mod_ir.replay import Recording, is_alone, keep, replayed
-from ..windows import ALL, Window
+from ..visits.window import ALL, Window
 from .documents import may_be_ids, table_of
 from .trace import INDEX_NAMES, MaskProgram, Ref, Step, name_of, trace_mask
 

@@ -13,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ..mod_ir.arguments import INDEX_DTYPE
 from ..mod_ir.replay import Unchanging
-from ..op.schedule import RowBounds, SequenceBounds
-from ..op.tile_map import TileMap
-from ..windows import ON_TENSORS, Window
+from ..visits import Bounds, TileMap
+from ..visits.window import Window
 from .ordinary import ordinary_tensors
 from .runs import FULL, PARTIAL, Runs, merged
 from .schedule import TENSORS, RunSchedule
@@ -25,25 +24,23 @@ from .window import MOST
 BLOCK = 128
 
 
-def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> RowBounds:
+def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> Bounds:
     """Kernels add to these numbers in int32: no place lies as far off as MOST."""
     left, right = (
         None if isinstance(end, float) or (isinstance(end, int) and end >= MOST) else end
         for end in (window.left, window.right)
     )
     chunk = min(window.chunk, MOST)
-    return RowBounds(*block, left, right, chunk, shift, window.prefix, window.documents)
+    return Bounds(*block, left, right, chunk, shift, window.prefix, window.documents)
 
 
 class WindowSchedule(RunSchedule):
     """A RunSchedule whose runs are made where they are asked for: kernels follow its bounds instead."""
 
-    bounds: RowBounds
+    bounds: Bounds
     _device: torch.device
 
-    def __init__(
-        self, bounds: RowBounds, extent: Extent, device: torch.device, mask_mod: Callable[..., Tensor]
-    ):
+    def __init__(self, bounds: Bounds, extent: Extent, device: torch.device, mask_mod: Callable[..., Tensor]):
         give = object.__setattr__  # instances are frozen
         give(self, "bounds", bounds)
         give(self, "batch", extent.batch)
@@ -58,18 +55,14 @@ class WindowSchedule(RunSchedule):
         return next((n.device for n in self.bounds if isinstance(n, Tensor)), self._device)
 
     @property
-    def visits(self) -> RowBounds:
-        # Dynamo may take any number for one that changes. Kernels with chunks and without them are not the same.
-        bounds = self.bounds
-        if bounds.chunk:
-            return bounds
-        return RowBounds(*bounds[:4], 0, *bounds[5:])
+    def visits(self) -> Bounds:
+        return self.bounds.constant_where_zero()
 
     @ordinary_tensors
     def __getattr__(self, name: str) -> Tensor:
         if name not in TENSORS:
             raise AttributeError(name)
-        runs = runs_in_window(self.bounds, self.extent, self.device)
+        runs = runs_of(self.bounds, self.seq_lengths, None, self.device)
         made = RunSchedule.from_runs(runs, self.bounds.grids, self.extent, self.mask_mod)
         for name_of_tensor, tensor in zip(TENSORS, made.tensors, strict=True):
             object.__setattr__(self, name_of_tensor, tensor)
@@ -81,18 +74,14 @@ class WindowSchedule(RunSchedule):
         return WindowSchedule(bounds, self.extent, torch.empty((), device=device).device, self.mask_mod)
 
 
-def runs_in_window(bounds: RowBounds, extent: Extent, device: torch.device) -> Runs:
+def runs_of(bounds: Bounds, lengths: tuple[int, int], tile_map: TileMap | None, device: torch.device) -> Runs:
     """As tile_runs finds them, from the positions of tiles alone."""
-    rows, columns = extent.tiles
-    of_batches = bounds.with_numbers(lambda n: n[:, None] if isinstance(n, Tensor) else n)
-    ends = of_batches.row(torch.arange(rows, device=device), *extent.lengths, ON_TENSORS)
+    if tile_map is None:
+        rows, columns = (-(-length // block) for length, block in zip(lengths, bounds[:2], strict=True))
+    else:
+        rows, columns = (lines.size(0) for lines in tile_map)
+    ends = bounds.all_ends("keys", *lengths, tile_map, device)
     return _between(ends, (bounds.grids[0], rows), columns)
-
-
-def runs_in_sequences(bounds: SequenceBounds, tile_map: TileMap) -> Runs:
-    """Of the tiles in a map."""
-    queries, keys = (lines.size(0) for lines in tile_map)
-    return _between(bounds.rows(tile_map.queries), (1, queries), keys)
 
 
 def _between(ends_of_kinds: Sequence[Sequence[Any]], shape: tuple[int, int], columns: int) -> Runs:
@@ -151,7 +140,7 @@ def _flatten(schedule: WindowSchedule) -> tuple[list[Tensor], Any]:
 def _unflatten(numbers: Any, context: Any) -> WindowSchedule:
     rest, given = context[0], iter(numbers)
     fields: Any = (next(given) if field == _IN_A_TENSOR else field for field in rest)
-    return WindowSchedule(RowBounds(*fields), *context[1:])
+    return WindowSchedule(Bounds(*fields), *context[1:])
 
 
 pytree.register_pytree_node(

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..mod_ir.arguments import INDEX_DTYPE
+from ..visits.places import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE
 from .call import Inputs
 from .exact import Exact, Mod
-from .schedule import placed
-from .tile_map import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE
 
 
 class Side(NamedTuple):
@@ -51,7 +50,8 @@ class OneSequence(Exact):
     ):
         query, key, value = tensors
         tile_map: Any = inputs.tile_map
-        schedule = placed(inputs.schedule, query, key, tile_map)
+        given: Any = inputs.schedule
+        schedule = given.bands(query.size(2), key.size(2), tile_map, query.device)
         heads, block = slice(0, query.size(1)), schedule.q_block
         rows = [schedule.band(slice(0, 1), heads, slice(n * block, n * block + 1)) for n in queries.tolist()]
         # [H or 1, tiles of queries, tiles of keys]

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import errors
 from ..mod_ir.serialise import graph_key
 from ..options import CallOptions
+from ..visits import FORMS, Schedule, TileMap, form_of
 from .ring import Ring
-from .schedule import FORMS, Schedule
-from .tile_map import TileMap
 
 QKV = ("query", "key", "value")
 
@@ -49,7 +48,7 @@ class Inputs(NamedTuple):
         """As graphs hold it: they have no NamedTuples."""
         found = {name: getattr(self, name) for name in self.given()}
         if self.schedule is not None:
-            found["schedule"] = (self.schedule.form, *self.schedule)
+            found["schedule"] = (form_of(self.schedule), *self.schedule)
         if self.tile_map is not None:
             found["tile_map"] = tuple(self.tile_map)
         if self.ring is not None:

@@ -14,10 +14,9 @@ from torch import Tensor
 from ..mod_ir import serialise
 from ..mod_ir.program import LaneProgram
 from ..mod_ir.split import Programs
+from ..visits import FORMS, TileMap
 from .call import Inputs
 from .ring import Ring
-from .schedule import FORMS
-from .tile_map import TileMap
 
 _BUNDLES: dict[str, type] = {**FORMS, "tile_map": TileMap, "ring": Ring}
 _NAME_OF_BUNDLE = {bundle: name for name, bundle in _BUNDLES.items()}

@@ -21,9 +21,9 @@ from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.broadcast import along, broadcasting
 from ..mod_ir.program import AXES, LaneProgram, Leaf
 from ..mod_ir.split import Programs
+from ..visits.band import Band
 from .call import QKV, Inputs, is_guarded
 from .layout import empty_like_layout
-from .schedule import Band, placed
 
 # A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
 # level near the cores; narrow tiles rule out more of a causal mask.
@@ -172,7 +172,8 @@ class _Run:
         factors: Sequence[Tensor],
     ):
         self.query, self.kv, self.scale, self.mods, self.inputs = query, (key, value), scale, mods, inputs
-        self.schedule: Any = placed(inputs.schedule, query, key, inputs.tile_map)
+        schedule, lengths = inputs.schedule, (query.size(2), key.size(2))
+        self.schedule: Any = schedule and schedule.bands(*lengths, inputs.tile_map, query.device)
         self.dtype = score_dtype(query.dtype)
         self.batch, self.heads, self.queries, _ = query.shape
         self.kv_heads, self.keys = key.shape[1:3]

@@ -29,8 +29,8 @@ from .. import compat
 from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.program import AXES, LaneProgram
 from ..mod_ir.serialise import GraphFunction
+from ..visits import Schedule
 from .chunked import run_lanes
-from .schedule import Schedule, placed
 
 LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
@@ -159,7 +159,8 @@ class Exact:
         scale: float,
     ):
         self.query, self.key, self.value, self.scale = query, key, value, scale
-        self.schedule = placed(schedule, query, key)
+        lengths = (query.size(2), key.size(2))
+        self.schedule: Any = schedule and schedule.bands(*lengths, None, query.device)
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.dtype = score_dtype(query.dtype)
         self.units = Units.of(query)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import _FlopCounterMode, flop_registry
 
+from ..visits.places import COUNT, TileMap
 from .call import AttentionCall, BackwardCall
 from .hop import attention, attention_backward
-from .schedule import placed
-from .tile_map import COUNT, TileMap
 
 
 def _forward_flops(*args: Any, out_val: Any = None) -> int:
@@ -34,7 +33,7 @@ def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     if given is None or not isinstance(lanes, int) or not all(map(_has_values, tensors)):
         return lanes
     # The query may be of a device that is not there.
-    schedule = placed(given, call.query, call.key, tile_map, "cpu")
+    schedule = given.bands(queries, call.key.size(2), tile_map, torch.device("cpu"))
     if tile_map is not None and call.inputs.ring is None:
         return _visited_in_map(schedule, tile_map, heads)
     visited = 0

@@ -13,9 +13,9 @@ from ..mod_ir.capture import LiftedMod, lift
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.indexing import sizes_at_positions
 from ..mod_ir.names import WrappedMod, capture_names
+from ..visits import Bounds
+from ..visits.places import COLUMNS, TileMap
 from .call import AttentionCall, Inputs
-from .schedule import BlockRuns, Bounds, SequenceBounds
-from .tile_map import COLUMNS, TileMap
 
 
 def lift_captures(call: AttentionCall) -> AttentionCall:
@@ -41,8 +41,9 @@ def prepare(call: AttentionCall) -> AttentionCall:
         score_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.score_captures),
         mask_captures=tuple(_number_to_tensor(c, call.query) for c in inputs.mask_captures),
     )
-    if isinstance(inputs.schedule, Bounds):
-        bounds = inputs.schedule.with_numbers(lambda n: _bound_to_tensor(n, call.query))
+    schedule: Any = inputs.schedule
+    if isinstance(schedule, Bounds):
+        bounds = schedule.with_numbers(lambda n: _bound_to_tensor(n, call.query))
         call = call.with_inputs(schedule=bounds)
     if inputs.tile_map is not None and inputs.ring is None:
         _check_tile_map(inputs)
@@ -88,12 +89,10 @@ def _check_tile_map(inputs: Inputs) -> None:
     schedule, tile_map = inputs.schedule, inputs.tile_map
     if schedule is None:
         raise errors.tile_map_without_schedule()
-    if not isinstance(schedule, BlockRuns | SequenceBounds):
+    expected = schedule.for_map(tile_map)
+    if expected is None:
         raise errors.tile_map_without_runs(schedule.form)
-    offsets = (schedule.kv_offsets, schedule.q_offsets) if isinstance(schedule, BlockRuns) else (None, None)
-    for name, tensor, of_lines in zip(TileMap._fields, tile_map, offsets, strict=True):
-        # Bounds hold for as many tiles as there are.
-        tiles = tensor.size(0) if of_lines is None else of_lines.size(-1) - 1
+    for name, tensor, tiles in zip(TileMap._fields, tile_map, expected, strict=True):
         if (
             tensor.dtype != torch.int32
             or tensor.dim() != 2

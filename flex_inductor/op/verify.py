@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .. import errors
 from ..mod_ir.program import AXES
+from ..visits.places import COUNT
 from . import call_text
 from .by_sequence import OneSequence, Side, groups_of
 from .call import QKV, check_served
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
-from .tile_map import COUNT
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # of each kind of tile in larger calls

@@ -16,6 +16,7 @@ from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.names import WrappedMod, capture_names
 from ..mod_ir.trace import trace_value
+from ..visits import Bounds
 from .call import AttentionCall, BackwardCall, Inputs, check_served, wanted_gradients
 
 aten = torch.ops.aten
@@ -115,18 +116,15 @@ class _Fold:
     def schedule(self, schedule: Any, dims: Any) -> Any:
         if schedule is None:
             return None
-        if schedule.form == "bounds":
+        if isinstance(schedule, Bounds):
             return self._bounds(schedule, dims)
-        tensors, at = schedule[2:], dims[2:]
-        # Every other one, counts or offsets, is [B or 1, ...] in either form.
-        if all(t is None or t.size(0) == 1 for t in tensors[::2]) and all(dim is None for dim in at):
+        pairs = [*zip(schedule.tables, dims.tables, strict=True)]
+        alike = all(table.offsets is None or table.offsets.size(0) == 1 for table, _ in pairs)
+        if alike and all(dim is None for _, at in pairs for dim in at):
             return schedule  # the same for every example and batch
-        if schedule.form == "runs":
-            pairs = zip(tensors[::2], at[::2], tensors[1::2], at[1::2], strict=True)
-            folded = [tensor for pair in pairs for tensor in self._runs(*pair)]
-        else:
-            folded = [self.tensor(tensor, dim) for tensor, dim in zip(tensors, at, strict=True)]
-        return type(schedule)(*schedule[:2], *folded)
+        if schedule.of_one:
+            return schedule.with_tables(map(self.tensor, table, at) for table, at in pairs)
+        return schedule.with_tables(self._runs(*table, *at) for table, at in pairs)
 
     def _bounds(self, bounds: Any, dims: Any) -> Any:
         if bounds.grids[0] == 1 and all(dim is None for dim in dims):
@@ -135,7 +133,7 @@ class _Fold:
         return type(bounds)(*(self.tensor(n, dim) if isinstance(n, Tensor) else n for n, dim in pairs))
 
     def _runs(
-        self, offsets: Tensor, offsets_dim: int | None, runs: Tensor, runs_dim: int | None
+        self, offsets: Tensor, runs: Tensor, offsets_dim: int | None, runs_dim: int | None
     ) -> tuple[Tensor, Tensor]:
         offsets = _examples_first(offsets, offsets_dim, self.examples)
         if runs_dim is not None:

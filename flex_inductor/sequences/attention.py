@@ -14,8 +14,8 @@ from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention
-from ..op.tile_map import COLUMNS, TileMap
 from ..options import call_options
+from ..visits.places import COLUMNS, TileMap
 from . import errors
 from .mask import SequenceMask
 from .sequences import TENSORS, Sequences

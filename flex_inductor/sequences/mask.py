@@ -20,9 +20,10 @@ from ..masks.tables import Extent
 from ..masks.trace import name_of
 from ..masks.window import seen
 from ..masks.window_schedule import BLOCK, bounds_of
-from ..op.schedule import FORMS, BlockRuns, OfSequence, SequenceBounds
-from ..op.tile_map import PIECE, TileMap
-from ..windows import ALL, Window
+from ..visits import FORMS, BlockRuns, Bounds, TileMap, form_of
+from ..visits.bounds import SequenceEntry
+from ..visits.places import PIECE
+from ..visits.window import ALL, Window
 from . import errors
 from .places import Places, Tiles, block_within, with_zeros
 
@@ -35,22 +36,16 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class SequenceMask:
     """Made by Sequences.mask, for any number of calls on these sequences."""
 
-    schedule: SequenceBounds | BlockRuns
+    schedule: Bounds | BlockRuns
     tile_map: TileMap
     sequences: Any
     mask_mod: MaskMod | None
     heads: int | None  # that mask_mod tells apart
 
     @property
-    def visits(self) -> SequenceBounds | BlockRuns:
-        bounds = self.schedule
-        if isinstance(bounds, BlockRuns):
-            return bounds
-        # Dynamo may take any number for one that changes. Kernels with chunks and without them are not the same.
-        numbers = (bounds.left, bounds.right, bounds.chunk or 0, bounds.prefix or 0)
-        return SequenceBounds(
-            bounds.q_block, bounds.kv_block, *numbers, bounds.scattered, bounds.sequence_table
-        )
+    def visits(self) -> Bounds | BlockRuns:
+        schedule = self.schedule
+        return schedule if isinstance(schedule, BlockRuns) else schedule.constant_where_zero()
 
 
 @ordinary_tensors
@@ -84,7 +79,7 @@ def sequence_mask(
         both = None if found.window is None else window.within(found.window)
     if window != ALL:
         mask_mod = window.mask_mod() if mask_mod is None else and_masks(window.mask_mod(), mask_mod)
-    schedule: SequenceBounds | BlockRuns
+    schedule: Bounds | BlockRuns
     if mask_mod is None or both is not None or not sequences.count:
         schedule = _in_window(queries, keys, lengths, both or ALL, scattered)
     else:
@@ -106,13 +101,13 @@ def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
 
 def _in_window(
     queries: Tiles, keys: Tiles, lengths: tuple[Tensor, Tensor], window: Window, scattered: bool
-) -> SequenceBounds:
+) -> Bounds:
     """Kernels find from the window's numbers what a tile visits."""
     bounds = bounds_of(window, (queries.block, keys.block), None)
-    of_sequences = OfSequence(keys.first, lengths[1], queries.first, lengths[0])
+    of_sequences = SequenceEntry(keys.first, lengths[1], queries.first, lengths[0])
     # Lines of the map that are not needed are said to be of the first sequence, also where there is none.
     table = with_zeros(of_sequences).to(torch.int32)
-    return SequenceBounds(*bounds[:5], bounds.prefix, scattered, table)
+    return bounds._replace(sequence_table=table, scattered=scattered)
 
 
 def _by_analysis(
@@ -152,7 +147,7 @@ def _by_analysis(
     tables = [
         table for side in (placed, transposed(placed, kept_heads)) for table in _tables(side, kept_heads)
     ]
-    return BlockRuns(queries.block, keys.block, *tables)
+    return BlockRuns.of((queries.block, keys.block), tables)
 
 
 def _tables(runs: Runs, heads: int) -> list[Tensor]:
@@ -172,7 +167,7 @@ def _flatten_with_keys(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
     tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
     numbers = tuple((name, field) for name, field in fields.items() if name not in tensors)
     parts = {**tensors, **mask.tile_map._asdict(), "sequences": mask.sequences}
-    context = (mask.schedule.form, tuple(tensors), numbers, mask.mask_mod, mask.heads)
+    context = (form_of(mask.schedule), tuple(tensors), numbers, mask.mask_mod, mask.heads)
     return [(pytree.GetAttrKey(n), part) for n, part in parts.items()], context
 
 

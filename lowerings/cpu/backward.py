@@ -20,7 +20,7 @@ LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
 
 def lower(problem: AttentionProblem, call: Any) -> Any:
     score, mask, joint = inlinable(problem, call)
-    walked, lists = visited(problem, call, mask is not None)
+    walked, lists = visited(call, mask is not None)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
     if call.grad_lse is not None:

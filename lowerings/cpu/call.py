@@ -12,16 +12,15 @@ from torch._inductor import ir
 
 from flex_inductor.masks.window import MOST, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
-from flex_inductor.op.schedule import RowBounds, SequenceBounds, by_rows
-from flex_inductor.windows import ALL
+from flex_inductor.visits import Bounds
+from flex_inductor.visits.text import CPP, Walk, is_tensor, walks
+from flex_inductor.visits.window import ALL
 
-from ..bounds import CPP, ends, ends_in_sequence, is_tensor
 from ..buffers import layout_of, realized
 from ..choice import choose
 from ..lanes import graph, mods
 from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
-from ..walks import Walk, walks, walks_in
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
@@ -54,31 +53,42 @@ def inlinable(problem: AttentionProblem, call: Any) -> Inlined:
     return Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in found))
 
 
-def visited(problem: AttentionProblem, call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
-    """What is visited, and the tensors that say so, by name."""
-    if problem.schedule is None:
-        return [], {}
-    tensors = {}
+class _Reads:
+    """How the C++ of a kernel speaks of the line at hand; see visits.text.Kernel."""
 
-    def argument(name: str, tensor: Any) -> str:
-        tensors[name] = realized(tensor)
+    language = CPP
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}  # that say what is visited, by name
+
+    def argument(self, name: str, tensor: Any) -> str:
+        self.tensors[name] = realized(tensor)
         return name
 
-    schedule = call.inputs.schedule
-    if isinstance(schedule, SequenceBounds):
-        tensors[template.TABLE] = realized(schedule.sequence_table)
-        place, of = ("place.index", "place.count"), "of_sequence({})".format
-        found = ends_in_sequence(schedule, "keys", CPP, *place, of)
-    elif isinstance(schedule, RowBounds):
-        document = None
-        if schedule.documents is not None:
-            tensors[template.DOCUMENTS] = realized(schedule.documents)
-            document = "document({}, {})".format
-        found = ends(schedule, "keys", CPP, "row", "M", "N", document)
-    else:
-        return walks(problem.schedule, by_rows(schedule), "keys", masked, argument), tensors
-    numbers = {name: realized(tensor) for name, tensor in found.numbers.items()}
-    return walks_in(found._replace(numbers=numbers), "keys", masked), tensors | numbers
+    def document(self, table: Any) -> Callable[[str, int], str]:
+        self.argument(template.DOCUMENTS, table)
+        return "document({}, {})".format
+
+    def entry(self, table: Any) -> Callable[[int], str]:
+        self.argument(template.TABLE, table)
+        return "of_sequence({})".format
+
+    def number(self) -> str:
+        return "row"
+
+    def lengths(self) -> tuple[str, str]:
+        return "M", "N"
+
+    def tile(self, side: str) -> tuple[str, str]:
+        return "place.index", "place.count"
+
+
+def visited(call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
+    """What is visited, and the tensors that say so, by name."""
+    schedule, reads = call.inputs.schedule, _Reads()
+    if schedule is None:
+        return [], {}
+    return walks(schedule, "keys", masked, call.inputs.tile_map is not None, reads), reads.tensors
 
 
 def tiles(call: Any) -> dict[str, Any]:
@@ -121,6 +131,7 @@ def rendered(
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={name: lanes.code(body, kernel) for name, body in bodies.items()},
         lists={tensor: given[tensor] for tensor in lists},
+        grids=_grids(call.inputs.schedule, lists, given),
         tile_map={tensor: given[tensor] for tensor in template.TILES if tensor in given},
         tensors=given,
         outputs={outputs[i]: kernel.argument(tensor) for i, tensor in kernel.outputs.items()},
@@ -128,9 +139,17 @@ def rendered(
     )
 
 
+def _grids(schedule: Any, lists: dict[str, Any], given: dict[str, template.Argument]) -> tuple[str, str]:
+    """For how many batches and heads the schedule says something."""
+    if isinstance(schedule, Bounds):
+        return ("B" if lists and schedule.sequence_table is None else "1"), "1"
+    batches, heads = next(iter(given[name].size[:2] for name in lists), ("1", "1"))
+    return batches, heads
+
+
 def _limits(problem: AttentionProblem, schedule: Any) -> dict[str, Any]:
     """How far before and behind its index a query may see; None for any distance."""
-    if problem.schedule == "bounds" and schedule.shift is None:
+    if problem.schedule == "bounds" and problem.map_tiles is None and schedule.shift is None:
         left, right = schedule.left, schedule.right
         return {
             "left": None if left is None or is_tensor(left) else f"({left} - (N - M))",

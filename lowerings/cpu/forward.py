@@ -35,7 +35,7 @@ def is_decode(problem: AttentionProblem) -> bool:
 def lower(problem: AttentionProblem, call: Any) -> Any:
     name = "decode" if is_decode(problem) else "forward"
     score, mask, _ = inlinable(problem, call)
-    walked, lists = visited(problem, call, mask is not None)
+    walked, lists = visited(call, mask is not None)
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
         **lists,
@@ -62,9 +62,7 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
             packed_bytes=PACKED_BYTES,
             splits=splits_asked(problem),
             walks=walked,
-            heads_share_lists=all(
-                walk.form == "bounds" or lists[walk.counts].get_size()[1] == 1 for walk in walked
-            ),
+            heads_share_lists=problem.heads_alike,
         )
 
     layouts = [fixed_layout(fake) for fake in V.graph.current_node.meta["val"]]

@@ -15,8 +15,8 @@ from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from flex_inductor import fingerprint
-from flex_inductor.op.schedule import OfSequence
-from flex_inductor.op.tile_map import COLUMNS
+from flex_inductor.visits.bounds import SequenceEntry
+from flex_inductor.visits.places import COLUMNS
 
 from ..choice import size_hint
 from ..problem import AttentionProblem
@@ -117,7 +117,7 @@ def _example(
     layout = buffer.get_layout()
     size, stride = [*map(size_hint, layout.size)], [*map(size_hint, layout.stride)]
     dtype = buffer.get_dtype()
-    if role is not None and ("counts" in role or "blocks" in role):
+    if role is not None and role.removeprefix("full_") in ("counts", "indices", "offsets", "runs"):
         return _example_list(role, size, problem, grid)
     if role in template.TILES:
         return _example_map(role, grid, problem, sequences)
@@ -149,7 +149,7 @@ def _example_list(
     partial = max(1, min(round(shares[0] * columns), columns - full))
     first, count = (0, full) if role.startswith("full") else (full, partial)
     if problem.schedule == "runs":
-        if role.endswith("counts"):
+        if role.endswith("offsets"):
             return torch.arange(size[-1], dtype=torch.int32).expand(size).contiguous()
         return torch.tensor([[first, first + count]], dtype=torch.int32).repeat(rows, 1)
     if role.endswith("counts"):
@@ -161,14 +161,14 @@ def _example_list(
 
 def _example_sequence(
     n: int, grid: tuple[int, int], problem: AttentionProblem, sequences: int | None
-) -> OfSequence:
+) -> SequenceEntry:
     """One of sequences that share tiles out."""
     assert problem.blocks is not None and sequences is not None
     starts = [[-(-i * tiles // sequences) for i in (n, n + 1)] for tiles in grid]
     (query_tile, query_stop), (key_tile, key_stop) = starts
     q_block, kv_block = problem.blocks
     keys, queries = (key_stop - key_tile) * kv_block, (query_stop - query_tile) * q_block
-    return OfSequence(key_tile, keys, query_tile, queries)
+    return SequenceEntry(key_tile, keys, query_tile, queries)
 
 
 def _example_map(

@@ -20,15 +20,13 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor import compat
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
-from flex_inductor.op.schedule import RowBounds, SequenceBounds, Visits, by_columns, by_rows
-from flex_inductor.op.tile_map import BATCH, COUNT, HEAD, INDEX, PIECE, ROW, SEQUENCE, TileMap
+from flex_inductor.visits.places import BATCH, COUNT, HEAD, INDEX, PIECE, ROW, SEQUENCE, TileMap
+from flex_inductor.visits.text import TRITON, Language, Walk, walks
 
-from ..bounds import TRITON, Ends, ends, ends_in_sequence
 from ..buffers import layout_of, realized
 from ..choice import choose, demanded, problem_class
 from ..lanes import Mods
 from ..problem import AttentionProblem
-from ..walks import Walk, walks, walks_in
 from . import fallback_configs, search, timing
 from .configs import (
     COALESCED,
@@ -76,13 +74,6 @@ _COLUMNS = {
 }
 
 
-# What templates call the tensors of a schedule.
-_LISTS = {
-    form: dict(zip(Visits._fields, (counts, blocks, f"full_{counts}", f"full_{blocks}"), strict=True))
-    for form, counts, blocks in (("lists", "counts", "indices"), ("runs", "offsets", "runs"))
-}
-
-
 class Inline(NamedTuple):
     """A mod as the template writes it."""
 
@@ -96,6 +87,46 @@ def _read_again(earlier: Sequence[Statement], later: Sequence[str]) -> int:
     """How many values, each of a whole tile, `later` statements read of `earlier` ones."""
     whole = {s.text.partition(" = ")[0] for s in earlier if {"q_idx", "kv_idx"} <= s.axes}
     return len(whole.intersection(word for line in later for word in re.findall(r"\w+", line)))
+
+
+class _Reads(NamedTuple):
+    """How the Triton of a kernel speaks of the line at hand; see visits.text.Kernel."""
+
+    builder: Builder
+    line: str
+
+    @property
+    def language(self) -> Language:
+        return TRITON
+
+    def argument(self, name: str, tensor: Any) -> Tensor:
+        return self.builder.tensor(name, realized(tensor))
+
+    def document(self, table: Any) -> Callable[[str, int], str]:
+        found = self.argument("documents", table)
+        batch, row, columns = found.stride
+        of_batch = "" if found.size[0] == "1" else f" + b * {batch}"
+
+        def document(place: str, column: int) -> str:
+            return f"tl.load({found.name}{of_batch} + {place} * {row} + {column} * {columns})"
+
+        return document
+
+    def entry(self, table: Any) -> Callable[[int], str]:
+        found = self.argument("sequence_table", table)
+        row, columns = found.stride
+        return lambda column: f"tl.load({found.name} + sequence * {row} + {column} * {columns})"
+
+    def number(self) -> str:
+        return self.line
+
+    def lengths(self) -> tuple[str, str]:
+        problem = self.builder.problem
+        return self.builder.size(problem.M), self.builder.size(problem.N)
+
+    def tile(self, side: str) -> tuple[str, str]:
+        held = "m" if side == "keys" else "n"
+        return f"shift_{held}", f"stop_{held}"
 
 
 class Builder:
@@ -232,49 +263,10 @@ class Builder:
             for n in names
         ]
 
-    def walks(self, call: Any, side: str, line: str = "line") -> list[Walk]:
-        """Passes over what the call's schedule visits: partial blocks, and full ones if there are."""
-        p, schedule = self.problem, call.inputs.schedule
-        form, masked = p.schedule, self.mods.mask is not None
-        if isinstance(schedule, RowBounds):
-            sizes = self.size(p.M), self.size(p.N)
-            found = ends(schedule, side, TRITON, line, *sizes, self._documents(schedule.documents))
-            return walks_in(self._with_numbers(found), side, masked)
-        if isinstance(schedule, SequenceBounds):
-            found = self._with_numbers(self._in_sequence(schedule, side))
-            return walks_in(found, side, masked, mapped=True)
-        visits = None if schedule is None else by_rows(schedule) if side == "keys" else by_columns(schedule)
-
-        def argument(field: str, tensor: Any) -> Tensor:
-            return self.tensor(_LISTS[form][field], realized(tensor))
-
-        return walks(form, visits, side, masked, argument, mapped=self.tile_map is not None)
-
-    def _documents(self, documents: Any) -> Callable[[str, int], str] | None:
-        if documents is None:
-            return None
-        table = self.tensor("documents", realized(documents))
-        batch, row, columns = table.stride
-        of_batch = "" if table.size[0] == "1" else f" + b * {batch}"
-
-        def document(place: str, column: int) -> str:
-            return f"tl.load({table.name}{of_batch} + {place} * {row} + {column} * {columns})"
-
-        return document
-
-    def _in_sequence(self, bounds: SequenceBounds, side: str) -> Ends:
-        table = self.tensor("sequence_table", realized(bounds.sequence_table))
-
-        def entry(column: int) -> str:
-            row, columns = table.stride
-            return f"tl.load({table.name} + sequence * {row} + {column} * {columns})"
-
-        held = "m" if side == "keys" else "n"
-        return ends_in_sequence(bounds, side, TRITON, f"shift_{held}", f"stop_{held}", entry)
-
-    def _with_numbers(self, found: Ends) -> Ends:
-        numbers = {name: self.tensor(name, realized(number)) for name, number in found.numbers.items()}
-        return found._replace(numbers=numbers)
+    def walks(self, call: Any, side: str, number: str = "line") -> list[Walk]:
+        """Passes over what the line `number` of the call's schedule visits: partial blocks, then full ones."""
+        reads = _Reads(self, number)
+        return walks(call.inputs.schedule, side, self.mods.mask is not None, self.tile_map is not None, reads)
 
     def common(self) -> dict[str, Any]:
         """What every template is given."""

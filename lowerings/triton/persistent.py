@@ -10,12 +10,12 @@ import torch
 from torch._inductor.lowering import broadcast_symbolic_shapes, lowerings
 from torch._inductor.virtualized import V
 
-from flex_inductor.op.schedule import by_rows
+from flex_inductor.visits import BlockRuns
+from flex_inductor.visits.text import Walk
 
 from ..buffers import realized
 from ..choice import size_hint
 from ..problem import AttentionProblem
-from ..walks import Walk
 from .captured import zeros
 from .configs import Config, current_device, launched_with
 from .kernel import Before, empty
@@ -42,7 +42,9 @@ def values(
     the rows. C++ wrappers cannot make that call, so rows are sorted in the graph.
     """
     problem, form, order, before = builder.problem, builder.problem.schedule, None, None
-    fields = by_rows(call.inputs.schedule) if form in ("lists", "runs") else None
+    schedule, fields = call.inputs.schedule, None
+    if isinstance(schedule, BlockRuns):
+        fields = [field for table in schedule.side("keys") if table is not None for field in table]
     if len(configs) == 1 or V.graph.cpp_wrapper:
         taken = zeros([1], torch.int32, problem)
         if fields is not None:
@@ -52,7 +54,7 @@ def values(
         names = ["taken"]
         if fields is not None:
             order = empty(_rows(form, fields), None, torch.int32, problem.device)
-            tables = [tensor for walk in walks for tensor in (walk.counts, walk.blocks) if tensor is not None]
+            tables = [tensor for walk in walks for tensor in (walk.offsets, walk.runs)]
             names += ["order", *(tensor.name for tensor in tables)]
         before = Before(fill_if_used, form, names)
     builder.tensor("taken", taken, written=True)

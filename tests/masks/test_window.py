@@ -17,7 +17,7 @@ from flex_inductor.masks.window_schedule import WindowSchedule, schedule_of
 from flex_inductor.mod_ir.arguments import MASK_LANES
 from flex_inductor.mod_ir.split import split
 from flex_inductor.mod_ir.trace import trace_value
-from flex_inductor.windows import Window
+from flex_inductor.visits.window import Window
 
 GAPS = [Window(3, -5), Window(math.inf, -150, 200), Window(-3, math.inf, 7)]
 LENGTHS = ((1, 700), (300, 300), (513, 100), (128, 256), (5, 1))

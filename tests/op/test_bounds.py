@@ -11,12 +11,13 @@ from torch import Tensor
 
 from flex_inductor import create_block_mask, decisions
 from flex_inductor.flash import flash_attn_func
-from flex_inductor.lowerings.bounds import CPP, TRITON, ends, ends_in_sequence
 from flex_inductor.masks.window_schedule import bounds_of
 from flex_inductor.op import Inputs, attention, eager
-from flex_inductor.op.schedule import OfSequence, RowBounds, SequenceBounds, placed
 from flex_inductor.options import call_options
-from flex_inductor.windows import ON_NUMBERS, Window
+from flex_inductor.visits import Bounds
+from flex_inductor.visits.bounds import Line, SequenceEntry
+from flex_inductor.visits.text import CPP, TRITON, walks
+from flex_inductor.visits.window import Window
 from tests.marks import slow_but
 from tests.support import Sizes, attention_of, dense_of, judge
 
@@ -28,6 +29,65 @@ WINDOWS = [
 GAPS = [Window(3, -5), Window(math.inf, -15, 20), Window(-3, math.inf, 7)]
 LENGTHS = ((1, 70), (30, 30), (51, 10), (16, 32), (5, 1), (33, 64))
 BLOCKS = ((16, 16), (16, 8))
+
+
+class OnNumbers:
+    """What expressions need beside operators, on numbers."""
+
+    least, most = staticmethod(min), staticmethod(max)
+
+    def either(self, condition, x, y):
+        return x if condition else y
+
+    def named(self, name, value):
+        return value
+
+    def looked_up(self, table, place, column):
+        return int(table[0, place, column])
+
+
+def line_of(bounds, side, number, queries, keys):
+    """Where the runs of a plain call's line begin and end."""
+    return bounds.ends(side, bounds.line(side, number, queries, keys, OnNumbers()), OnNumbers())
+
+
+class Words:
+    """How the text of a test's kernel speaks of its line."""
+
+    def __init__(self, language, queries="M", keys="N"):
+        self.language, self.sizes = language, (queries, keys)
+
+    def argument(self, name, tensor):
+        return name
+
+    def document(self, table):
+        return "table({}, {})".format
+
+    def entry(self, table):
+        return "table[{}]".format
+
+    def number(self):
+        return "row"
+
+    def lengths(self):
+        return self.sizes
+
+    def tile(self, side):
+        return "index", "count"
+
+
+def text_of(bounds, side, words, mapped=False):
+    """The lines that compute, and where partial and full runs begin and end."""
+    partial, full = walks(bounds, side, True, mapped, words)
+    return partial.lines, partial.ends, full.ends
+
+
+def value_of(text, known):
+    """What such a text amounts to."""
+    lines, *ends = text
+    for name, value in lines:
+        known[name] = Machine(eval(value, {"tl": tl}, known))
+    return tuple([eval(place, {}, known) for place in part] for part in ends)
 
 
 def blocks_of(
@@ -60,9 +120,9 @@ def test_lines_visit_the_blocks_of_the_mask(queries, keys):
         shift = keys - queries if at_end else 0
         bounds = bounds_of(window, block, None if at_end else 0)
         kinds = blocks_of(window, queries, keys, shift, block)
-        for line_of, lines in ((bounds.row, kinds), (bounds.column, kinds.T)):
+        for side, lines in (("keys", kinds), ("queries", kinds.T)):
             for i, expected in enumerate(lines):
-                found = kinds_in(line_of(i, queries, keys, ON_NUMBERS), len(expected))
+                found = kinds_in(line_of(bounds, side, i, queries, keys), len(expected))
                 more = torch.where(expected == 0, 1, expected) if window in GAPS else expected
                 assert ((found == expected) | (found == more)).all(), (window, at_end, block, i)
 
@@ -85,9 +145,9 @@ def test_lines_visit_the_blocks_of_documents(ends_of_documents):
         bounds = bounds_of(window._replace(documents=table), block, 0)
         same = document[:queries, None] == document[:keys]
         kinds = blocks_of(window, queries, keys, 0, block, same)
-        for line_of, lines in ((bounds.row, kinds), (bounds.column, kinds.T)):
+        for side, lines in (("keys", kinds), ("queries", kinds.T)):
             for i, expected in enumerate(lines):
-                found = kinds_in(line_of(i, queries, keys, ON_NUMBERS), len(expected))
+                found = kinds_in(line_of(bounds, side, i, queries, keys), len(expected))
                 assert torch.equal(found, expected), (window, block, queries, keys, i)
 
 
@@ -134,63 +194,52 @@ def test_kernels_say_the_same():
     for window, (queries, keys), side in itertools.product(WINDOWS, LENGTHS, ("keys", "queries")):
         bounds = bounds_of(window, (16, 8), None)
         tensors = {n: torch.empty(1) for n in ("left", "right", "chunk", "prefix") if getattr(bounds, n)}
-        of_numbers = bounds.row if side == "keys" else bounds.column
         sizes = {"M": Machine(queries), "N": Machine(keys)}
         texts = [
-            ends(bounds, side, TRITON, "row", str(queries), str(keys)),
-            ends(bounds._replace(**tensors), side, TRITON, "row", "M", "N"),
+            text_of(bounds, side, Words(TRITON, str(queries), str(keys))),
+            text_of(bounds._replace(**tensors), side, Words(TRITON)),
         ]
         for text, row in itertools.product(texts, range(-(-(queries if side == "keys" else keys) // 16))):
             known = {**sizes, "row": Machine(row), **{n: Machine(getattr(bounds, n)) for n in tensors}}
-            for name, value in text.lines:
-                known[name] = Machine(eval(value, {"tl": tl}, known))
-            found = tuple([eval(place, {}, known) for place in part] for part in text[2:])
-            assert found == of_numbers(row, queries, keys, ON_NUMBERS), (window, queries, keys, side, row)
+            expected = line_of(bounds, side, row, queries, keys)
+            assert value_of(text, known) == expected, (window, queries, keys, side, row)
 
 
 def test_kernels_say_the_same_of_documents():
     for ends_of_documents, window, (queries, keys) in itertools.product(DOCUMENTS, BESIDE, LENGTHS):
         table = table_of(ends_of_documents)
         bounds = bounds_of(window._replace(documents=table), (16, 8), 0)
-        for side, of_numbers in (("keys", bounds.row), ("queries", bounds.column)):
-            text = ends(bounds, side, TRITON, "row", "M", "N", "table({}, {})".format)
+        for side in ("keys", "queries"):
+            text = text_of(bounds, side, Words(TRITON))
             for row in range(-(-(queries if side == "keys" else keys) // (16 if side == "keys" else 8))):
                 known = {"M": Machine(queries), "N": Machine(keys), "row": Machine(row)}
                 known["table"] = lambda place, column, table=table: Machine(table[0, place, column])
-                for name, value in text.lines:
-                    known[name] = Machine(eval(value, {"tl": tl}, known))
-                found = tuple([eval(place, {}, known) for place in part] for part in text[2:])
-                expected = of_numbers(row, queries, keys, ON_NUMBERS)
-                assert found == expected, (window, queries, keys, side, row)
+                expected = line_of(bounds, side, row, queries, keys)
+                assert value_of(text, known) == expected, (window, queries, keys, side, row)
 
 
 def test_kernels_say_the_same_of_sequences():
     """Whose tiles come after those of others."""
     for at, (window, (queries, keys)) in enumerate(itertools.product(WINDOWS[::2], LENGTHS)):
-        left, right, chunk, _, prefix = bounds_of(window, (16, 8), None)[2:7]
-        bounds = SequenceBounds(16, 8, left, right, chunk, prefix, at % 2 == 0, torch.empty(0, 4))
+        bounds = bounds_of(window, (16, 8), None)
+        bounds = bounds._replace(sequence_table=torch.empty(0, 4), scattered=at % 2 == 0)
         tensors = {n: torch.empty(1) for n in ("left", "right", "chunk", "prefix") if getattr(bounds, n)}
-        table = OfSequence(3, keys, 5, queries)
+        table = SequenceEntry(3, keys, 5, queries)
         for given, side in itertools.product((bounds, bounds._replace(**tensors)), ("keys", "queries")):
-            text = ends_in_sequence(given, side, TRITON, "index", "count", "table[{}]".format)
-            of_numbers, block, length, shift = (
-                (bounds.row, 16, queries, keys - queries) if side == "keys" else (bounds.column, 8, keys, 0)
-            )
+            text = text_of(given, side, Words(TRITON), mapped=True)
+            block, length, shift = (16, queries, keys - queries) if side == "keys" else (8, keys, 0)
             for start in range(0, length, block):
                 index, count = start + shift, min(block, length - start)
                 known = {"index": index, "count": count, "table": table}
                 known |= {n: getattr(bounds, n) for n in tensors}
                 known = {n: v if n == "table" else Machine(v) for n, v in known.items()}
-                for name, value in text.lines:
-                    known[name] = Machine(eval(value, {"tl": tl}, known))
-                found = tuple([eval(place, {}, known) for place in part] for part in text[2:])
-                expected = of_numbers(index, count, table, ON_NUMBERS)
-                assert found == expected, (window, queries, keys, side, start)
+                expected = bounds.ends(side, Line(index, count, table), OnNumbers())
+                assert value_of(text, known) == expected, (window, queries, keys, side, start)
 
 
 def test_text_is_short():
-    causal = ends(bounds_of(Window(right=0), (128, 128), None), "keys", CPP, "row", "M", "N")
-    assert causal.lines == [
+    lines, *ends = text_of(bounds_of(Window(right=0), (128, 128), None), "keys", Words(CPP))
+    assert lines == [
         ("least", "(row * 128) + (N - M)"),
         ("tokens", "std::min<int64_t>(M - (row * 128), 128)"),
         ("most", "(least + tokens) - 1"),
@@ -198,20 +247,19 @@ def test_text_is_short():
         ("stop", "(tokens > 0 ? (end + 127) / 128 : 0)"),
         ("full_stop", "(tokens == 128 ? std::min<int64_t>(std::max<int64_t>(least + 1, 0), N) / 128 : 0)"),
     ]
-    assert causal[2:] == (["full_stop", "stop"], ["0", "full_stop"])
+    assert ends == [["full_stop", "stop"], ["0", "full_stop"]]
 
 
 def test_far_ends_are_none():
     """At the end of int32 they would turn around."""
     far = bounds_of(Window(2**31 - 1, 1 << 30, 1 << 40), (128, 128), None)
-    assert far == RowBounds(128, 128, None, None, 1 << 30, None)
+    assert far == Bounds(128, 128, None, None, 1 << 30, None)
 
 
 def test_bands_by_batch():
-    bounds = RowBounds(16, 8, torch.tensor([5]), 3, 0, torch.tensor([0, 20, -7]))
-    query, key = torch.empty(3, 2, 40, 4), torch.empty(3, 2, 60, 4)
+    bounds = Bounds(16, 8, torch.tensor([5]), 3, 0, torch.tensor([0, 20, -7]))
     for b in (slice(0, 3), slice(1, 3)):
-        band = placed(bounds, query, key).band(b, slice(0, 2), slice(20, 40))
+        band = bounds.bands(40, 60, None, bounds.left.device).band(b, slice(0, 2), slice(20, 40))
         for i, shift in enumerate((0, 20, -7)[b]):
             expected = blocks_of(Window(5, 3), 40, 60, shift, (16, 8))[1:]
             assert torch.equal(band.visited[i, 0], expected > 0) and torch.equal(
@@ -228,7 +276,7 @@ def attend(query, key, value, numbers, block_mask):
         seen = (kv_idx >= place - left) & (kv_idx <= place + right) & (place // chunk == kv_idx // chunk)
         return seen | (kv_idx < prefix)
 
-    bounds = RowBounds(16, 32, *(number.view(-1) for number in numbers))
+    bounds = Bounds(16, 32, *(number.view(-1) for number in numbers))
     return attention(query, key, value, None, mask_mod, 0.25, Inputs(schedule=bounds), OPTIONS)
 
 
@@ -359,7 +407,7 @@ def test_numbers_of_examples():
     rights = torch.tensor([[0], [30], [-5]], dtype=torch.int32)
 
     def attend(q, k, v, right):
-        bounds = RowBounds(16, 16, None, right, 0, 0)
+        bounds = Bounds(16, 16, None, right, 0, 0)
         mask_mod = lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + right[0]  # noqa: E731
         return attention(q, k, v, None, mask_mod, 0.3, Inputs(schedule=bounds))[0]
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.op import Inputs, attention, attention_backward
-from flex_inductor.op.schedule import BlockLists
+from flex_inductor.visits import BlockRuns
 
 
 def count(inputs, **call):
@@ -73,5 +73,7 @@ def test_everything_is_counted_where_block_lists_have_no_values():
         lists = [None if t is None else mode.from_tensor(t) for t in mask.as_tuple()[2:10]]
         q, k, v = (mode.from_tensor(t) for t in qkv(1, 1, 8, 4))
         with FlopCounterMode(display=False) as counter:
-            attention(q, k, v, None, mask.mask_mod, 1.0, Inputs(schedule=BlockLists(4, 4, *lists)))
+            attention(
+                q, k, v, None, mask.mask_mod, 1.0, Inputs(schedule=BlockRuns.of((4, 4), lists, of_one=True))
+            )
     assert counter.get_total_flops() == 2 * 8 * 8 * (4 + 4)

@@ -8,7 +8,7 @@ from flex_inductor.masks.lists import lists_from_runs
 from flex_inductor.masks.runs import from_grid
 from flex_inductor.masks.schedule import RunSchedule, schedule_parts
 from flex_inductor.masks.tables import Extent
-from flex_inductor.op.schedule import BlockLists, placed
+from flex_inductor.visits import BlockRuns
 
 
 @st.composite
@@ -25,7 +25,7 @@ def schedules(draw):
     grid = torch.tensor(kinds, dtype=torch.int8).view(batch, heads, rows, columns)
     extent = Extent(batch, heads, lengths, block)
     runs = from_grid(grid.flatten(0, 2))
-    lists = BlockLists(*block, *lists_from_runs(runs, (batch, heads), extent, True))
+    lists = BlockRuns.of(block, lists_from_runs(runs, (batch, heads), extent, True), of_one=True)
     compact = RunSchedule.from_runs(runs, (batch, heads), extent, lambda b, h, q, kv: q >= kv)
     return grid, (lists, schedule_parts(compact)[0]), lengths
 
@@ -42,10 +42,9 @@ def test_bands(case, data):
     b, h, m, n = ranges
     step = data.draw(st.integers(1, keys))
     rows = kinds[b, h, m, :keys]
-    query, key = (torch.empty(1, 1, length, 1) for length in (queries, keys))
-    narrow = cut(forms[0], data.draw(st.integers(0, forms[0].kv_indices.size(-1))))
+    narrow = cut(forms[0], data.draw(st.integers(0, forms[0].kv_runs.size(-1))))
     for schedule in (*forms, narrow):
-        band = placed(schedule, query, key).band(b, h, m)
+        band = schedule.bands(queries, keys, None, grid.device).band(b, h, m)
         visited, full = band.lanes(n)
         assert torch.equal(visited, rows[..., n] > 0) and torch.equal(full, rows[..., n] == 2)
         first, last = n.start // schedule.kv_block, -(-n.stop // schedule.kv_block)
@@ -57,10 +56,10 @@ def test_bands(case, data):
 
 def cut(lists, width):
     """The lists with room for as many entries as are needed, and at least `width`; others hold anything."""
-    counts = (lists.kv_num_blocks, lists.full_kv_num_blocks)
+    counts = (lists.kv_offsets, lists.full_kv_offsets)
     width = max(width, *(int(count.max()) for count in counts))
     fields = {}
-    for name, count in zip(("kv_indices", "full_kv_indices"), counts, strict=True):
+    for name, count in zip(("kv_runs", "full_kv_runs"), counts, strict=True):
         used = torch.arange(width) < count.unsqueeze(-1)
         fields[name] = torch.where(used, getattr(lists, name)[..., :width], 1000)
     return lists._replace(**fields)

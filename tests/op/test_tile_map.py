@@ -7,8 +7,8 @@ from flex_inductor import create_block_mask
 from flex_inductor.errors import FlexNotImplementedError, FlexValueError
 from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.op import Inputs, attention
-from flex_inductor.op.tile_map import COUNT, ROW
 from flex_inductor.reference import reference
+from flex_inductor.visits.places import COUNT, ROW
 from tests.tile_maps import Part, packed
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, (16, 32)

@@ -10,7 +10,7 @@ from flex_inductor import Sequences, pad, unpad
 from flex_inductor.errors import FlexError
 from flex_inductor.masks.trace import trace_mask
 from flex_inductor.masks.window import window_of
-from flex_inductor.windows import Window
+from flex_inductor.visits.window import Window
 
 
 def offsets(*values, dtype=torch.int32):

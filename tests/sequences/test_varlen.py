@@ -12,10 +12,10 @@ from flex_inductor.errors import FlexError, FlexValueError
 from flex_inductor.lowerings.cpu import forward
 from flex_inductor.masks import window as window_module
 from flex_inductor.masks.trace import trace_mask
-from flex_inductor.op.schedule import SequenceBounds
-from flex_inductor.op.tile_map import COUNT, ROW
 from flex_inductor.reference import reference
 from flex_inductor.sequences.mask import _by_analysis
+from flex_inductor.visits import Bounds
+from flex_inductor.visits.places import COUNT, ROW
 from tests.tile_maps import as_runs
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 4
@@ -183,7 +183,7 @@ def test_windows_of_other_sizes_do_not_compile_again():
         want = varlen_attention(*given, sequences, None, mask, enable_gqa=True)
         torch.testing.assert_close(out, want)
         made.append(len(decisions()))
-    assert made == [1, 2, 2, 2] and isinstance(mask.schedule, SequenceBounds)
+    assert made == [1, 2, 2, 2] and isinstance(mask.schedule, Bounds)
 
 
 def chunks(b, h, q_idx, kv_idx):
@@ -204,7 +204,7 @@ def test_closed_forms_visit_what_the_analysis_finds(lengths, mask):
     sequences = Sequences.from_lengths(*LENGTHS[lengths])
     mask_mod = CLOSED[mask] or (lambda b, h, q_idx, kv_idx: q_idx == q_idx)
     closed = sequences.mask(mask_mod if mask != "none" else None, block_size=(8, 16))
-    assert isinstance(closed.schedule, SequenceBounds)
+    assert isinstance(closed.schedule, Bounds)
     places = sequences.places
     tiles = [side.tiles(block) for side, block in zip(places, (8, 16), strict=True)]
     analysed = _by_analysis(*tiles, sequences, [side.lengths for side in places], mask_mod, 1)

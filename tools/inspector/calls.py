@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.schedule import TENSORS
 from flex_inductor.masks.tables import Extent
-from flex_inductor.masks.window_schedule import WindowSchedule, runs_in_sequences
+from flex_inductor.masks.window_schedule import WindowSchedule, runs_of
 from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
-from flex_inductor.op.schedule import Bounds, SequenceBounds
+from flex_inductor.visits import Bounds
 
 from .lines import mod_lines
 
@@ -139,17 +139,15 @@ def _mask(
         lengths = (rows * blocks[0], columns * blocks[1])
     if isinstance(schedule, Bounds):
         bounds = schedule.with_numbers(lambda n: n if n is None or isinstance(n, Tensor) else _number(n))
-        if isinstance(bounds, SequenceBounds):
-            runs = runs_in_sequences(bounds, tile_map)
+        if tile_map is not None:
+            runs = runs_of(bounds, lengths, tile_map, values.query.device)
             return RunSchedule.from_runs(runs, (1, 1), Extent(1, 1, lengths, blocks), mask_mod)
         extent = Extent(bounds.grids[0], 1, lengths, blocks)
         return WindowSchedule(bounds, extent, values.query.device, mask_mod)
-    tensors: Any = schedule[2:]
-    if schedule.form == "runs":
-        batch, heads = tensors[0].shape[:2]
+    if not schedule.of_one:
+        batch, heads = schedule.grids
         # There may be room for more runs than there are.
-        pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        tensors = [t for offsets, runs in pairs for t in (offsets, runs[: int(offsets.max())])]
+        tensors = [t for offsets, runs in schedule.tables for t in (offsets, runs[: int(offsets.max())])]
         return RunSchedule(
             **dict(zip(TENSORS, tensors, strict=True)),
             batch=batch,
@@ -158,12 +156,12 @@ def _mask(
             BLOCK_SIZE=blocks,
             mask_mod=mask_mod,
         )
-    counts, indices, full_counts, full_indices = tensors[:4]
+    partial, full = schedule.tables[:2]
     lists = BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        full_counts,
-        full_indices,
+        partial.offsets,
+        partial.runs,
+        full.offsets,
+        full.runs,
         BLOCK_SIZE=blocks,
         mask_mod=mask_mod,
         seq_lengths=lengths,

@@ -15,8 +15,8 @@ from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings.cpu import configs
 from flex_inductor.lowerings.cpu.configs import TABLES, BackwardConfig, Caches, DecodeConfig, ForwardConfig
-from flex_inductor.op.schedule import SequenceBounds
-from flex_inductor.op.tile_map import SEQUENCE
+from flex_inductor.visits import Bounds, TileMap
+from flex_inductor.visits.places import SEQUENCE
 from tests.lowerings.cpu.helpers import SIZES, check
 from tests.support import MODS, attention_of, causal
 
@@ -193,9 +193,9 @@ def test_made_up_sequences_share_all_tiles_out():
     for count in (1, 3, 8):
         table = torch.tensor([tuner._example_sequence(n, grid, problem, count) for n in range(count)]).int()
         queries, keys = (tuner._example_map(role, grid, problem, count) for role in ("q_tiles", "kv_tiles"))
-        bounds = SequenceBounds(16, 32, None, 0, 0, 0, False, table)
-        partial, full = bounds.rows(queries)
-        visited = sum((ends[1::2][0] - ends[::2][0] for ends in (partial, full)), torch.zeros(7))
+        bounds = Bounds(16, 32, None, 0, 0, sequence_table=table)
+        partial, full = bounds.all_ends("keys", 0, 0, TileMap(queries, keys), table.device)
+        visited = sum(((ends[1] - ends[0]).squeeze(0) for ends in (partial, full)), torch.zeros(7))
         of_keys = keys[:, SEQUENCE].bincount(minlength=count)[queries[:, SEQUENCE]]
         assert ((visited >= 0) & (visited <= of_keys)).all()
         assert visited[-1] == of_keys[-1] > 0  # the last query sees all keys of its sequence

@@ -20,8 +20,8 @@ from flex_inductor.backend import flex_inductor as backend
 from flex_inductor.lowerings import winners
 from flex_inductor.lowerings.cpu import tuner
 from flex_inductor.op import Inputs, attention
-from flex_inductor.op.tile_map import BATCH, COUNT, ROW, SEQUENCE
 from flex_inductor.reference import reference
+from flex_inductor.visits.places import BATCH, COUNT, ROW, SEQUENCE
 from tests.support import assert_accurate, causal, judge, run
 from tests.tile_maps import Part, packed
 

@@ -12,9 +12,9 @@ from flex_inductor.masks import prefix_lm
 from flex_inductor.masks.schedule import TENSORS
 from flex_inductor.masks.tables import Extent
 from flex_inductor.masks.window_schedule import WindowSchedule, bounds_of
-from flex_inductor.op.schedule import RowBounds
 from flex_inductor.tools import interpret
-from flex_inductor.windows import Window
+from flex_inductor.visits import Bounds
+from flex_inductor.visits.window import Window
 
 
 def schedule_in(window, sizes, block, at_end=True, tensors=False):
@@ -23,7 +23,7 @@ def schedule_in(window, sizes, block, at_end=True, tensors=False):
     bounds = bounds_of(window, block, None if at_end else 0)
     if tensors:
         numbers = [n if not n else torch.tensor([n], dtype=torch.int32) for n in bounds[2:]]
-        bounds = RowBounds(*block, *numbers)
+        bounds = Bounds(*block, *numbers)
     shift = sizes.keys - sizes.queries if at_end else 0
     return WindowSchedule(bounds, extent, torch.device("cpu"), window.mask_mod(shift))
 

@@ -9,10 +9,10 @@ from support import assert_accurate, causal, judge, served_by
 from flex_inductor import Sequences, create_block_mask, decisions, varlen_attention
 from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.op import Inputs, attention
-from flex_inductor.op.tile_map import BATCH, COUNT, ROW
 from flex_inductor.options import CallOptions
 from flex_inductor.reference import reference
 from flex_inductor.tools import interpret
+from flex_inductor.visits.places import BATCH, COUNT, ROW
 from tests.tile_maps import Part, as_runs, packed
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.3

@@ -24,17 +24,17 @@ PIECE = 128  # scattered keys that a kernel may take at once
 
 
 class TileMap(NamedTuple):
-    """int32 [tiles, COLUMNS] for queries and for keys.
+    """int32 [tiles, COLUMNS] for queries and for keys: the lines and the columns of the call's schedule.
 
-    The tiles are the blocks of the call's schedule of runs, or of bounds of sequences, which has one line for each tile
-    of queries and names tiles of keys; its batch dimension is 1. A tile of keys has the sequence and the head of every
-    tile of queries that visits it. Rows of the output that no tile has are 0, with a logsumexp of -inf. Only positions
-    of queries may be negative. A row of memory is in one tile at most, but for keys and values that need no gradient:
-    sequences may share these.
-
-    The tiles of a run follow each other, in memory and in what mods see, and only its last one may have fewer rows
-    than a block. Those of a full run have all, and so has the tile that visits it. Where the call's keys are scattered,
-    as in pages, their tiles may lie anywhere, and a full run has a multiple of `PIECE` keys, whatever the block.
+    - The schedule is one of runs, or of bounds with a table of sequences. Its batch dimension is 1.
+    - A tile of keys has the sequence and the head of every tile of queries that visits it.
+    - Rows of the output that no tile has are 0, with a logsumexp of -inf.
+    - Only positions of queries may be negative.
+    - A row of memory is in one tile at most. Sequences may share keys and values that need no gradient.
+    - The tiles of a run follow each other, in memory and in what mods see. Only its last one may have fewer rows than a
+      block. Those of a full run have all, and so has the tile that visits it.
+    - Where the call's keys are scattered, as in pages, their tiles may lie anywhere. A full run then has a multiple of
+      `PIECE` keys, whatever the block.
     """
 
     queries: Tensor

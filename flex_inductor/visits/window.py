@@ -1,7 +1,6 @@
 """Windows: what a query sees is one range of keys around its own position.
 
-What tiles of a window visit are expressions of where they lie, the same ones for numbers, for tensors of many tiles and
-for the text of kernels.
+What a tile visits is an expression of its place, written once for tensors of many tiles and for the text of kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 class Arithmetic(Protocol):
-    """What expressions need beside operators. Divided is only what is not negative."""
+    """What expressions need beside operators. They divide only numbers that are not negative."""
 
     def least(self, x: Any, y: Any) -> Any: ...
 
@@ -52,23 +51,6 @@ class OnTensors:
 
     def looked_up(self, table: Tensor, place: Tensor, column: int) -> Tensor:
         return torch.take_along_dim(table[..., column], torch.atleast_2d(place), 1)
-
-
-class OnNumbers:
-    def least(self, x: int, y: int) -> int:
-        return min(x, y)
-
-    def most(self, x: int, y: int) -> int:
-        return max(x, y)
-
-    def either(self, condition: bool, x: int, y: int) -> int:
-        return x if condition else y
-
-    def named(self, name: str, value: int) -> int:
-        return value
-
-    def looked_up(self, table: Tensor, place: int, column: int) -> int:
-        return int(table[0, place, column])
 
 
 class Window(NamedTuple):
@@ -181,10 +163,11 @@ def _chunk(position: Any, size: int, origin: Any) -> Any:
 
 
 ALL = Window()
+ON_TENSORS = OnTensors()
 BEGIN, END = 0, 1  # the columns of a table of documents
 
 
-class Side(NamedTuple):
+class Tile(NamedTuple):
     """A tile of one side, or many as tensors: what it sees of the other side, in tiles of `others_block`."""
 
     block: int
@@ -196,22 +179,19 @@ class Side(NamedTuple):
     pieces: int = 1  # full runs have multiples of so many tiles
 
 
-ON_TENSORS, ON_NUMBERS = OnTensors(), OnNumbers()
-
-
-def visited(window: Window, side: Side, on: Arithmetic = ON_TENSORS) -> tuple[list[Any], list[Any]]:
+def visited(window: Window, tile: Tile, on: Arithmetic) -> tuple[list[Any], list[Any]]:
     """Where runs of partial tiles begin and end, in turn, and runs of full ones. Some are empty.
 
-    A tile is full if its tokens all see all of the other's, and both have as many as a tile can. Of a window with gaps
-    there may be partial tiles of which nothing is seen.
+    A pair of tiles is full if both have all their tokens and all see each other. A window with gaps may have partial
+    tiles in which nothing is seen.
     """
-    block, least, tokens, others, last, origin, pieces = side
-    whole = others * pieces
+    block, least, tokens, others, last, origin, pieces = tile
+    unit = others * pieces
     least, tokens = on.named("least", least), on.named("tokens", tokens)
     most = on.named("most", least + tokens - 1)
     end = on.named("end", window.end(most, origin, last, on))
     stop = on.either(tokens > 0, (end + (others - 1)) // others, 0)
-    full_stop = on.either(tokens == block, window.end(least, origin, last, on) // whole * pieces, 0)
+    full_stop = on.either(tokens == block, window.end(least, origin, last, on) // unit * pieces, 0)
     begin = window.begin(least, origin, on)
     if begin is None:
         stop, full_stop = on.named("stop", stop), on.named("full_stop", full_stop)
@@ -220,7 +200,7 @@ def visited(window: Window, side: Side, on: Arithmetic = ON_TENSORS) -> tuple[li
     start = on.named("start", begin // others)
     stop = on.named("stop", on.most(on.either(begin < end, stop, 0), start))
     all_see = window.begin(most, origin, on)
-    full_start = on.least(on.most((all_see + (whole - 1)) // whole * pieces, start), stop)
+    full_start = on.least(on.most((all_see + (unit - 1)) // unit * pieces, start), stop)
     full_start = on.named("full_start", full_start)
     full_stop = on.named("full_stop", on.most(full_stop, full_start))
     return [start, full_start, full_stop, stop], [full_start, full_stop]

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._C import _FunctionBase
+from torch._C import DispatchKey, _FunctionBase
 from torch._C._dynamo import eval_frame
 from torch._functorch import utils as functorch_utils
 from torch.autograd.function import Function
@@ -247,3 +247,20 @@ def recompile_reason() -> str | None:
     from torch._dynamo.utils import get_metrics_context
 
     return get_metrics_context()._metrics.get("recompile_reason")
+
+
+_VMAP_KEYS = (
+    DispatchKey.FuncTorchBatched,
+    DispatchKey.FuncTorchBatchedDecomposition,
+    DispatchKey.FuncTorchDynamicLayerFrontMode,
+    DispatchKey.FuncTorchDynamicLayerBackMode,
+    DispatchKey.FuncTorchVmapMode,
+)
+
+
+def vmap_allowed() -> Any:
+    """Undoes what keeps torch.vmap from working inside a TorchDispatchMode, where this may be called."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _VMAP_KEYS:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

@@ -1,4 +1,4 @@
-"""The option `verify`: what a route computes is checked, as it runs, by the ops of flex_inductor.op.verify."""
+"""The option `verify`: what a route computes is checked, as it runs, by the ops of flex_inductor.verify."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
-from flex_inductor.op import verify  # noqa: F401 - defines the ops
+from flex_inductor.verify import check  # noqa: F401 - defines the ops
 
 from . import host_ops
 from .chunked import op_arguments

@@ -18,9 +18,10 @@ from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.mod_ir.arguments import MASK_LANES, SCORE_LANES
 from flex_inductor.mod_ir.split import programs, split
 from flex_inductor.mod_ir.trace import trace_value
-from flex_inductor.op import Inputs, call_text, verify
-from flex_inductor.op.exact import Mod
+from flex_inductor.op import Inputs, call_text
 from flex_inductor.reference import reference
+from flex_inductor.verify import check
+from flex_inductor.verify.exact import Mod
 from tests import inspected
 from tests.kernel_in_torch import Call, Kernel
 
@@ -98,7 +99,7 @@ def op_arguments(rows=1024):
 
 @pytest.mark.parametrize("row", [0, 1023])
 def test_large_calls_are_sampled_at_both_ends(row, monkeypatch):
-    monkeypatch.setattr(verify, "WHOLE_LANES", 0)
+    monkeypatch.setattr(check, "WHOLE_LANES", 0)
     arguments, out, lse = op_arguments()
     state = torch.get_rng_state()
     checked = torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
@@ -155,7 +156,7 @@ def call_of(dtype):
     return call, call.arguments(), call.arguments(backward=True), Kernel(call).forward()
 
 
-def check(dtype, fault=""):
+def said(dtype, fault=""):
     """What verify says of a kernel with `fault`; a wrong backward is given the right forward."""
     call, arguments, backward, (out, lse, _) = call_of(dtype)
     kernel = Kernel(call, fault)
@@ -172,9 +173,9 @@ def check(dtype, fault=""):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_fault_is_found(dtype):
-    assert check(dtype) is None
+    assert said(dtype) is None
     faults = {name: FAULTS[name] for name in (*PRODUCTS, *GRADIENTS)} if dtype == "fp16" else FAULTS
-    assert {fault: check(dtype, fault) for fault in faults} == faults
+    assert {fault: said(dtype, fault) for fault in faults} == faults
 
 
 @pytest.mark.parametrize("fault", ["d_captures[0]", "d_captures[1]"])
@@ -182,21 +183,21 @@ def test_captured_gradients_of_large_calls(fault, monkeypatch):
     """A slope for each head, and an entry for each 8 keys: what a part of the call alone adds to is checked."""
     call, *_ = call_of("fp32")
     length = call.query.size(2)
-    monkeypatch.setattr(verify, "WHOLE_LANES", length * length)  # half of the call
+    monkeypatch.setattr(check, "WHOLE_LANES", length * length)  # half of the call
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert check("fp32") is None
-        assert check("fp32", fault) == fault
+        assert said("fp32") is None
+        assert said("fp32", fault) == fault
 
 
 def test_captured_gradients_that_are_not_checked_are_named(monkeypatch):
-    monkeypatch.setattr(verify, "WHOLE_LANES", 1000)
+    monkeypatch.setattr(check, "WHOLE_LANES", 1000)
     text = (
         r"^verify: gradients of captured tensors of shapes \[2\], \[12\] are not checked: the call has 18,432 scores, and no "
         r"element was found that at most 1,000 of them add to\. Check a shorter call\.$"
     )
     with pytest.warns(UserWarning, match=text):
-        assert check("fp32", "d_captures[0]") is None
+        assert said("fp32", "d_captures[0]") is None
 
 
 # What looks wrong and is not.

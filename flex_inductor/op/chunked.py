@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._C import DispatchKey
 
-from .. import errors
+from .. import compat, errors
 from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.broadcast import along, broadcasting
 from ..mod_ir.program import AXES, LaneProgram, Leaf
@@ -385,7 +384,7 @@ def run_lanes(
     for axis in reversed(AXES):
         in_dims = tuple(0 if axis in axes else None for axes in varies) + fixed
         function = torch.vmap(function, in_dims=in_dims)
-    with _vmap_allowed():
+    with compat.vmap_allowed():
         return function(*given, *captures, *invariants)
 
 
@@ -396,23 +395,6 @@ def _function(graph: fx.GraphModule | Callable) -> Callable:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-_VMAP_KEYS = (
-    DispatchKey.FuncTorchBatched,
-    DispatchKey.FuncTorchBatchedDecomposition,
-    DispatchKey.FuncTorchDynamicLayerFrontMode,
-    DispatchKey.FuncTorchDynamicLayerBackMode,
-    DispatchKey.FuncTorchVmapMode,
-)
-
-
-def _vmap_allowed() -> Any:
-    """Undoes what keeps torch.vmap from working inside a TorchDispatchMode, where this may be called."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _VMAP_KEYS:
-        excluded = excluded.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _guard(live: Tensor | None, axes: Sequence[str], device: torch.device) -> tuple[Tensor, tuple[str, ...]]:

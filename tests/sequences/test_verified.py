@@ -7,7 +7,8 @@ import torch
 from support import served_by
 
 from flex_inductor import FlexError, Sequences, varlen_attention
-from flex_inductor.op import chunked, verify
+from flex_inductor.op import chunked
+from flex_inductor.verify import check
 from tests.sequences.appended import int32
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -117,8 +118,8 @@ def test_backward(result, place, text, spoil):
 
 def test_large_calls_are_sampled(spoil, monkeypatch):
     """The last sequence is always among those that are checked, and its last row."""
-    monkeypatch.setattr(verify, "WHOLE_LANES", 0)
-    monkeypatch.setattr(verify, "SAMPLES", 2)
+    monkeypatch.setattr(check, "WHOLE_LANES", 0)
+    monkeypatch.setattr(check, "SAMPLES", 2)
     sequences, *given = case("packed")
     given = [x.requires_grad_() for x in given]
     attend = compiled()

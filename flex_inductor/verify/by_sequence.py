@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ..mod_ir.arguments import INDEX_DTYPE
+from ..op.call import Inputs
+from ..visits import Bounds
 from ..visits.places import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE
-from .call import Inputs
 from .exact import Exact, Mod
+from .lanes import Visited
 
 
 class Side(NamedTuple):
@@ -50,15 +52,14 @@ class OneSequence(Exact):
     ):
         query, key, value = tensors
         tile_map: Any = inputs.tile_map
-        given: Any = inputs.schedule
-        schedule = given.bands(query.size(2), key.size(2), tile_map, query.device)
-        heads, block = slice(0, query.size(1)), schedule.q_block
-        rows = [schedule.band(slice(0, 1), heads, slice(n * block, n * block + 1)) for n in queries.tolist()]
-        # [H or 1, tiles of queries, tiles of keys]
-        self.visited, self.full = (
-            torch.cat([getattr(row, name) for row in rows], 2)[0] for name in ("visited", "full")
-        )
-        keys = self.visited.flatten(0, 1).any(0).nonzero().flatten()
+        schedule: Any = inputs.schedule
+        self.of_tiles = None  # [H or 1, tiles of queries, tiles of keys]
+        if isinstance(schedule, Bounds):  # all keys of the sequence, as far as mask_mod lets them through
+            keys = (tile_map.keys[:, SEQUENCE] == tile_map.queries[queries[0], SEQUENCE]).nonzero().flatten()
+        else:
+            visited = Visited(schedule, len(tile_map.keys), query.device)
+            self.of_tiles = visited.blocks(slice(0, 1), slice(0, visited.grids[1]), queries.tolist())[0]
+            keys = self.of_tiles.flatten(0, 1).any(0).nonzero().flatten()
         self.queries, self.keys = Side.of(tile_map.queries, queries), Side.of(tile_map.keys, keys)
         self.line_of_tile = torch.zeros(len(tile_map.queries), dtype=torch.long, device=query.device)
         self.line_of_tile[queries] = torch.arange(len(queries), device=query.device)
@@ -80,16 +81,13 @@ class OneSequence(Exact):
         }
 
     def live(self, tile: Any) -> Tensor:
-        visited, full = (self._lanes(flags, tile) for flags in (self.visited, self.full))
-        if self.mask_mod is not None:
-            (allowed,) = self.mask_mod.rounded(self.indices(tile), visited & ~full, self.dtype)
-            visited = visited & (full | allowed)
-        return visited.expand([at.stop - at.start for at in tile])
-
-    def _lanes(self, flags: Tensor, tile: Any) -> Tensor:
-        flags = flags if flags.size(0) == 1 else flags[tile.h]
-        lines = self.line_of_tile[self.queries.tile[tile.m]]
-        return flags[:, lines][:, :, self.keys.tile[tile.n]].unsqueeze(0)
+        full = visited = None
+        if self.of_tiles is not None:
+            kinds = self.of_tiles if self.of_tiles.size(0) == 1 else self.of_tiles[tile.h]
+            lines = self.line_of_tile[self.queries.tile[tile.m]]
+            kinds = kinds[:, lines][:, :, self.keys.tile[tile.n]].unsqueeze(0)
+            visited, full = kinds > 0, kinds == Visited.FULL
+        return self.allowed(tile, visited, full)
 
 
 def groups_of(lines: Tensor) -> list[Tensor]:

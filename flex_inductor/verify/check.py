@@ -18,10 +18,10 @@ from torch import Tensor
 
 from .. import errors
 from ..mod_ir.program import AXES
+from ..op import call_text
+from ..op.call import QKV, check_served
 from ..visits.places import COUNT
-from . import call_text
 from .by_sequence import OneSequence, Side, groups_of
-from .call import QKV, check_served
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
@@ -290,9 +290,9 @@ def _lanes(spans: Sequence[slice]) -> int:
 
 def _check_blocks(exact: Exact, region: Region) -> None:
     """Blocks that all heads or batches share must be right for each of them, as far as mask_mod says."""
-    if exact.schedule is None or exact.mask_mod is None:
+    if exact.visited is None or exact.mask_mod is None:
         return
-    shared = [i for i in (0, 1) if exact.schedule.grids[i] == 1 < exact.query.size(i)]
+    shared = [i for i in (0, 1) if exact.visited.grids[i] == 1 < exact.query.size(i)]
     for tile in exact.tiles(region) if shared else ():
         first = tile._replace(**{"bh"[i]: slice(0, 1) for i in shared})
         try:
@@ -303,7 +303,7 @@ def _check_blocks(exact: Exact, region: Region) -> None:
             return
         if all(each.stride(i) == 0 or each.size(i) == 1 for i in shared):
             continue
-        visited, full = exact.schedule.band(tile.b, tile.h, tile.m).lanes(tile.n)
+        visited, full = exact.visited.lanes(*tile)
         decided = torch.where(one, full, ~visited)
         wrong = (each != one) & decided
         if wrong.any():

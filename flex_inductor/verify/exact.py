@@ -29,8 +29,8 @@ from .. import compat
 from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.program import AXES, LaneProgram
 from ..mod_ir.serialise import GraphFunction
-from ..visits import Schedule
-from .chunked import run_lanes
+from ..visits import BlockRuns, Bounds
+from .lanes import Visited, on_lanes
 
 LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
@@ -107,13 +107,13 @@ class Mod:
         self.plain_invariants = self.plain.prologue(*self.plain_captures)
 
     def exact(self, lanes: dict[str, Tensor], live: Tensor | None) -> tuple[Tensor, ...]:
-        return run_lanes(self.wide, lanes, live, self.wide_captures, self.wide_invariants)
+        return on_lanes(self.wide, lanes, live, self.wide_captures, self.wide_invariants)
 
     def rounded(
         self, lanes: dict[str, Tensor], live: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         lanes = {name: t.to(dtype) if t.is_floating_point() else t for name, t in lanes.items()}
-        return run_lanes(self.plain, lanes, live, self.plain_captures, self.plain_invariants)
+        return on_lanes(self.plain, lanes, live, self.plain_captures, self.plain_invariants)
 
     def error(
         self, lanes: dict[str, Tensor], live: Tensor, dtype: torch.dtype, exact: Sequence[Tensor]
@@ -153,14 +153,15 @@ class Exact:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        schedule: Schedule | None,
+        schedule: BlockRuns | Bounds | None,
         score_mod: Mod | None,
         mask_mod: Mod | None,
         scale: float,
     ):
         self.query, self.key, self.value, self.scale = query, key, value, scale
-        lengths = (query.size(2), key.size(2))
-        self.schedule: Any = schedule and schedule.bands(*lengths, None, query.device)
+        self.visited = None
+        if isinstance(schedule, BlockRuns):
+            self.visited = Visited(schedule, -(-key.size(2) // schedule.kv_block), query.device)
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.dtype = score_dtype(query.dtype)
         self.units = Units.of(query)
@@ -201,17 +202,17 @@ class Exact:
         }
 
     def live(self, tile: _Tile) -> Tensor:
-        shape = [_length(at) for at in tile]
-        visited = full = None
-        if self.schedule is not None:
-            visited, full = self.schedule.band(tile.b, tile.h, tile.m).lanes(tile.n)
+        return self.allowed(tile, *((None, None) if self.visited is None else self.visited.lanes(*tile)))
+
+    def allowed(self, tile: _Tile, visited: Tensor | None, full: Tensor | None) -> Tensor:
+        """What mask_mod leaves of the lanes in visited blocks; full ones it does not ask about."""
         if self.mask_mod is not None:
-            partial = None if visited is None else visited & ~full
+            partial = None if visited is None or full is None else visited & ~full
             (allowed,) = self.mask_mod.rounded(self.indices(tile), partial, self.dtype)
             visited = allowed if visited is None else visited & (full | allowed)
         if visited is None:
             visited = torch.ones((), dtype=torch.bool, device=self.query.device)
-        return visited.expand(shape)
+        return visited.expand([_length(at) for at in tile])
 
     # Scores.
 

@@ -130,6 +130,7 @@ def rendered(
         blocks=problem.blocks,
         lane_symbols=lanes.SYMBOL_NAMES,
         bodies={name: lanes.code(body, kernel) for name, body in bodies.items()},
+        places_of="plain_places.jinja" if problem.map_tiles is None else "mapped_places.jinja",
         lists={tensor: given[tensor] for tensor in lists},
         grids=_grids(call.inputs.schedule, lists, given),
         tile_map={tensor: given[tensor] for tensor in template.TILES if tensor in given},

@@ -17,7 +17,7 @@ def fingerprint(places: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for place in places:
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            if path.suffix in (".py", ".jinja"):
+            if path.suffix in (".py", ".jinja", ".h"):
                 digest.update(str(path.relative_to(place.parent)).encode())
                 digest.update(path.read_bytes())
     return f"{VERSION}+{digest.hexdigest()[:16]}"

@@ -124,12 +124,14 @@ def source(name: str) -> jinja2.Template:
 @functools.cache
 def _environment() -> jinja2.Environment:
     folder = resources.files("flex_inductor.templates") / "cpu"
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["headers"] = {name: (folder / f"{name}.h").read_text() for name in ("kernel", "decode")}
+    return environment
 
 
 def element_type(tensor: Any) -> str:

@@ -1,0 +1,165 @@
+// What decoding adds to kernel.h: products of a few queries with keys and values that are read where they lie. ROWS, CHUNK,
+// TILE_LD, COLUMNS and NEAR are the kernel's; decode.jinja says what they mean.
+using Elements = at::vec::Vectorized<Element>;
+constexpr int64_t E = Elements::size();
+
+// E numbers as E / W vectors of float; zeros after the first `count`.
+inline void widen(const Element* from, int64_t count, Vec* to) {
+#if FLEX_IS_FLOAT
+  to[0] = count >= E ? Vec::loadu(from) : Vec::loadu(from, count);
+#else
+  std::tie(to[0], to[1]) = at::vec::convert_to_float<Element>(count >= E ? Elements::loadu(from) : Elements::loadu(from, count));
+#endif
+}
+
+// scores[r * TILE_LD] = queries[r] . key for `count` rows, at most ROWS of them.
+template <int64_t count>
+inline void dot_key(const float* queries, int64_t ld, const Element* key, int64_t D, float scale, float* scores) {
+  Vec sum[count];
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r) sum[r] = Vec(0.f);
+  for (int64_t d = 0; d < D; d += E) {
+    Vec part[E / W];
+    widen(key + d, D - d, part);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < E / W; ++i)
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < count; ++r) sum[r] = at::vec::fmadd(part[i], Vec::loadu(queries + r * ld + d + i * W), sum[r]);
+  }
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r) scores[r * TILE_LD] = sum_lanes(sum[r]) * scale;
+}
+
+// Keys whose indices follow, from key `first` on; their scores begin at `at`.
+struct Piece {
+  int64_t first, count, at;
+  bool masked;
+};
+
+struct Chunk {
+  Scratch<Element> key_copies, value_copies;
+  std::vector<Piece> pieces;
+  int64_t keys = 0;
+  bool checked = false;  // whether any piece is masked
+  const Element *key_rows[CHUNK], *value_rows[CHUNK];
+  Chunk(int64_t keys, int64_t values) : key_copies(keys), value_copies(values) {}
+  // Lets code that takes several keys at once find the last one again behind it.
+  void repeat_last() {
+    std::fill(key_rows + keys, key_rows + CHUNK, key_rows[keys - 1]);
+    std::fill(value_rows + keys, value_rows + CHUNK, value_rows[keys - 1]);
+  }
+};
+
+// The sums of W vectors' lanes, one after the other.
+inline Vec sum_each(Vec* vectors) {
+#pragma GCC unroll 8
+  for (int64_t half = W / 2; half; half /= 2)
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < half; ++i) {
+      const auto woven = at::vec::interleave2(vectors[i], vectors[i + half]);
+      vectors[i] = woven.first + woven.second;
+    }
+  return vectors[0];
+}
+
+// Keys whose scores for `count` rows fill a vector.
+template <int64_t count>
+constexpr int64_t KEYS = W / (count == 3 ? 4 : count);
+
+// What dot_key does, for these keys of a chunk, from key n on. `ask` is for lines that are read soon, this chunk's values and the
+// next one's keys: one by one between the products, as asking for many at once takes longer.
+template <int64_t count, bool ask>
+inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const Chunk& next, int64_t n, int64_t head, int64_t D,
+                     int64_t V, float scale, float* scores) {
+  const Element* const* soon = (next.keys ? next : now).key_rows + n;
+  const Element* const *keys = now.key_rows + n, *const *values = now.value_rows + n;
+  Vec sum[W];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) sum[i] = Vec(0.f);
+  for (int64_t d = 0; d < D; d += E) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < KEYS<count>; ++i) {
+      if (ask) {
+        fetch_row(soon[i] + head * D + d, 1);
+        fetch_row(values[i] + head * V + d, 1);
+      }
+      Vec part[E / W];
+      widen(keys[i] + head * D + d, D - d, part);
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < E / W; ++j)
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < count; ++r) {
+          Vec& to = sum[r * KEYS<count> + i];
+          to = at::vec::fmadd(part[j], Vec::loadu(queries + r * ld + d + j * W), to);
+        }
+    }
+  }
+  if (ask && V > D)
+    for (int64_t i = 0; i < KEYS<count>; ++i) fetch_row(values[i] + head * V + D, V - D);
+  float lanes[W];
+  (sum_each(sum) * Vec(scale)).store(lanes);
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r) std::memcpy(scores + r * TILE_LD + n, lanes + r * KEYS<count>, KEYS<count> * sizeof(float));
+}
+
+// acc[r][v...] = acc * shrink + weights[r] @ values for `count` rows and COLUMNS vectors of values from `column` on. Where
+// that is checked and gives what is not finite, nothing is stored.
+template <int64_t count>
+inline bool add_values(const float* weights, const float* shrink, const Element* const* values, int64_t keys, int64_t column,
+                       int64_t columns, float* acc, int64_t ld, bool checked) {
+  Vec sum[count][COLUMNS];
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r)
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = Vec::loadu(acc + r * ld + i * W) * Vec(shrink[r]);
+  for (int64_t n = 0; n < keys; ++n) {
+    const Element* from = values[n] + column;
+    Vec row[COLUMNS];
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < COLUMNS; i += E / W) {
+      if (columns > i * W) widen(from + i * W, columns - i * W, row + i);
+      else row[i] = row[i + E / W - 1] = Vec(0.f);
+    }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < count; ++r) {
+      const Vec weight(weights[r * TILE_LD + n]);
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = at::vec::fmadd(weight, row[i], sum[r][i]);
+    }
+  }
+  if (checked) {
+    Vec zero(0.f);
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < count; ++r)
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < COLUMNS; ++i) zero = at::vec::fmadd(sum[r][i], Vec(0.f), zero);
+    if (!is_finite(sum_lanes(zero))) return false;
+  }
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r)
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i].store(acc + r * ld + i * W);
+  return true;
+}
+
+// The same for one row, without the masked keys whose score is -inf: what these hold may be NaN, and so is 0 times that.
+inline __attribute__((noinline, cold)) void add_live_values(
+    const float* weights, float shrink, const float* scores, const std::vector<Piece>& pieces, const Element* const* values,
+    int64_t column, int64_t columns, float* acc) {
+  for (int64_t v = 0; v < columns; ++v) acc[v] *= shrink;
+  for (const Piece& piece : pieces)
+    for (int64_t n = piece.at; n < piece.at + piece.count; ++n)
+      for (int64_t v = 0; !(piece.masked && scores[n] == -INF) && v < columns; ++v)
+        acc[v] = std::fma(weights[n], float(values[n][column + v]), acc[v]);
+}
+
+// `work` with the number of rows from `first` on as a constant, at most ROWS.
+template <typename Work>
+inline void with_rows(int64_t rows, Work work) {
+  for (int64_t r = 0; r < rows;) switch (std::min(ROWS, rows - r)) {
+    case 1: work(r, std::integral_constant<int64_t, 1>()); r += 1; break;
+    case 2: work(r, std::integral_constant<int64_t, 2>()); r += 2; break;
+    case 3: work(r, std::integral_constant<int64_t, 3>()); r += 3; break;
+    default: work(r, std::integral_constant<int64_t, ROWS>()); r += ROWS;
+  }
+}

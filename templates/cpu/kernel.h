@@ -1,0 +1,393 @@
+// What all CPU kernels share: memory, vectors, register blocks, packing. It is put into each kernel's own namespace, after
+//
+//   FLEX_ELEMENT   the type of query, key and value    FLEX_IS_FLOAT, FLEX_IS_BF16   which that is
+//   FLEX_HAS_AMX   whether products may use tiles of AMX
+//
+// common.jinja says what its names mean.
+using Element = FLEX_ELEMENT;
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t W = Vec::size();
+constexpr int64_t PANEL = 2 * W;
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+#undef FLEX_BF16_PAIRS
+#undef FLEX_AMX
+#if FLEX_IS_BF16 && defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#define FLEX_BF16_PAIRS 1
+using Packed = Element;
+constexpr int64_t STEP = 2;
+#else
+#define FLEX_BF16_PAIRS 0
+using Packed = float;
+constexpr int64_t STEP = 1;
+#endif
+#if FLEX_HAS_AMX && FLEX_BF16_PAIRS && defined(__AMX_BF16__)
+#define FLEX_AMX 1
+constexpr int64_t BLOCK = 32, DEPTH = 32;
+#else
+#define FLEX_AMX 0
+constexpr int64_t BLOCK = W == 8 ? 6 : 8, DEPTH = STEP;
+#endif
+
+constexpr int64_t round_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// Uninitialised and aligned memory.
+template <typename T>
+struct Scratch {
+  explicit Scratch(int64_t size)
+      : data(static_cast<T*>(std::aligned_alloc(64, round_up(std::max<int64_t>(size, 1) * sizeof(T), 64)))) {
+    if (!data) throw std::bad_alloc();
+  }
+  ~Scratch() { std::free(data); }
+  Scratch(const Scratch&) = delete;
+  T* const data;
+};
+
+// Work handed to whichever thread is free; what it throws is kept for after the parallel region.
+struct Queue {
+  std::atomic<int64_t> next{0};
+};
+struct Failure {
+  std::exception_ptr first;
+  std::mutex lock;
+  template <typename Work>
+  void guard(Work work) {
+    try {
+      work();
+    } catch (...) {
+      std::lock_guard<std::mutex> locked(lock);
+      if (!first) first = std::current_exception();
+    }
+  }
+};
+
+// An item and how much work it is. Not sorted by std::sort, which takes 0.1 s to compile.
+struct Weighed {
+  int64_t weight, item;
+};
+inline void heaviest_first(std::vector<Weighed>& items, int64_t count) {
+  std::qsort(items.data(), count, sizeof(Weighed), [](const void* left, const void* right) {
+    const Weighed &x = *static_cast<const Weighed*>(left), &y = *static_cast<const Weighed*>(right);
+    const bool before = x.weight != y.weight ? x.weight > y.weight : x.item < y.item;
+    return before ? -1 : 1;
+  });
+}
+
+// Keys that belong together.
+struct Group {
+  int64_t start, stop, parts;  // from the start of a panel on
+  std::vector<int64_t> tiles;  // the tiles of queries that visit them, with a map
+  int64_t padded() const { return round_up(stop - start, PANEL); }
+};
+
+inline void store_packed(Vec numbers, float* to) { numbers.store(to); }
+#if FLEX_BF16_PAIRS
+inline void store_packed(Vec numbers, Packed* to) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
+}
+#endif
+
+inline float sum_lanes(Vec numbers) {
+  return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, numbers);
+}
+
+inline bool is_finite(float x) { return x - x == 0.f; }
+
+// Whether `count` numbers, whole vectors of them, are all finite: 0 times another is NaN.
+inline bool all_finite(const float* numbers, int64_t count) {
+  Vec sum(0.f);
+  for (int64_t i = 0; i < count; i += W) sum = at::vec::fmadd(Vec::loadu(numbers + i), Vec(0.f), sum);
+  return is_finite(sum_lanes(sum));
+}
+#if FLEX_BF16_PAIRS
+inline bool all_finite(const Packed* numbers, int64_t count) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += PANEL)
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(numbers + i), (__m512bh)_mm512_setzero_si512());
+  return is_finite(sum_lanes(Vec(sum)));
+}
+#endif
+
+// What follows is rarely called, and kept out of the way of the rest. This puts zeros for what is not finite.
+inline __attribute__((noinline, cold)) void drop_not_finite(Packed* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (!is_finite(float(numbers[i]))) numbers[i] = Packed(0);
+}
+
+template <typename T>
+inline __attribute__((noinline, cold)) void copy_to(std::vector<T>& copy, const T* from, int64_t count) {
+  copy.assign(from, from + count);
+}
+
+// targets[i] += weights[i] * x for every x in the row that is not finite, in lanes whose score is not -inf: a lane that
+// is not attended to has no part in it, though its weight, 0, times x is NaN.
+template <typename Weight>
+inline __attribute__((noinline, cold)) void add_not_finite(
+    const Element* row, int64_t stride, int64_t columns, const float* scores, const Weight* weights, int64_t lanes,
+    int64_t step, float* targets, int64_t targets_ld) {
+  bool finite = true;
+  for (int64_t c = 0; c < columns; ++c) finite &= is_finite(float(row[c * stride]));
+  for (int64_t i = 0; !finite && i < lanes; ++i)
+    for (int64_t c = 0; scores[i * step] != -INF && c < columns; ++c)
+      if (const float x = float(row[c * stride]); !is_finite(x)) targets[i * targets_ld + c] += float(weights[i * step]) * x;
+}
+
+// x, or 0 in lanes whose score is -inf.
+inline Vec where_live(Vec scores, Vec x) {
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(scores, _mm512_set1_ps(-INF), _CMP_NEQ_UQ), x);
+#else
+  return x & (scores != Vec(-INF));
+#endif
+}
+
+// exp(x) for x <= 0 (rounding may put it a little above); anything for NaN.
+inline Vec exp_nonpositive(Vec x) {
+#ifdef CPU_CAPABILITY_AVX512
+  // 2^t for t = x * log2(e), the whole part of t as an exponent and a polynomial for what rounding leaves.
+  const __m512 t = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-150.f));
+  const __m512 f = _mm512_sub_ps(t, _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  __m512 p = _mm512_set1_ps(0.00132647273f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.00967151299f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0555073358f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.240222424f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693147004f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(p, _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  return x.exp_u20();
+#endif
+}
+
+// tanh as score_mods use it: three times as fast as the vector library's, good to a few units in the last place.
+template <typename T>
+inline T hyperbolic_tangent(T x) { return x.tanh(); }
+inline Vec hyperbolic_tangent(Vec x) {
+#ifdef CPU_CAPABILITY_AVX512
+  // -m / (m + 2) for m = exp(-2|x|) - 1 = 2^whole * (2^part - 1) + 2^whole - 1, which keeps its digits near 0.
+  const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.f)), one = _mm512_set1_ps(1.f);
+  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150.f), _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.88539008f)));
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_sub_ps(t, whole), power = _mm512_scalef_ps(one, whole);
+  __m512 p = _mm512_set1_ps(0.000154035151f);
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.00133907353f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.00961823761f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.0555035733f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.240226492f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.693147182f));
+  const __m512 m = _mm512_fmadd_ps(_mm512_mul_ps(p, part), power, _mm512_sub_ps(power, one));
+  const __m512 below = _mm512_add_ps(m, _mm512_set1_ps(2.f)), guess = _mm512_rcp14_ps(below);
+  const __m512 inverse = _mm512_mul_ps(guess, _mm512_fnmadd_ps(below, guess, _mm512_set1_ps(2.f)));
+  return _mm512_or_ps(_mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), inverse), sign);
+#else
+  const Vec size = x.abs(), square = x * x;
+  Vec series = at::vec::fmadd(square, Vec(62.f / 2835), Vec(-17.f / 315));
+  series = at::vec::fmadd(square, series, Vec(2.f / 15));
+  series = at::vec::fmadd(square, series, Vec(-1.f / 3));
+  const Vec small = at::vec::fmadd(x * square, series, x);
+  const Vec decay = exp_nonpositive(size * Vec(-2.f));
+  const Vec large = (Vec(1.f) - decay) / (Vec(1.f) + decay);
+  const Vec result = Vec::blendv(Vec::blendv(large, large.neg(), x < Vec(0.f)), small, size < Vec(0.3f));
+  return Vec::blendv(result, x, x != x);
+#endif
+}
+
+// The numbers base, base + step, ... of a vector. Inductor's own spelling inserts them one by one.
+template <typename V, typename T, typename S>
+inline V progression(T base, S step) {
+  return V(base) + V::arange(T(0), step);
+}
+
+// Loaded once: the compiler would rather read a panel's vectors from memory again for every row, as operands.
+template <typename V>
+inline __attribute__((always_inline)) V in_register(V x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  asm("" : "+v"(x));
+#elif defined(CPU_CAPABILITY_AVX2)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+#if defined(CPU_CAPABILITY_AVX512)
+inline Vec in_register(Vec x) { return Vec(in_register<__m512>(x)); }
+#elif defined(CPU_CAPABILITY_AVX2)
+inline Vec in_register(Vec x) { return Vec(in_register<__m256>(x)); }
+#endif
+
+// The thread that has this may use tiles: eight of 16 rows and 64 bytes.
+#if FLEX_AMX
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+constexpr TileShapes TILE_SHAPES;
+struct Tiles {
+  Tiles() { _tile_loadconfig(&TILE_SHAPES); }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+};
+#else
+struct Tiles {};
+#endif
+
+// One register block: target[r][0:PANEL] = sum over s of rows[r * row_stride + s * row_step] * panel[s * panel_step],
+// as `finish` combines it with the target.
+template <typename Finish>
+inline __attribute__((always_inline)) void dot_block(
+    const Packed* rows, int64_t row_stride, int64_t row_step, const Packed* panel, int64_t panel_step, int64_t steps,
+    float* target, int64_t target_ld, Finish finish) {
+#if FLEX_AMX
+  constexpr int64_t ROWS = 16, STEPS = DEPTH / STEP;  // of a tile
+  __m512 sum[BLOCK][2];
+  asm volatile("" ::: "memory");  // what tiles load is in memory: compilers do not know that they load
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t s = 0; s < steps; s += STEPS) {
+    const Packed *upper = rows + s * row_step, *left = panel + s * panel_step;
+    _tile_loadd(4, upper, row_stride * sizeof(Packed));
+    _tile_loadd(6, left, panel_step * sizeof(Packed));
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, left + PANEL, panel_step * sizeof(Packed));
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, upper + ROWS * row_stride, row_stride * sizeof(Packed));
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, &sum[0][0], sizeof(sum[0]));
+  _tile_stored(1, &sum[0][1], sizeof(sum[0]));
+  _tile_stored(2, &sum[ROWS][0], sizeof(sum[0]));
+  _tile_stored(3, &sum[ROWS][1], sizeof(sum[0]));
+#elif FLEX_BF16_PAIRS
+  __m512 sum[BLOCK][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < BLOCK; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  for (int64_t s = 0; s < steps; ++s) {
+    const auto left = (__m512bh)in_register(_mm512_loadu_si512(panel + s * panel_step));
+    const auto right = (__m512bh)in_register(_mm512_loadu_si512(panel + s * panel_step + PANEL));
+#pragma GCC unroll 16
+    for (int r = 0; r < BLOCK; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, rows + r * row_stride + s * row_step, sizeof(pair));
+      const auto both = (__m512bh)_mm512_set1_epi32(pair);
+      sum[r][0] = _mm512_dpbf16_ps(sum[r][0], both, left);
+      sum[r][1] = _mm512_dpbf16_ps(sum[r][1], both, right);
+    }
+  }
+#else
+  Vec sum[BLOCK][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < BLOCK; ++r) sum[r][0] = sum[r][1] = Vec(0.f);
+  for (int64_t s = 0; s < steps; ++s) {
+    const Vec left = in_register(Vec::loadu(panel + s * panel_step));
+    const Vec right = in_register(Vec::loadu(panel + s * panel_step + W));
+#pragma GCC unroll 16
+    for (int r = 0; r < BLOCK; ++r) {
+      const Vec both(rows[r * row_stride + s * row_step]);
+      sum[r][0] = at::vec::fmadd(both, left, sum[r][0]);
+      sum[r][1] = at::vec::fmadd(both, right, sum[r][1]);
+    }
+  }
+#endif
+#pragma GCC unroll 16
+  for (int r = 0; r < BLOCK; ++r) {
+    finish(r, Vec(sum[r][0]), target + r * target_ld);
+    finish(r, Vec(sum[r][1]), target + r * target_ld + W);
+  }
+}
+
+// Asks for a row that is read or written soon.
+template <bool written = false, typename T>
+inline void fetch_row(const T* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(row + i, written, 2);
+}
+constexpr int64_t AHEAD = 8;  // rows; the processor does not foresee them where other heads lie between them
+
+// The compiler is told not to vectorise loops by itself, so these say how.
+inline void copy_elements(const Element* from, int64_t stride, int64_t count, Element* to) {
+  constexpr int64_t E = at::vec::Vectorized<Element>::size();
+  int64_t i = 0;
+  for (; stride == 1 && i + E <= count; i += E) at::vec::Vectorized<Element>::loadu(from + i).store(to + i);
+  for (; i < count; ++i) to[i] = from[i * stride];
+}
+#if !FLEX_IS_FLOAT
+inline void copy_elements(const Element* from, int64_t stride, int64_t count, float* to) {
+  constexpr int64_t E = at::vec::Vectorized<Element>::size();
+  int64_t i = 0;
+  for (; stride == 1 && i + E <= count; i += E) {
+    const auto [left, right] = at::vec::convert_to_float<Element>(at::vec::Vectorized<Element>::loadu(from + i));
+    left.store(to + i), right.store(to + i + W);
+  }
+  for (; i < count; ++i) to[i] = float(from[i * stride]);
+}
+#endif
+inline __attribute__((noinline)) void write_scaled(const float* from, float scale, int64_t count, Element* to, int64_t stride) {
+  constexpr int64_t E = at::vec::Vectorized<Element>::size();
+  int64_t i = 0;
+  for (; stride == 1 && i + E <= count; i += E) {
+#if FLEX_IS_FLOAT
+    (Vec::loadu(from + i) * Vec(scale)).store(to + i);
+#else
+    at::vec::convert_from_float<Element>(Vec::loadu(from + i) * Vec(scale), Vec::loadu(from + i + W) * Vec(scale)).store(to + i);
+#endif
+  }
+  for (; i < count; ++i) to[i * stride] = Element(from[i] * scale);
+}
+#if !FLEX_IS_FLOAT
+inline void write_scaled(const float* from, float scale, int64_t count, float* to, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) to[i * stride] = from[i] * scale;
+}
+#endif
+
+// Rows of a matrix, zeros after the last one and after their last column. Not inlined: compiled once for many places.
+template <typename To>
+inline __attribute__((noinline)) void gather_rows(const Element* from, int64_t row_stride, int64_t column_stride, int64_t rows,
+                        int64_t columns, int64_t row_count, To* to, int64_t width) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (column_stride == 1) fetch_row(from + (r + AHEAD) * row_stride, columns);
+    copy_elements(from + r * row_stride, column_stride, columns, to + r * width);
+    std::fill(to + r * width + columns, to + (r + 1) * width, To(0));
+  }
+  std::fill(to + rows * width, to + row_count * width, To(0));
+}
+
+// A square of W x W words. A round weaves the lower half of its rows into the upper; log2(W) rounds turn it around.
+// Rows after the first `count` are not written.
+inline void transpose_words(const float* from, int64_t from_ld, float* to, int64_t to_ld, int64_t count) {
+  Vec rows[W], woven[W];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) rows[i] = Vec::loadu(from + i * from_ld);
+#pragma GCC unroll 4
+  for (int64_t round = 1; round < W; round *= 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < W / 2; ++i) std::tie(woven[i * 2], woven[i * 2 + 1]) = at::vec::interleave2(rows[i], rows[i + W / 2]);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < W; ++i) rows[i] = woven[i];
+  }
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i)
+    if (i < count) rows[i].store(to + i * to_ld);
+}
+
+// PANEL rows of `steps` steps each, `ld` apart, as one panel. Whole vectors of a row are read.
+inline __attribute__((noinline)) void transpose_panel(const Packed* rows, int64_t ld, int64_t steps, Packed* to) {
+  // STEP elements move as one 32-bit word.
+  const auto* words = reinterpret_cast<const float*>(rows);
+  auto* transposed = reinterpret_cast<float*>(to);
+  for (int64_t r = 0; r < PANEL; r += W)
+    for (int64_t s = 0; s < steps; s += W)
+      transpose_words(words + r * (ld / STEP) + s, ld / STEP, transposed + s * PANEL + r, PANEL, steps - s);
+}
+
+// Pairs of rows, element by element, each pair `to_ld` after the last; `rows` is even, `width` a multiple of PANEL.
+inline void weave_rows(const Packed* from, int64_t ld, int64_t rows, int64_t width, Packed* to, int64_t to_ld) {
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t i = 0; i < width; i += W) {
+#if FLEX_BF16_PAIRS
+      const auto half = [&](int64_t row) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + row * ld + i))); };
+      _mm512_storeu_si512(to + r / 2 * to_ld + i * 2, _mm512_or_si512(half(r), _mm512_slli_epi32(half(r + 1), 16)));
+#endif
+    }
+}

@@ -1,0 +1,207 @@
+// Checks of templates/cpu/kernel.h and decode.h by themselves; test_headers.py compiles and calls them.
+#include <torch/csrc/inductor/cpp_prefix.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <numeric>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+namespace {
+#include "kernel.h"
+
+constexpr int64_t ROWS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = 4, NEAR = 1024;
+#include "decode.h"
+
+constexpr float HOLE = 12345.f;  // in memory that must not be written
+
+#define EXPECT(condition) \
+  if (!(condition)) return std::fprintf(stderr, "%s:%d: %s\n", __func__, __LINE__, #condition), false
+
+// Small whole numbers: sums of their products are exact in every type.
+float number(int64_t i) { return float((i * 37 + 11) % 17 - 8); }
+
+template <typename T>
+std::vector<T> numbers(int64_t count) {
+  std::vector<T> found(count);
+  for (int64_t i = 0; i < count; ++i) found[i] = T(number(i));
+  return found;
+}
+
+bool rows_are_gathered_with_zeros_behind() {
+  const auto from = numbers<Element>(7 * 40);
+  for (const int64_t stride : {1, 2}) {
+    std::vector<Packed> to(10 * 24, Packed(HOLE));
+    gather_rows(from.data(), 40, stride, 7, 19, 9, to.data(), 24);
+    for (int64_t r = 0; r < 10; ++r)
+      for (int64_t c = 0; c < 24; ++c) {
+        const float wanted = r == 9 ? float(Packed(HOLE)) : r < 7 && c < 19 ? float(from[r * 40 + c * stride]) : 0.f;
+        EXPECT(float(to[r * 24 + c]) == wanted);
+      }
+  }
+  return true;
+}
+
+bool register_blocks_are_products() {
+  const int64_t steps = 5 * DEPTH / STEP, depth = steps * STEP;
+  auto rows = numbers<Packed>((BLOCK + 1) * depth), columns = numbers<Packed>(PANEL * depth);
+  std::vector<Packed> panel(PANEL * depth);
+  // Whole vectors of a row are read.
+  std::vector<Packed> lines((PANEL + 1) * (depth + W * STEP));
+  const int64_t line = depth + W * STEP;
+  for (int64_t n = 0; n < PANEL; ++n) std::copy_n(columns.data() + n * depth, depth, lines.data() + n * line);
+  std::vector<Packed> wide(PANEL * line);
+  transpose_panel(lines.data(), line, steps, wide.data());
+  std::copy_n(wide.data(), PANEL * depth, panel.data());
+  std::vector<float> target(BLOCK * (PANEL + W), HOLE);
+  Tiles tiles;
+  dot_block(rows.data(), depth, STEP, panel.data(), PANEL * STEP, steps, target.data(), PANEL + W,
+      [](int, Vec sum, float* to) { sum.store(to); });
+  for (int64_t r = 0; r < BLOCK; ++r)
+    for (int64_t n = 0; n < PANEL + W; ++n) {
+      float wanted = 0.f;
+      for (int64_t d = 0; n < PANEL && d < depth; ++d) wanted += float(rows[r * depth + d]) * float(columns[n * depth + d]);
+      EXPECT(target[r * (PANEL + W) + n] == (n < PANEL ? wanted : HOLE));
+    }
+  return true;
+}
+
+bool results_are_scaled_and_rounded() {
+  auto from = numbers<float>(40);
+  for (const int64_t stride : {1, 3}) {
+    std::vector<Element> to(40 * 3, Element(HOLE));
+    write_scaled(from.data(), 0.5f, 37, to.data(), stride);
+    for (int64_t i = 0; i < 40 * 3; ++i) {
+      const bool written = i % stride == 0 && i / stride < 37;
+      EXPECT(float(to[i]) == float(Element(written ? from[i / stride] * 0.5f : HOLE)));
+    }
+  }
+  return true;
+}
+
+bool exponentials_are_good_to_a_few_units() {
+  float lanes[W];
+  for (float x = 0.f; x > -100.f; x -= 0.37f) {
+    exp_nonpositive(Vec(x)).store(lanes);
+    const double wanted = std::exp(double(x));
+    // x * log2(e) is rounded: a relative error of half a unit times x.
+    for (const float found : lanes) EXPECT(std::abs(found - wanted) <= (4e-7 + 6e-8 * std::abs(x)) * wanted + 1e-37);
+  }
+  exp_nonpositive(Vec(-INF)).store(lanes);
+  EXPECT(lanes[0] == 0.f && lanes[W - 1] == 0.f);
+  for (float x = -12.f; x < 12.f; x += 0.013f) {
+    hyperbolic_tangent(Vec(x)).store(lanes);
+    const double wanted = std::tanh(double(x));
+    for (const float found : lanes) EXPECT(std::abs(found - wanted) <= 8e-7 * std::abs(wanted) + 1e-30);
+  }
+  return true;
+}
+
+bool what_is_not_finite_is_found_and_left_out() {
+  auto row = numbers<Packed>(4 * PANEL);
+  EXPECT(all_finite(row.data(), 4 * PANEL));
+  for (const float x : {INF, -INF, std::numeric_limits<float>::quiet_NaN()}) {
+    auto spoiled = row;
+    spoiled[3 * PANEL + 1] = Packed(x);
+    EXPECT(!all_finite(spoiled.data(), 4 * PANEL));
+    drop_not_finite(spoiled.data(), 4 * PANEL);
+    EXPECT(float(spoiled[3 * PANEL + 1]) == 0.f && float(spoiled[0]) == float(row[0]) && all_finite(spoiled.data(), 4 * PANEL));
+  }
+  const Element value[] = {Element(1.f), Element(INF)};
+  const float scores[] = {0.f, -INF}, weights[] = {0.5f, 0.f};
+  float sums[] = {1.f, 2.f, 3.f, 4.f};
+  add_not_finite(value, 1, 2, scores, weights, 2, 1, sums, 2);
+  EXPECT(sums[0] == 1.f && sums[1] == INF && sums[2] == 3.f && sums[3] == 4.f);  // a lane that is not live stays
+  return true;
+}
+
+bool heavy_items_come_first_and_equal_ones_in_order() {
+  std::vector<Weighed> items{{1, 0}, {5, 1}, {1, 2}, {7, 3}, {9, 4}};
+  heaviest_first(items, 4);
+  const int64_t wanted[] = {3, 1, 0, 2, 4};
+  for (int64_t i = 0; i < 5; ++i) EXPECT(items[i].item == wanted[i]);
+  return true;
+}
+
+bool the_first_failure_is_kept() {
+  Failure failure;
+  failure.guard([] {});
+  EXPECT(!failure.first);
+  failure.guard([] { throw std::runtime_error("first"); });
+  failure.guard([] { throw std::runtime_error("second"); });
+  try {
+    std::rethrow_exception(failure.first);
+  } catch (const std::exception& error) {
+    return std::strcmp(error.what(), "first") == 0;
+  }
+  return false;
+}
+
+bool keys_are_multiplied_where_they_lie() {
+  const int64_t D = 21, D_PAD = round_up(D, E);
+  auto keys = numbers<Element>(16 * D + E);
+  std::vector<float> queries(ROWS * D_PAD), scores(ROWS * TILE_LD, HOLE);
+  for (int64_t r = 0; r < ROWS; ++r)
+    for (int64_t d = 0; d < D; ++d) queries[r * D_PAD + d] = number(r * 5 + d);
+  const auto dot = [&](int64_t r, int64_t n) {
+    float sum = 0.f;
+    for (int64_t d = 0; d < D; ++d) sum += queries[r * D_PAD + d] * float(keys[n * D + d]);
+    return sum * 0.5f;
+  };
+  dot_key<3>(queries.data(), D_PAD, keys.data() + D, D, 0.5f, scores.data());
+  for (int64_t r = 0; r < ROWS; ++r) EXPECT(scores[r * TILE_LD] == (r < 3 ? dot(r, 1) : HOLE));
+  Chunk now(0, 0), next(0, 0);
+  for (; now.keys < 5; ++now.keys) now.key_rows[now.keys] = now.value_rows[now.keys] = keys.data() + now.keys * D;
+  now.repeat_last();
+  dot_keys<ROWS, false>(queries.data(), D_PAD, now, next, 0, 0, D, D, 0.5f, scores.data());
+  for (int64_t r = 0; r < ROWS; ++r)
+    for (int64_t n = 0; n < KEYS<ROWS>; ++n) EXPECT(scores[r * TILE_LD + n] == dot(r, std::min<int64_t>(n, 4)));
+  return true;
+}
+
+bool values_are_added_up() {
+  const int64_t V = 19, V_PAD = round_up(V, COLUMNS * W), keys = 7;
+  auto values = numbers<Element>(keys * V + COLUMNS * W);
+  std::vector<const Element*> rows(keys);
+  for (int64_t n = 0; n < keys; ++n) rows[n] = values.data() + n * V;
+  auto weights = numbers<float>(2 * TILE_LD), sums = numbers<float>(2 * V_PAD), before = sums;
+  const float shrink[] = {0.5f, 2.f};
+  EXPECT(add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true));
+  for (int64_t r = 0; r < 2; ++r)
+    for (int64_t v = 0; v < std::min(V, COLUMNS * W); ++v) {
+      float wanted = before[r * V_PAD + v] * shrink[r];
+      for (int64_t n = 0; n < keys; ++n) wanted += weights[r * TILE_LD + n] * float(rows[n][v]);
+      EXPECT(sums[r * V_PAD + v] == wanted);
+    }
+  before = sums;
+  values[V] = Element(INF);
+  EXPECT(!add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true));
+  EXPECT(sums == before);  // nothing is stored
+  return true;
+}
+}  // namespace
+
+#define CHECK(name) {#name, name}
+struct Check {
+  const char* name;
+  bool (*holds)();
+};
+static const Check CHECKS[] = {
+    CHECK(rows_are_gathered_with_zeros_behind), CHECK(register_blocks_are_products), CHECK(results_are_scaled_and_rounded),
+    CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
+    CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
+    CHECK(keys_are_multiplied_where_they_lie), CHECK(values_are_added_up),
+};
+
+extern "C" const char* name_of(int i) { return i < int(std::size(CHECKS)) ? CHECKS[i].name : nullptr; }
+extern "C" bool holds(int i) { return CHECKS[i].holds(); }

@@ -1,0 +1,37 @@
+"""The C++ that all CPU kernels share, compiled by itself and checked in C++: headers.cpp."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+import flex_inductor.templates
+
+SOURCE = Path(__file__).with_name("headers.cpp")
+HEADERS = Path(flex_inductor.templates.__file__).parent / "cpu"
+
+
+@pytest.mark.parametrize("element", ["float", "at::BFloat16", "at::Half"])
+def test_the_headers(element, tmp_path):
+    macros = {
+        "FLEX_ELEMENT": element,
+        "FLEX_IS_FLOAT": int(element == "float"),
+        "FLEX_IS_BF16": int(element == "at::BFloat16"),
+        "FLEX_HAS_AMX": 0,
+    }
+    source = tmp_path / "headers.cpp"
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    source.write_text(defines + SOURCE.read_text())
+    options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
+    builder = CppBuilder("headers", [str(source)], options, str(tmp_path))
+    command = f"{builder.get_command_line()} -I{HEADERS}"
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    library = ctypes.CDLL(builder.get_target_file_path())
+    library.name_of.restype, library.holds.restype = ctypes.c_char_p, ctypes.c_bool
+    found = {}
+    while name := library.name_of(len(found)):
+        found[name.decode()] = library.holds(len(found))
+    assert len(found) == 9 and found == dict.fromkeys(found, True)

@@ -2,7 +2,9 @@
 
 import ast
 import re
+import subprocess
 from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,16 @@ def test_each_difference_has_its_test():
         assert f"def {name}(" in (ROOT / path).read_text(), test
     named = {name for _, _, where, _ in rows for name in re.findall(r"`compat\.(\w+)`", where)}
     assert len(named) == 6 and all(hasattr(compat, name) for name in named)
+
+
+@pytest.mark.parametrize(
+    "torchs, tritons",
+    [("2.12.0", "3.7.0"), ("2.12.1", "3.7.1"), (torch.__version__.partition("+")[0], version("triton"))],
+)
+def test_an_environment_with_another_torch_gets_its_triton(torchs, tritons):
+    command = ["make", "--dry-run", "--always-make", f"build/constraints-{torchs}.txt"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"/torch=={torchs}/" in said and f"/triton=={tritons}/" in said
 
 
 def private_names() -> dict[str, set[str]]:

@@ -1,13 +1,15 @@
 """Versions of torch that were not tested, and machines that lack what compiling needs."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from flex_inductor import flex_attention
+from flex_inductor import FlexError, flex_attention
 from flex_inductor.lowerings import toolchain
+from flex_inductor.tools.resources import gpu_target
 from tests.forks import forks
 from tests.op.calls import qkv
 
@@ -173,3 +175,11 @@ def test_triton_that_is_missing_or_does_not_fit(monkeypatch, needed, installed, 
     finally:
         toolchain.missing_for_triton.cache_clear()
     assert found is None if reason is None else re.fullmatch(reason, found)
+
+
+def test_kernels_for_a_target_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.backends.compiler", None)
+    with pytest.raises(
+        FlexError, match=r"Kernels for sm_90 are compiled by triton: .*triton\.backends\.compiler"
+    ):
+        gpu_target("sm_90")

@@ -6,7 +6,8 @@ VERSION ?= 2.15.0
 
 # The triton that each torch is made for.
 TRITON_2.11 := 3.6.0
-TRITON_2.12 := 3.7.1
+TRITON_2.12 := 3.7.0
+TRITON_2.12.1 := 3.7.1
 TRITON_2.13 := 3.7.1
 TRITON_2.14 := 3.8.0
 TRITON_2.15 := 3.9.0
@@ -37,9 +38,9 @@ test-all: $(VENV)/.ready  ## the tests, with the long matrix, all compiled as us
 test-torch: build/constraints-$(VERSION).txt  ## the tests in an environment with another torch, VERSION=2.15.0
 	@$(MAKE) --no-print-directory test VENV=.venv-$(VERSION) CONSTRAINTS=$<
 
-build/constraints-%.txt: constraints.txt
+build/constraints-%.txt: constraints.txt Makefile
 	@mkdir -p build
-	sed 's/^torch==.*/torch==$*/; s/^triton==.*/triton==$(or $(TRITON_$(basename $*)),$(error no triton is known for torch $*: add it to the Makefile))/' $< > $@
+	sed 's/^torch==.*/torch==$*/; s/^triton==.*/triton==$(or $(TRITON_$*),$(TRITON_$(basename $*)),$(error no triton is known for torch $*: add it to the Makefile))/' $< > $@
 
 fuzz: $(VENV)/.ready  ## random calls against the reference, for MINUTES=30
 	$(bin)/python -W ignore -m tests.fuzz --minutes $(MINUTES)

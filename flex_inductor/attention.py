@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
-from . import compat, errors, supported, upward
+from . import compat, errors, upward
 from .masks.planned import PlannedMask, Wants, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
@@ -68,8 +68,6 @@ def flex_attention(
         options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
         return _of_nested[0](query, key, value, score_mod, block_mask, *options)
     captures: tuple[Any, ...] = ()  # of score_mod, where they are known already
-    if supported.UNTESTED:
-        _check_registered()
     try:
         if isinstance(block_mask, PlannedMask):
             given, (query, key, value, like_query, head) = query, block_mask.local(query, key, value)
@@ -113,17 +111,19 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_registered() -> None:
-    if compat.failed_when_imported and torch.compiler.is_dynamo_compiling():
-        raise errors.torch_untested(compat.failed_when_imported[0])
-
-
 def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Kernels are made for a number of heads and a head_dim."""
+    """Kernels are made for a number of heads and a head_dim. Refuses where Dynamo could not be told of the op."""
     if torch.compiler.is_dynamo_compiling():
+        if compat.failed_when_imported:
+            _refuse_untested()
         for tensor in (query, key, value):
             torch._dynamo.mark_static(tensor, 1)
             torch._dynamo.mark_static(tensor, 3)
+
+
+@compat.run_while_traced
+def _refuse_untested() -> None:
+    raise compat.through_dynamo(errors.torch_untested(compat.failed_when_imported[0]))
 
 
 def refused(error: errors.FlexError) -> NoReturn:

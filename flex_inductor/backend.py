@@ -28,8 +28,9 @@ def flex_inductor(
 
     `inner_compile` stands in for Inductor's compile_fx_inner, which compiles the forward and the backward graph.
     """
-    import torch._inductor
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    with supported.importing():
+        import torch._inductor
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     own, inductors = split_options(options)
     prepare_calls(module, own)

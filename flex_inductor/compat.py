@@ -49,6 +49,12 @@ def mark_changing(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor
 
 
+def run_while_traced(function: Callable) -> Callable:
+    """Have Dynamo call `function` instead of tracing it: torch.compiler.assume_constant_result, without its import."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def allows_tf32() -> bool:
     """Whether the user lets GPUs multiply float32 matrices in TF32.
 

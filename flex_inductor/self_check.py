@@ -46,7 +46,7 @@ def _compare(way: str) -> None:
 
     ours = attend
     if way == "compiled":  # by the route that needs no kernel of its own
-        ours = torch.compile(attend, backend="flex_inductor", options={"route": "chunked"})
+        ours = torch.compile(attend, backend="flex_inductor", fullgraph=True, options={"route": "chunked"})
     before = set_eager_kernels("never")
     try:
         with _backward_compiled_at_once() if way == "compiled" else contextlib.nullcontext():

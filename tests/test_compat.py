@@ -2,13 +2,17 @@
 
 import ast
 import re
+import subprocess
 from collections import defaultdict
+from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 
-from flex_inductor import compat, supported
+from flex_inductor import compat, create_block_mask, flex_attention, supported
 from flex_inductor.lowerings.triton.kernel_builder import dot_precision
 from tests.forks import forks
 
@@ -92,10 +96,27 @@ def test_functions_bound_before_the_import():
         )
 
 
+def test_a_sliced_mask_has_the_length_of_its_rows():
+    query, key = torch.randn(2, 1, 2, 300, 8)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    last = mask[:, :, 2]
+    last.mask_mod = lambda b, h, q, k: q + 256 >= k
+    rows = query[:, :, 256:]
+    if supported.TORCH < (2, 14):
+        with pytest.raises(ValueError, match=r"made for Q_LEN=300 .* but query has length 44"):
+            flex_attention(rows, key, key, block_mask=last)
+    else:
+        found, whole = flex_attention(rows, key, key, None, last), flex_attention(query, key, key, None, mask)
+        torch.testing.assert_close(found, whole[:, :, 256:])
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def table(title: str) -> list[list[str]]:
     """The cells of the table under a heading of docs/torch.md, without its head."""
-    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
@@ -107,6 +128,24 @@ def test_each_difference_has_its_test():
         assert f"def {name}(" in (ROOT / path).read_text(), test
     named = {name for _, _, where, _ in rows for name in re.findall(r"`compat\.(\w+)`", where)}
     assert len(named) == 6 and all(hasattr(compat, name) for name in named)
+
+
+def test_torchs_arguments_are_ours_and_listed():
+    torchs = signature(torch_flex.flex_attention).parameters
+    assert [*signature(flex_attention).parameters] == [*torchs]
+    assert {*signature(torch_flex.create_block_mask).parameters} <= {*signature(create_block_mask).parameters}
+    listed = re.findall(r"`(\w+)`", section("FlexAttention's arguments"))
+    assert {*torchs, *compat.KERNEL_HINTS} <= {*listed}
+
+
+@pytest.mark.parametrize(
+    "torchs, tritons",
+    [("2.12.0", "3.7.0"), ("2.12.1", "3.7.1"), (torch.__version__.partition("+")[0], version("triton"))],
+)
+def test_an_environment_with_another_torch_gets_its_triton(torchs, tritons):
+    command = ["make", "--dry-run", "--always-make", f"build/constraints-{torchs}.txt"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"/torch=={torchs}/" in said and f"/triton=={tritons}/" in said
 
 
 def private_names() -> dict[str, set[str]]:

@@ -38,6 +38,10 @@ def not_this_device(target: str, own: str) -> FlexValueError:
     )
 
 
+def no_triton(target: str, reason: str) -> FlexRuntimeError:
+    return FlexRuntimeError(f"Kernels for {target} are compiled by triton: {reason}.")
+
+
 def no_record(folder: Any) -> FlexValueError:
     return FlexValueError(
         f"there is no record in {folder}: no process with this cache folder has compiled attention. Run your program "

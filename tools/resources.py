@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flex_inductor.lowerings.toolchain import missing_for_triton
 from flex_inductor.lowerings.triton.configs import STACK_BYTES
 from flex_inductor.lowerings.triton.in_place import adds_twice
 
+from .errors import no_triton
 from .generated import GeneratedKernel
 from .pipes import CARDS, cycles
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions, main_loops
@@ -80,8 +82,10 @@ def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
 
 
 def gpu_target(target: str) -> Any:
-    from triton.backends.compiler import GPUTarget
-
+    try:
+        from triton.backends.compiler import GPUTarget
+    except ImportError as error:
+        raise no_triton(target, missing_for_triton() or str(error)) from error
     if target.startswith("gfx"):
         return GPUTarget("hip", target, 64)
     return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)

@@ -71,7 +71,7 @@ FORWARD: Table = {
 }
 FORWARD["blackwell"] = {
     **FORWARD["hopper"],
-    64: [Config(128, 64, 8, 3), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
+    64: [Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
     128: [
         Config(128, 64, 8, 3),
         Config(128, 64, 8, 2),

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect as signatures
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from flex_inductor.errors import FlexError
 
 from .files import at_least_one, to_write
 from .users_code import Refused, found, running
@@ -99,23 +96,19 @@ def register(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        if arguments.out is not None and Path(arguments.out).suffix not in (".png", ".svg"):
-            raise Refused(f"--out: expected a name ending in .png or .svg, got {arguments.out!r}")
-        planned = plan(arguments)
-        print(page(planned))
-        if arguments.out is not None:
-            from .plan_picture import draw
+    if arguments.out is not None and Path(arguments.out).suffix not in (".png", ".svg"):
+        raise Refused(f"--out: expected a name ending in .png or .svg, got {arguments.out!r}")
+    planned = plan(arguments)
+    print(page(planned))
+    if arguments.out is not None:
+        from .plan_picture import draw
 
-            title = f"{planned.masks}: {planned.ranks} ranks, {planned.balance}"
-            draw(title, planned.work, planned.owner, per_rank(planned), arguments.out)
-        if arguments.json is not None:
-            Path(arguments.json).write_text(json.dumps(to_dict(planned), indent=1) + "\n")
-        for path in filter(None, (arguments.out, arguments.json)):
-            print(f"written to {path}")
-    except (FlexError, Refused) as error:
-        print(f"flex-inductor plan: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        title = f"{planned.masks}: {planned.ranks} ranks, {planned.balance}"
+        draw(title, planned.work, planned.owner, per_rank(planned), arguments.out)
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(to_dict(planned), indent=1) + "\n")
+    for path in filter(None, (arguments.out, arguments.json)):
+        print(f"written to {path}")
     return 0
 
 

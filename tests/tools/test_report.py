@@ -174,7 +174,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
-   loops     busiest pipes in a tile's cycles, a model: ·
+   loops     instructions of a tile, for each loop: ·
 
 == flex_inductor_backward_dq_0: backward_dq of call 0
    config    BLOCK_M=· BLOCK_N=· COALESCED=· num_warps=· num_stages=·
@@ -182,7 +182,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
-   loops     busiest pipes in a tile's cycles, a model: ·
+   loops     instructions of a tile, for each loop: ·
 
 == flex_inductor_backward_dkdv_1: backward_dkdv of call 0
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
@@ -190,7 +190,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
-   loops     busiest pipes in a tile's cycles, a model: ·""",
+   loops     instructions of a tile, for each loop: ·""",
         )
 
     def test_refused(self):

@@ -9,7 +9,6 @@ from typing import Any
 
 from flex_inductor.lowerings.decision import config_text
 
-from ..pipes import busiest
 from .calls import ModFacts
 from .cost import Cost, costs_of
 from .model import Call, Kernel, Report
@@ -173,8 +172,8 @@ def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
     counted = ", ".join(f"{name} {count}" for name, count in classes)
     lines = {"has": "instructions by class: " + ("·" if stable else counted)}
     if loops := kernel.resources.loops:
-        each = "; ".join(f"{i}: {busiest(loop)}" for i, loop in enumerate(loops))
-        lines["loops"] = "busiest pipes in a tile's cycles, a model: " + ("·" if stable else each)
+        each = ", ".join(str(loop.instructions) for loop in loops)
+        lines["loops"] = "instructions of a tile, for each loop: " + ("·" if stable else each)
     return lines
 
 

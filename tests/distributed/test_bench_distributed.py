@@ -34,8 +34,8 @@ def test_a_wrong_side_has_its_error(group):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    def measure(case, **given):
-        assert case is BIASED and given == {"ranks": 4, "length": 8192, "rounds": 5, "eager": False}
+    def measure(case, arguments):
+        assert case is BIASED and (arguments.ranks, arguments.length, arguments.rounds) == (4, 8192, 5)
         mib, not_today = 2**20, "does not run: not today"
         first = {
             "cast": ([1.0, 4.0], [5.0, 7.0], (mib, 0), 1e-6),

@@ -31,19 +31,8 @@ def dry_run(tmp_path_factory):
     """All parts of the script, by Triton's interpreter, where only torch, triton and what they need is installed."""
     folder = tmp_path_factory.mktemp("dry")
     (folder / "sitecustomize.py").write_text(BARE)
-    given = [
-        "--dry",
-        "--rounds",
-        "1",
-        "--only",
-        "causal",
-        "--kernel",
-        "backward_onepass",
-        "--calls",
-        "1",
-        "--out",
-        folder / "found",
-    ]
+    asked = "--dry --rounds 1 --minutes 30 --only causal --kernel backward_onepass --calls 1"
+    given = [*asked.split(), "--out", folder / "found"]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHON": sys.executable}
     done = subprocess.run(
         ["sh", ROOT / "tools/gpu_check.sh", *given],

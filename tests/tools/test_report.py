@@ -13,11 +13,7 @@ from flex_inductor import FlexError, flex_attention
 from flex_inductor.tools.inspector.page import page
 from flex_inductor.tools.inspector.webpage import webpage
 from tests import inspected
-
-
-def report(name, target, **kwargs):
-    fn, args = getattr(inspected, name)()
-    return flex_inductor.inspect(fn, *args, target=target, **kwargs)
+from tests.reports import inspected_anew, report
 
 
 class Pages(expecttest.TestCase):
@@ -304,7 +300,7 @@ def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
     monkeypatch.setattr(winners, "keep", lambda winner: None)
     monkeypatch.setattr(cost, "this_cpu", lambda: cost.Device("this CPU", {"float16": 1e10}, 1e9))
     with config.patch(max_autotune=True):
-        found = report("plain_causal", "cpu")
+        found = inspected_anew("plain_causal", "cpu")
     (call,) = found.calls
     floor = call.cost()["forward"]
     assert (floor.seconds, floor.measured) == (pytest.approx(10485760 / 1e10), 2e-3)
@@ -331,7 +327,7 @@ def test_only_what_is_timed_is_built(monkeypatch):
     monkeypatch.setattr(winners, "find", lambda *_: None)
     monkeypatch.setattr(winners, "keep", lambda winner: None)
     with config.patch(max_autotune=True):
-        (call,) = report("plain_causal", "cpu").calls
+        (call,) = inspected_anew("plain_causal", "cpu").calls
     (choice,) = call.decision.kernels
     assert choice.why.startswith("fastest when timed: ")
     timed = 1 + sum(remark.endswith(" ms") for _, remark in choice.others)

@@ -60,14 +60,6 @@ MASKS: dict[str, Callable[[Call, Any], Any]] = {
 }
 
 
-def _alibi(call: Call, device: Any) -> tuple[Callable, tuple[Tensor, ...]]:
-    return mods.alibi(mods.alibi_slopes(call.heads).to(device)), ()
-
-
-def _softcap(call: Call, device: Any) -> tuple[Callable, tuple[Tensor, ...]]:
-    return mods.softcap(20.0), ()
-
-
 def _relative_bias(call: Call, device: Any) -> tuple[Callable, tuple[Tensor, ...]]:
     table = torch.zeros(call.heads, 2 * call.length - 1, device=device).uniform_(-1, 1).requires_grad_()
     return mods.relative_bias(table), (table,)
@@ -80,8 +72,8 @@ def _bias(call: Call, device: Any) -> tuple[Callable, tuple[Tensor, ...]]:
 
 
 MODS: dict[str, Callable[[Call, Any], tuple[Callable, tuple[Tensor, ...]]]] = {
-    "alibi": _alibi,
-    "softcap": _softcap,
+    "alibi": lambda call, device: (mods.alibi(mods.alibi_slopes(call.heads).to(device)), ()),
+    "softcap": lambda call, device: (mods.softcap(20.0), ()),
     "relative bias": _relative_bias,
     "bias": _bias,
 }

@@ -72,26 +72,23 @@ def measure(layers: int, rounds: int, bf16: bool) -> Iterator[Result]:
     def aim(side: str, _: list[float]) -> dict[str, Any]:
         return {"at_most": AIMS.get(layers, "") if side == OURS else ""}
 
-    def part(what: str, of: Callable[[Step], float], count: Callable[[Step], Any]) -> Iterator[Result]:
-        for side in SIDES:
-            spread, facts = (
-                Spread.of([of(step) * 1e3 for step in steps[side]]),
-                dict.fromkeys(("ratio", "at_most"), ""),
-            )
-            yield Result(
-                f"layers: {layers}, {what}", side, spread, facts={**facts, "kernels": count(steps[side][0])}
-            )
-
     yield from timed(title_of(layers), {side: partial(wall, side) for side in SIDES}, rounds, aim)
-    yield from part("cpu", lambda step: step.cpu, lambda _: "")
-    for phase in steps[OURS][0].phases:
-        yield from part(phase, lambda step, phase=phase: step.phases[phase], lambda _: "")  # type: ignore[misc]
-    for kind in dict.fromkeys(kind for side in SIDES for kind, _ in steps[side][0].kernels):
-        yield from part(
-            f"C++ compiler, {kind}",
-            lambda step, kind=kind: sum(seconds for each, seconds in step.kernels if each == kind),  # type: ignore[misc]
-            lambda step, kind=kind: sum(each == kind for each, _ in step.kernels),  # type: ignore[misc]
-        )
+    parts = {side: [*map(parts_of, steps[side])] for side in SIDES}
+    for what in dict.fromkeys(what for side in reversed(SIDES) for what in parts[side][0]):
+        for side in SIDES:
+            found = [part.get(what, (0.0, 0)) for part in parts[side]]
+            facts = {"ratio": "", "at_most": "", "kernels": found[0][1]}
+            spread = Spread.of([seconds * 1e3 for seconds, _ in found])
+            yield Result(f"{title_of(layers)}, {what}", side, spread, facts=facts)
+
+
+def parts_of(step: Step) -> dict[str, tuple[float, Any]]:
+    """Seconds of what a step consists of, and of the compiler how often it ran."""
+    kernels: dict[str, list[float]] = {}
+    for kind, seconds in step.kernels:
+        kernels.setdefault(f"C++ compiler, {kind}", []).append(seconds)
+    phases = {phase: (seconds, "") for phase, seconds in {"cpu": step.cpu, **step.phases}.items()}
+    return {**phases, **{kind: (sum(taken), len(taken)) for kind, taken in kernels.items()}}
 
 
 def in_own_process(side: str, layers: int, bf16: bool) -> Step:

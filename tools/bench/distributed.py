@@ -91,24 +91,17 @@ def register(kinds: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     columns = ("side", "ms", "over cast", "with backward", "MiB sent", "in the backward", "error")
-    measured = partial(
-        measure,
-        ranks=arguments.ranks,
-        length=arguments.length,
-        rounds=arguments.rounds,
-        eager=arguments.eager,
-    )
-    return 0 if run_cases(CASES, measured, arguments, columns) else 2
+    return 0 if run_cases(CASES, partial(measure, arguments=arguments), arguments, columns) else 2
 
 
-def measure(case: Case, ranks: int, length: int, rounds: int, eager: bool) -> list[Result]:
+def measure(case: Case, arguments: argparse.Namespace) -> list[Result]:
     """By processes of their own."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(case.gold(length), f"{folder}/gold.pt")
-        mp.spawn(_rank, (ranks, case, length, rounds, eager, folder), ranks)
-        found = [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+        torch.save(case.gold(arguments.length), f"{folder}/gold.pt")
+        mp.spawn(_rank, (case, arguments, folder), arguments.ranks)
+        found = [torch.load(f"{folder}/{rank}.pt") for rank in range(arguments.ranks)]
     return together(case.title, found)
 
 
@@ -120,13 +113,13 @@ def together(title: str, ranks: Sequence[dict[str, Any]]) -> list[Result]:
     def slowest(times: Sequence[list[float]]) -> list[float]:
         return [max(of_round) for of_round in zip(*times, strict=True)]
 
-    def facts(side: str, _: list[float]) -> dict[str, Any]:
+    def facts(side: str, times: list[float]) -> dict[str, Any]:
         _, both, sent, error = zip(*sides[side], strict=True)
         way, back = (max(each) / 2**20 for each in zip(*sent, strict=True))
         full = Spread.of(slowest(both)) if both[0] else "none on the CPU"
         return {"both": full, "sent_mib": way, "sent_mib_backward": back, "error": max(error)}
 
-    times = {side: slowest([forward for forward, *_ in of]) for side, of in sides.items()}
+    times = {side: slowest([rank[0] for rank in of]) for side, of in sides.items()}
     return results_of(title, times, facts) + [Result(title, side, note=why) for side, why in refused.items()]
 
 
@@ -138,19 +131,15 @@ def _step(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *filled]
 
 
-def _rank(rank: int, ranks: int, case: Case, length: int, rounds: int, eager: bool, folder: str) -> None:
+def _rank(rank: int, case: Case, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=SECONDS),
-    )
+    where: dict[str, Any] = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=SECONDS)}
+    dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks, **where)
     torch._dynamo.config.recompile_limit = 4 * len(METHODS)  # of one function, by all sides
     gold = torch.load(f"{folder}/gold.pt")
-    torch.save(measured(case, gold, length, rounds, eager), f"{folder}/{rank}.pt")
+    found = measured(case, gold, arguments.length, arguments.rounds, arguments.eager)
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

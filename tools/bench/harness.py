@@ -105,7 +105,9 @@ def run_cases(
             if not quiet:
                 print(table.row(result), flush=True)
     if chosen and arguments.json:
-        text = json.dumps({"machine": machine(), "results": [*map(asdict, results)]}, indent=2)
+        options = {name: value for name, value in vars(arguments).items() if not callable(value)}
+        found = {"machine": machine(), "options": options, "results": [*map(asdict, results)]}
+        text = json.dumps(found, indent=2)
         if quiet:
             print(text)
         else:
@@ -141,14 +143,14 @@ class Table:
         return f"| {' | '.join(f'{cell!s:{width}}' for cell, width in padded)} |"
 
 
-def machine() -> dict[str, Any]:
-    from ..env import cpu_name
+def machine() -> dict[str, str]:
+    from ..env import cpu_name, versions
 
     return {
         "cpu": cpu_name(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} threads",
-        "torch": f"torch {torch.__version__}",
+        **{fact.name: f"{fact.name} {fact.text}" for fact in versions() if fact.name != "python"},
     }
 
 

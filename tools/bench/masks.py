@@ -112,44 +112,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if results else 2
 
 
-class Building:
-    """One way to build a case's mask, in a process of its own."""
-
-    def __init__(self, case: Case, side: str):
-        functions: dict[str, Callable] = {
-            OURS: partial(create_block_mask, **({"compact": True} if case.compact else {})),
-            "torch eager": torch_create_block_mask,
-            "torch compiled": torch.compile(torch_create_block_mask),
-        }
-        self.create, self.case, self.compiled = functions[side], case, side == "torch compiled"
-
-    def prepare(self) -> tuple[float, float]:
-        """Milliseconds of the first call, and MB at the peak of the first of the case's length."""
-        if self.compiled:  # it is warm only for the very same call
-            self.mask_mod = self.case.make()
-            first = self.milliseconds()
-        else:
-            first = milliseconds(lambda: self.create(library.causal(), None, None, 512, 512, "cpu"))
-            self.mask_mod = self.case.make()
-        return first, above_start(self.build)
-
-    def build(self) -> Any:
-        return self.create(self.mask_mod, None, None, self.case.length, self.case.length, "cpu")
-
-    def milliseconds(self) -> float:
-        return milliseconds(self.build)
-
-
-_building: dict[str, Building] = {}  # of this process
+_builds: dict[str, Callable[[], Any]] = {}  # of this process, by side
 
 
 def prepare(title: str, side: str) -> tuple[float, float]:
-    _building[side] = Building(next(case for case in CASES if case.title == title), side)
-    return _building[side].prepare()
+    """Milliseconds of the first call, and MB at the peak of the first of the case's length, in a new process."""
+    case = next(case for case in CASES if case.title == title)
+    functions: dict[str, Callable] = {
+        OURS: partial(create_block_mask, compact=case.compact),
+        "torch eager": torch_create_block_mask,
+        "torch compiled": torch.compile(torch_create_block_mask),
+    }
+    create, small = functions[side], (library.causal(), None, None, 512, 512, "cpu")
+    compiled = side == "torch compiled"  # it is warm only for the very same call
+    first = 0.0 if compiled else milliseconds(lambda: create(*small))
+    build = _builds[side] = partial(create, case.make(), None, None, case.length, case.length, "cpu")
+    return milliseconds(build) if compiled else first, above_start(build)
 
 
 def again(side: str) -> float:
-    return _building[side].milliseconds()
+    return milliseconds(_builds[side])
 
 
 def measure(case: Case, with_torch: bool) -> list[Result]:

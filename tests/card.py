@@ -10,7 +10,7 @@ import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 from flex_inductor import create_block_mask, decisions, flex_attention
-from flex_inductor.tools.gpu.measure import TUNED, Setting, compiled
+from flex_inductor.tools.bench.gpu_calls import TUNED, Setting, compiled
 
 SIZES = (Sizes(queries=300, keys=300, head_dim=64, value_dim=64), Sizes(queries=200, keys=333, head_dim=80))
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)

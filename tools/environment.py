@@ -17,21 +17,16 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
     import torch._inductor.graph
     import torch._inductor.scheduler
     from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import tensor_is_aligned
     from triton.runtime import driver
 
-    def triton(_self: Any, name: str, source: str, device_str: str = "cpu") -> Any:
-        return load(name, source)
-
     with (
+        triton_unbuilt(load),
         mock.patch.object(driver, "_active", Driver(target)),
-        uncached(),
         config.patch({"cpu_backend": "triton"}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
         # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
         mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),
-        mock.patch.object(AsyncCompile, "triton", triton),
     ):
         yield
 

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), str(ROOT / "tests"), *(p for p in sys.path if Path(p).resolve() != ROOT / "tools")]
 
 EXTRAS = ("pytest", "expecttest", "hypothesis", "rich", "pygments", "matplotlib", "flash_attn")
-PARTS = ("speed", "compare", "correct")
 SHARE = {"speed": 0.5, "compare": 0.3, "correct": 0.2}  # of the minutes, where several parts run
 CORRECT = 150.0  # seconds that one call may take
 
@@ -56,9 +55,8 @@ def main() -> int:
 
     import torch
 
-    from flex_inductor.tools.gpu.measure import Setting
-    from flex_inductor.tools.gpu.table import Bench, Report
-    from flex_inductor.tools.workers import Deadline
+    from flex_inductor.tools.bench.gpu import Bench, Report, Setting
+    from flex_inductor.tools.bench.workers import Deadline
 
     if not arguments.dry and not torch.cuda.is_available():
         print("this machine has no GPU that torch can use; --dry runs without one", file=sys.stderr)
@@ -69,35 +67,32 @@ def main() -> int:
     if missing:
         report.say(f"not installed, and not needed: {', '.join(missing)}")
     with Bench(setting, report, Deadline(arguments.minutes), workers=1 if arguments.dry else None) as bench:
-        bench.start()
         left = sum(SHARE[part] for part in parts)
-        for part in PARTS:
+        for part, run in PARTS.items():
             if part in parts:
                 spent = (time.monotonic() - begin) / 60
                 bench.deadline = Deadline((arguments.minutes - spent) * SHARE[part] / left)
                 left -= SHARE[part]
                 report.say("", f"## {part}", "")
-                globals()[part](bench, arguments)
+                run(bench, arguments)
     wrong = report.found.get("wrong", [])
     report.say("", f"{len(report.found.get('right', []))} calls right, {len(wrong)} wrong")
     return 1 if wrong else 0
 
 
 def speed(bench, arguments) -> None:
-    from flex_inductor.tools.gpu.cases import CASES
+    from flex_inductor.tools.bench.gpu import CASES
 
     bench.table(_chosen(CASES, arguments))
 
 
 def compare(bench, arguments) -> None:
-    from flex_inductor.tools.gpu.cases import CASES
-    from flex_inductor.tools.gpu.compare import PASS_OF
-    from flex_inductor.tools.gpu.compare import compare as compare_configs
+    from flex_inductor.tools.bench import gpu
 
-    for case in _chosen(CASES, arguments)[:3]:
-        for kernel in [arguments.kernel] if arguments.kernel else PASS_OF:
+    for case in _chosen(gpu.CASES, arguments)[:3]:
+        for kernel in [arguments.kernel] if arguments.kernel else gpu.PASS_OF:
             if bench.deadline.left > 0:
-                compare_configs(bench, case, kernel)
+                gpu.compare(bench, case, kernel)
             else:
                 bench.report.say("", f"No time left for {case.title}: {kernel}")
 
@@ -106,12 +101,11 @@ def correct(bench, arguments) -> None:
     import torch
     from card import CALLS, check, without
 
-    from flex_inductor.tools.workers import Call, Failed, Late
+    from flex_inductor.tools.bench.workers import Failed, Job, Late
 
     there = ((9, 0), 2) if arguments.dry else (torch.cuda.get_device_capability(), torch.cuda.device_count())
     calls = _chosen([call for call in CALLS if without(call, *there) is None], arguments)
-    calls = calls[: arguments.calls]
-    jobs = [Call(check, (call, bench.setting), CORRECT) for call in calls]
+    jobs = [Job(check, (call, bench.setting), CORRECT) for call in calls[: arguments.calls]]
     for job, answer in bench.workers.run_all(jobs, bench.deadline):
         title = job.arguments[0].title
         if isinstance(answer, Late):
@@ -124,11 +118,13 @@ def correct(bench, arguments) -> None:
 
 
 def _chosen(cases, arguments):
-    from flex_inductor.tools.cases import selected
+    from flex_inductor.tools.bench.harness import selected
 
     found = selected(cases, arguments.only)
     return [*{case.small().title: case.small() for case in found}.values()] if arguments.dry else found
 
+
+PARTS = {"speed": speed, "compare": compare, "correct": correct}
 
 if __name__ == "__main__":
     raise SystemExit(main())

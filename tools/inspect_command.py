@@ -7,12 +7,9 @@ import contextlib
 import inspect as signatures
 import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-from flex_inductor.errors import FlexError
 
 from .files import to_write
 from .users_code import Refused, found, running
@@ -70,19 +67,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        _run(arguments)
-    except (FlexError, Refused, OSError) as error:
-        # One line, so that the message is easy to find.
-        print(f"flex-inductor inspect: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _run(arguments: argparse.Namespace) -> None:
     if arguments.last:
-        _last(arguments)
-        return
+        return _last(arguments)
     if arguments.function is None:
         raise Refused("needs a function: path/to/script.py:function or module:function, or --last")
     before = None if arguments.against is None else _saved(arguments.against)
@@ -111,9 +97,10 @@ def _run(arguments: argparse.Namespace) -> None:
             print(f"written to {path}")
     else:
         print(page(report, kernels=kernels))
+    return 0
 
 
-def _last(arguments: argparse.Namespace) -> None:
+def _last(arguments: argparse.Namespace) -> int:
     from .inspector import last
 
     if arguments.function is not None:
@@ -124,6 +111,7 @@ def _last(arguments: argparse.Namespace) -> None:
         print(f"written to {arguments.json}")
     else:
         print(last.page(record))
+    return 0
 
 
 def _is_asked_for(kernel: Any, name: str | None) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,20 +58,16 @@ def register(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        mask_mod = construct(arguments.name, arguments.options)
-        block = arguments.block[0] if len(arguments.block) == 1 else tuple(arguments.block)
-        keys = arguments.length if arguments.keys is None else arguments.keys
-        # What is drawn is the first batch and head.
-        schedule = create_block_mask(mask_mod, 1, 1, arguments.length, keys, "cpu", block, compact=True)
-        if arguments.out is None:
-            print(schedule)
-        else:
-            draw_mask(schedule, arguments.out, zoom=tuple(arguments.zoom) if arguments.zoom else None)
-            print(f"{schedule!r}\nwritten to {arguments.out}")
-    except FlexError as error:
-        print(f"flex-inductor mask: {error}", file=sys.stderr)
-        return 2
+    mask_mod = construct(arguments.name, arguments.options)
+    block = arguments.block[0] if len(arguments.block) == 1 else tuple(arguments.block)
+    keys = arguments.length if arguments.keys is None else arguments.keys
+    # What is drawn is the first batch and head.
+    schedule = create_block_mask(mask_mod, 1, 1, arguments.length, keys, "cpu", block, compact=True)
+    if arguments.out is None:
+        print(schedule)
+    else:
+        draw_mask(schedule, arguments.out, zoom=tuple(arguments.zoom) if arguments.zoom else None)
+        print(f"{schedule!r}\nwritten to {arguments.out}")
     return 0
 
 

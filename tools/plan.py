@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect as signatures
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from flex_inductor.errors import FlexError
 
 from .files import at_least_one, to_write
 from .users_code import Refused, found, running
@@ -75,17 +72,11 @@ def register(subparsers: Any) -> None:
         help="of a dict's mask, such as how many layers use it (default 1)",
     )
     model = parser.add_argument_group("the model")
-    model.add_argument("--heads", type=at_least_one, default=128, help="(default %(default)s)")
-    model.add_argument("--kv-heads", type=at_least_one, default=8, help="(default %(default)s)")
-    model.add_argument("--head-dim", type=at_least_one, default=128, help="(default %(default)s)")
-    model.add_argument("--batch", type=at_least_one, default=1, help="(default %(default)s)")
-    model.add_argument("--tflops", type=_above_zero, default=550.0, help="of a rank (default %(default)g)")
-    model.add_argument(
-        "--gigabytes",
-        type=_above_zero,
-        default=45.0,
-        help="a second, each way, of a rank (default %(default)g)",
-    )
+    for name, default in (("heads", 128), ("kv-heads", 8), ("head-dim", 128), ("batch", 1)):
+        model.add_argument(f"--{name}", type=at_least_one, default=default, help=f"(default {default})")
+    for name, rate, what in (("tflops", 550.0, "of"), ("gigabytes", 45.0, "a second, each way, of")):
+        text = f"{what} a rank (default {rate:g})"
+        model.add_argument(f"--{name}", type=_above_zero, default=rate, help=text)
     model.add_argument(
         "--memory", type=_above_zero, metavar="GIB", help="the most that a call may hold; any by default"
     )
@@ -99,23 +90,19 @@ def register(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        if arguments.out is not None and Path(arguments.out).suffix not in (".png", ".svg"):
-            raise Refused(f"--out: expected a name ending in .png or .svg, got {arguments.out!r}")
-        planned = plan(arguments)
-        print(page(planned))
-        if arguments.out is not None:
-            from .plan_picture import draw
+    if arguments.out is not None and Path(arguments.out).suffix not in (".png", ".svg"):
+        raise Refused(f"--out: expected a name ending in .png or .svg, got {arguments.out!r}")
+    planned = plan(arguments)
+    print(page(planned))
+    if arguments.out is not None:
+        from .plan_picture import draw
 
-            title = f"{planned.masks}: {planned.ranks} ranks, {planned.balance}"
-            draw(title, planned.work, planned.owner, per_rank(planned), arguments.out)
-        if arguments.json is not None:
-            Path(arguments.json).write_text(json.dumps(to_dict(planned), indent=1) + "\n")
-        for path in filter(None, (arguments.out, arguments.json)):
-            print(f"written to {path}")
-    except (FlexError, Refused) as error:
-        print(f"flex-inductor plan: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        title = f"{planned.masks}: {planned.ranks} ranks, {planned.balance}"
+        draw(title, planned.work, planned.owner, per_rank(planned), arguments.out)
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(to_dict(planned), indent=1) + "\n")
+    for path in filter(None, (arguments.out, arguments.json)):
+        print(f"written to {path}")
     return 0
 
 
@@ -325,34 +312,20 @@ def per_rank(planned: Planned) -> dict[str, list[float]]:
 
 
 def to_dict(planned: Planned) -> dict[str, Any]:
-    def phase(made: Any) -> dict[str, float]:
-        return {
-            **made._asdict(),
-            "efficiency": made.efficiency,
-            "efficiency_exposed": made.efficiency_exposed,
-        }
+    def row(balance: str, made: Any) -> dict[str, Any]:
+        found = {name: getattr(made, name) for name in ("method", "imbalance", "memory")}
+        for name in ("forward", "backward"):
+            phase = getattr(made, name)
+            shares = {of: getattr(phase, of) for of in ("efficiency", "efficiency_exposed")}
+            found[name] = {**phase._asdict(), **shares}
+        return {**found, "balance": balance}
 
     return {
         "is": "a model, not a measurement",
-        "masks": planned.masks,
-        "length": planned.work.length,
-        "tile": planned.work.tile,
-        "ranks": planned.ranks,
+        **{name: getattr(planned, name) for name in ("masks", "ranks", "refused", "balance", "owner")},
+        **{name: getattr(planned.work, name) for name in ("length", "tile")},
         "model": asdict(planned.model),
-        "plans": [
-            {
-                "method": made.method,
-                "balance": balance,
-                "imbalance": made.imbalance,
-                "memory": made.memory,
-                "forward": phase(made.forward),
-                "backward": phase(made.backward),
-            }
-            for balance, made in planned.rows
-        ],
-        "refused": planned.refused,
-        "balance": planned.balance,
+        "plans": [row(*each) for each in planned.rows],
         "method": planned.choice._asdict(),
-        "owner": list(planned.owner),
         "per_rank": per_rank(planned),
     }

@@ -18,8 +18,7 @@ from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .errors import no_triton
 from .generated import GeneratedKernel
-from .pipes import CARDS, cycles
-from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, instructions, main_loops
+from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, Loop, instructions, main_loops
 
 TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -33,9 +32,7 @@ class Resources:
     shared_bytes: int | None
     instructions: dict[str, int] | None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
-    loops: list[dict[str, float]] = field(
-        default_factory=list
-    )  # cycles by pipe of each main loop, where modelled
+    loops: list[Loop] = field(default_factory=list)  # with work for tensor cores
 
 
 class Multiprocessor(NamedTuple):
@@ -142,28 +139,33 @@ def _alone(parse: Callable) -> Callable:
 
 
 def resources(compiled: Any, target: str) -> Resources:
-    if target.startswith("gfx"):
-        return _amd(compiled.asm["amdgcn"], compiled.metadata.shared)
-    usage = _of_binary(compiled, "cuobjdump", "-res-usage")
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     code = machine_code(compiled)
-    loops = (
-        [cycles(loop, compiled.metadata.num_warps, target) for loop in main_loops(code)]
-        if target in CARDS
-        else []
+    amd = target.startswith("gfx")
+    counts: Counter[str] = Counter(
+        next((name for name, pattern in (_AMD if amd else _NVIDIA).items() if i.matches(pattern)), "other")
+        for i in code
     )
-    return Resources(
-        found["REG"],
-        found["STACK"] + found["LOCAL"],
+    found = Resources(
+        *(_used_on_amd(compiled.asm["amdgcn"]) if amd else _used(compiled)),
         compiled.metadata.shared,
-        _by_class([instruction.operation for instruction in code], _NVIDIA),
-        loops=loops,
+        dict(counts),
+        loops=[Loop.of(loop) for loop in main_loops(code)],
     )
+    for name in ("registers", "spill_bytes"):
+        if getattr(found, name) is None:
+            found.reasons[name] = "the compiler's assembly has no such metadata"
+    return found
 
 
 def machine_code(compiled: Any) -> list[Instruction]:
-    """The instructions of a kernel for NVIDIA."""
-    return instructions(_of_binary(compiled, "nvdisasm", "-c"))
+    return instructions(compiled.asm.get("amdgcn") or _of_binary(compiled, "nvdisasm", "-c"))
+
+
+def _used(compiled: Any) -> tuple[int, int]:
+    """Registers and bytes of local memory."""
+    usage = _of_binary(compiled, "cuobjdump", "-res-usage")
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
 
 
 def _of_binary(compiled: Any, tool: str, *options: str) -> str:
@@ -177,23 +179,13 @@ def _of_binary(compiled: Any, tool: str, *options: str) -> str:
         return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
 
 
-def _amd(assembly: str, shared: int) -> Resources:
+def _used_on_amd(assembly: str) -> tuple[int | None, int | None]:
     def metadata(name: str) -> int | None:
         found = re.search(rf"\.{name}:\s*(\d+)", assembly)
         return int(found[1]) if found else None
 
-    operations = re.findall(r"^\s+((?:v|s|ds|global|buffer|flat|scratch)_\w+)", assembly, flags=re.MULTILINE)
     vgprs, agprs = metadata("vgpr_count"), metadata("agpr_count")
-    found = Resources(
-        None if vgprs is None else max(vgprs, agprs or 0),
-        metadata("private_segment_fixed_size"),
-        shared,
-        _by_class(operations, _AMD),
-    )
-    for name in ("registers", "spill_bytes"):
-        if getattr(found, name) is None:
-            found.reasons[name] = "the compiler's assembly has no such metadata"
-    return found
+    return None if vgprs is None else max(vgprs, agprs or 0), metadata("private_segment_fixed_size")
 
 
 # The first pattern that matches an operation's start names its class.
@@ -221,11 +213,3 @@ _AMD = {
     "control": r"s_(branch|cbranch|waitcnt|barrier|endpgm|nop|setprio|cselect)",
     "integer": r"v_|s_",
 }
-
-
-def _by_class(operations: list[str], classes: dict[str, str]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for operation in operations:
-        known = (name for name, pattern in classes.items() if re.match(pattern, operation))
-        counts[next(known, "other")] += 1
-    return dict(counts)

@@ -1,12 +1,13 @@
-"""NVIDIA machine code as nvdisasm prints it: instructions, and the loops that hold a kernel's work."""
+"""Machine code, as nvdisasm and Triton's compiler for AMD print it: instructions, and the loops that hold the work."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-TENSOR_CORE = r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA|v_s?mfma"
+TENSOR_CORE = r"[HIDBQ]MMA|[HIDBQ]GMMA|OMMA|UTC\w*MMA|v_s?mfma|v_wmma"
 LOCAL_MEMORY = r"LDL|STL|scratch_"
 
 
@@ -21,37 +22,72 @@ class Instruction(NamedTuple):
         return re.match(pattern, self.operation) is not None
 
 
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)([^;]*)")
-_LABEL = re.compile(r"^\s*([.$\w]+):\s*$")
+_INSTRUCTION = re.compile(
+    r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)([^;]*)"
+    r"|^\s+()((?:v|s|ds|global|buffer|flat|scratch)_\w+)([^;]*)"
+)
+_LABEL = re.compile(r"^\s*([.$\w]+):")
+_BRANCH = re.compile(r"BRA|s_c?branch")
+_ENDS = (
+    "BRA",
+    "BRX",
+    "JMP",
+    "EXIT",
+    "RET",
+    "s_branch",
+    "s_cbranch",
+    "s_endpgm",
+    "s_setpc",
+)  # of a basic block
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Everything between a kernel's first label and its end, in order of address."""
+    """A kernel's instructions, numbered in order: AMD's text has no addresses."""
     labels: dict[str, int] = {}
-    waiting: list[str] = []
     found: list[Instruction] = []
     for line in text.splitlines():
         if label := _LABEL.match(line):
-            waiting.append(label[1])
+            labels[label[1]] = len(found)
         elif match := _INSTRUCTION.search(line):
-            address, guard, operation, operands = match.groups()
-            labels.update(dict.fromkeys(waiting, int(address, 16)))
-            waiting.clear()
-            found.append(Instruction(int(address, 16), bool(guard), operation, operands=operands))
+            guard, operation, operands = match.groups()[:3] if match[2] else match.groups()[3:]
+            # A branch under a predicate among its operands (BRA.U UP0, ...; BRA P0, ...) may not be taken.
+            guarded = (
+                bool(guard) or operation.startswith("s_cbranch") or bool(re.match(r"\s+!?U?P\d", operands))
+            )
+            found.append(Instruction(len(found), guarded, operation, operands=operands))
+    return [i._replace(target=_target(i, labels)) for i in found]
 
-    def target(instruction: Instruction) -> int | None:
-        name = (
-            re.search(r"`\(([.$\w]+)\)", instruction.operands)
-            if instruction.operation.startswith("BRA")
-            else None
+
+def _target(branch: Instruction, labels: dict[str, int]) -> int | None:
+    names = re.findall(r"[.$\w]+", branch.operands) if _BRANCH.match(branch.operation) else []
+    return labels.get(names[-1]) if names else None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What one thread runs in an iteration, which is one tile: neither Triton nor ptxas unrolls loops like these."""
+
+    instructions: int
+    tensor: int  # for tensor cores
+    local: int  # loads and stores of local memory
+    copies: tuple[int, ...]  # of tiles, that may be under way at each wait for one
+    barriers: int
+
+    @classmethod
+    def of(cls, code: Sequence[Instruction]) -> Loop:
+        """On AMD's cards copies are loads to registers."""
+        waits = [
+            re.search(r"vmcnt\((\d+)\)" if i.operation == "s_waitcnt" else r",\s*(0x[0-9a-f]+)", i.operands)
+            for i in code
+            if i.matches(r"DEPBAR\.LE|s_waitcnt")
+        ]
+        return cls(
+            len(code),
+            sum(i.matches(TENSOR_CORE) for i in code),
+            sum(i.matches(LOCAL_MEMORY) for i in code),
+            tuple(int(wait[1], 0) for wait in waits if wait),
+            sum(i.matches(r"BAR\.SYNC|s_barrier") for i in code),
         )
-        # A branch under a predicate among its operands (BRA.U UP0, ...; BRA P0, ...) may not be taken.
-        return None if name is None else labels.get(name[1])
-
-    return [
-        i._replace(target=target(i), guarded=i.guarded or bool(re.match(r"\s+!?U?P\d", i.operands)))
-        for i in found
-    ]
 
 
 def main_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
@@ -107,24 +143,3 @@ def _reached(start: int, ways: dict[int, set[int]], closed: set[int]) -> set[int
             found.add(here)
             ahead += ways[here]
     return found
-
-
-# Of a basic block, on NVIDIA's cards and AMD's.
-_ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET", "s_branch", "s_cbranch", "s_endpgm", "s_setpc")
-
-
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
-
-
-def multiply_adds(instruction: Instruction) -> int:
-    """Of one tensor-core instruction for a 16-bit type or tf32, by all threads of one warp."""
-    kind = instruction.operation.split(".")[0]
-    if kind == "HGMMA" or kind.startswith("v_mfma"):  # the former by the four warps of a group
-        m, n, k = map(int, _SHAPE.search(instruction.operation).groups())
-        return m * n * k // (4 if kind == "HGMMA" else 1)
-    if kind == "HMMA":
-        m, n, k = {"16816": (16, 8, 16), "1688": (16, 8, 8), "1684": (16, 8, 4)}[
-            instruction.operation.split(".")[1]
-        ]
-        return m * n * k
-    raise ValueError(f"how much work {instruction.operation} is, is not known")

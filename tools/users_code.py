@@ -14,7 +14,7 @@ from typing import Any
 from flex_inductor.errors import FlexError
 
 
-class Refused(Exception):
+class Refused(FlexError):
     """What the user gave cannot be served; the message is one line."""
 
 
@@ -51,7 +51,7 @@ def running(what: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-    except (FlexError, Refused):
+    except FlexError:
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

@@ -12,7 +12,7 @@ import torch
 
 from flex_inductor import and_masks, create_block_mask, flex_attention, set_eager_kernels
 from flex_inductor.backend import flex_inductor
-from flex_inductor.tools.bench_masks import above_start
+from flex_inductor.tools.bench.harness import above_start
 from tests.memory import peak_allocated
 from tests.support import causal
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from flex_inductor.tools import cli
-from flex_inductor.tools.gpu import cases, compare, measure, table
-from flex_inductor.tools.gpu.cases import BACKWARD, CUDNN, FLEX, FORWARD, OURS, Case, Side
-from flex_inductor.tools.gpu.measure import Result, Setting
-from flex_inductor.tools.rounds import Spread
-from flex_inductor.tools.workers import Call, Deadline, Failed, Late, Workers
+from flex_inductor.tools.bench import gpu, gpu_calls
+from flex_inductor.tools.bench.call import Made, documents
+from flex_inductor.tools.bench.gpu_calls import BACKWARD, CASES, CUDNN, FLEX, FORWARD, Case, Setting, Side
+from flex_inductor.tools.bench.harness import OURS
+from flex_inductor.tools.bench.workers import Deadline, Failed, Job, Late, Workers
 
 ROOT = Path(__file__).parents[2]
 # As Python starts: importing one of these then fails as if it were not installed.
@@ -31,19 +31,8 @@ def dry_run(tmp_path_factory):
     """All parts of the script, by Triton's interpreter, where only torch, triton and what they need is installed."""
     folder = tmp_path_factory.mktemp("dry")
     (folder / "sitecustomize.py").write_text(BARE)
-    given = [
-        "--dry",
-        "--rounds",
-        "1",
-        "--only",
-        "causal",
-        "--kernel",
-        "backward_onepass",
-        "--calls",
-        "1",
-        "--out",
-        folder / "found",
-    ]
+    asked = "--dry --rounds 1 --minutes 30 --only causal --kernel backward_onepass --calls 1"
+    given = [*asked.split(), "--out", folder / "found"]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHON": sys.executable}
     done = subprocess.run(
         ["sh", ROOT / "tools/gpu_check.sh", *given],
@@ -71,13 +60,10 @@ def test_a_dry_run(dry_run):
         "## compare",
         "## correct",
     ]
-    rows = [line.split(" | ")[:2] for line in shown.splitlines() if line.startswith("| causal")]
-    assert rows == [["| causal D16 S64", FORWARD], ["| causal D16 S64", BACKWARD]]
-    assert (
-        "causal D16 S64, torch flex: NotImplementedError: FlexAttention does not support backward on CPU"
-        in shown
-    )
-    timed = {(r["which"], r["side"]) for r in found["results"] if r["ms"] is not None}
+    rows = [line.split("|")[1].strip() for line in shown.splitlines() if line.startswith("| causal")]
+    assert rows == ["causal D16 S64 forward", "causal D16 S64 backward"]
+    assert f"| {FLEX}      | NotImplementedError: FlexAttention does not support backward on CPU" in shown
+    timed = {(r["case"].split()[-1], r["side"]) for r in found["results"] if r["ms"] is not None}
     assert {(FORWARD, OURS), (BACKWARD, OURS), (FORWARD, CUDNN)} <= timed
     assert (BACKWARD, "backward_onepass block_m=16 block_n=32 descriptors=1") in timed
     assert not {r["side"] for r in found["results"] if r["ms"] is None} - {FLEX}
@@ -85,90 +71,82 @@ def test_a_dry_run(dry_run):
     assert shown.endswith("1 calls right, 0 wrong\n")
 
 
-def brute_pairs(allowed, length):
-    return sum(allowed(q, k) for q in range(length) for k in range(length))
-
-
 def test_pairs_that_masks_leave(monkeypatch):
-    monkeypatch.setattr(cases, "WINDOW", 10)
-    assert Case("causal", 64, 48).pairs == brute_pairs(lambda q, k: q >= k, 48)
-    assert Case("window", 64, 48).pairs == brute_pairs(lambda q, k: 0 <= q - k < 10, 48)
-    assert Case("decode", 64, 48).pairs == 48
-    same = brute_pairs(lambda q, k: q >= k and q // 6 == k // 6, 48)
-    assert Case("documents", 64, 48).pairs == same
+    monkeypatch.setattr(gpu_calls, "WINDOW", 10)
+    rows, columns = torch.arange(48)[:, None], torch.arange(48)
+    document = documents(48)
+    kept = {
+        "causal": rows >= columns,
+        "window": (rows >= columns) & (rows - columns < 10),
+        "decode": rows[:1] >= columns * 0,
+        "documents": (rows >= columns) & (document[:, None] == document),
+    }
+    for variant, pairs in kept.items():
+        assert Case(variant, 48).pairs == pairs.sum()
 
 
 def test_work_of_a_case():
-    case = Case("causal", 16, 128, 4, 4, batch=2)
+    case = Case("causal", 128, 16, 4, 4, batch=2)
     assert case.work(FORWARD) == 2 * 4 * (128 * 129 / 2) * 16 * 2 * 2 / 1e9
     assert case.work(BACKWARD) == 2.5 * case.work(FORWARD)
-    decode = Case("decode", 16, 128)
-    key = cases.tensors_of(decode, "cpu", torch.bfloat16)[1]
-    assert decode.work(FORWARD) == 2 * key.nbytes / 1e6
+    decode = Case("decode", 128, 16, backward=False)
+    assert decode.work(FORWARD) == 2 * Made(decode).inputs[1].nbytes / 1e6
 
 
 def test_the_cases_of_the_table():
     """Every variant at every head dim that it is asked for at, the first with an aim."""
     dims = {}
-    for case in cases.CASES:
+    for case in CASES:
         dims.setdefault(case.variant, set()).add(case.head_dim)
     assert dims["causal"] == dims["documents"] == dims["alibi"] == dims["bias"] == {64, 128, 256}
     assert {64, 128} == dims["window"] == dims["GQA 8:1"] == dims["decode"]
-    assert {case.length for case in cases.CASES if case.variant == "causal"} == {2048, 4096, 8192, 16384}
-    assert cases.CASES[0].title == "causal D128 S8192" and len(set(cases.CASES[0].aims)) == 4
-    assert all(case.aims for case in cases.CASES[:4])
+    assert {case.length for case in CASES if case.variant == "causal"} == {2048, 4096, 8192, 16384}
+    assert CASES[0].title == "causal D128 S8192" and len(set(CASES[0].aims)) == 4
+    assert all(case.aims for case in CASES[:4])
 
 
 def test_configs_to_compare():
-    case = cases.CASES[0]
-    plain = [side.configs["forward"] for side in compare.plain_configs("forward", case, "cuda")]
-    assert {"block_m": 128, "block_n": 128, "warps": 8, "stages": 3} in plain
-    with_axes = [side.name for side in compare.axes_on("forward", [Side(configs={"forward": plain[0]})])]
+    plain = [*gpu.plain_configs("forward", CASES[0], "cuda")]
+    first = {"block_m": 128, "block_n": 128, "warps": 8, "stages": 3}
+    assert first in [side.configs["forward"] for side in plain]
+    with_axes = [side.name for side in gpu.axes_on("forward", plain[:1])]
     assert any(name.endswith("descriptors=1 persistent=1 held=1") for name in with_axes)
 
 
-def test_a_wrong_side_is_not_timed(monkeypatch):
-    call = measure._Call(cases.CASES[0].small(), Setting("cpu"))
-    right = call.gold[0]
-    monkeypatch.setattr(call, "_results", lambda *_: [right * 1.1, *call.gold[1:]])
-    monkeypatch.setattr(call, "attend", lambda side: lambda *_: right)
-    with pytest.raises(RuntimeError, match=r"wrong: relative error 0\.1, expected below 0\.062"):
-        call.check(Side(CUDNN))
-    monkeypatch.setattr(call, "_results", lambda *_: [right * float("nan"), *call.gold[1:]])
-    with pytest.raises(RuntimeError, match="wrong: relative error nan"):
-        call.check(Side(CUDNN))
-    with pytest.raises(RuntimeError, match="served by no route, not by triton"):
-        call.check(Side())
+@pytest.mark.parametrize(
+    "side, factor, why",
+    [
+        (CUDNN, 1.1, r"wrong: relative error 0\.1, expected below 0\.062"),
+        (CUDNN, float("nan"), "wrong: relative error nan"),
+        (OURS, 1.0, "served by no route, not by triton"),
+    ],
+)
+def test_a_wrong_side_is_not_timed(side, factor, why, monkeypatch):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        gpu_calls, "attend_of", lambda *_: lambda *qkv: attention(*qkv, is_causal=True) * factor
+    )
+    with pytest.raises(RuntimeError, match=why):
+        gpu_calls.prepare(CASES[0].small(), Side(side), Setting("cpu"))
 
 
-def test_a_row_without_our_figures():
-    case = cases.CASES[0]
-    results = [
-        Result(case.title, FORWARD, OURS, None, note="crashed"),
-        Result(case.title, FORWARD, FLEX, Spread(2.0, 1.9, 2.1), Spread(1.0, 1.0, 1.0), 100.0, 0.5),
-    ]
-    row = next(table.lines_of(case, results))
-    assert row.startswith("| causal D128 S8192 | forward | failed |  |  | 2 (1.9 to 2.1) ms |")
-
-
-def test_one_call_costs_no_other():
-    """A worker that crashes, hangs or raises is replaced."""
+def test_a_worker_that_fails_is_replaced():
+    """One that crashes, hangs or raises costs no other job."""
     soon, past = Deadline(1), Deadline(-1)
     with Workers(1) as workers:
-        first = workers.run(Call(os.getpid, (), 60), soon)
-        assert workers.run(Call(os.getpid, (), 60), soon) == first != os.getpid()
-        calls = {
-            Call(os._exit, (3,), 60): "its process ended with exit code 3",
-            Call(int, ("x",), 60): "ValueError: invalid literal for int() with base 10: 'x'",
-            Call(os.read, (0, 0, 0), 60): "TypeError: read expected 2 arguments, got 3",
+        first = workers.run(Job(os.getpid), soon)
+        assert workers.run(Job(os.getpid), soon) == first != os.getpid()
+        jobs = {
+            Job(os._exit, (3,)): "its process ended with exit code 3",
+            Job(int, ("x",)): "ValueError: invalid literal for int() with base 10: 'x'",
         }
-        for call, answer in workers.run_all(calls, soon):
-            assert isinstance(answer, Failed) and str(answer) == calls[call]
+        for job, answer in workers.run_all(jobs, soon):
+            assert isinstance(answer, Failed) and str(answer) == jobs[job]
         with pytest.raises(Failed, match=r"took longer than 0\.1 s"):
-            workers.run(Call(time.sleep, (60,), 0.1), soon)
-        assert workers.run(Call(os.getpid, (), 60), soon) != first
+            workers.run(Job(time.sleep, (60,), 0.1), soon)
+        assert workers.run(Job(os.getpid), soon) != first
         with pytest.raises(Late, match="no time left"):
-            workers.run(Call(os.getpid, (), 60), past)
+            workers.run(Job(os.getpid), past)
 
 
 def test_calls_on_a_card():

@@ -11,6 +11,7 @@ import flex_inductor
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.reference import reference
 from tests import inspected
+from tests.reports import report
 
 RUN = """
 import runpy, sys, torch
@@ -34,8 +35,8 @@ def replayed(*scripts):
 
 
 def test_forward_and_backward_for_a_gpu(tmp_path):
-    module, args = inspected.learnable_bias()
-    kernels = flex_inductor.inspect(module, *args, target="sm_90").kernels
+    module, _ = inspected.learnable_bias()
+    kernels = report("learnable_bias", "sm_90").kernels
     forward, dq, dkdv, printed = replayed(*(kernel.save(tmp_path) for kernel in kernels))
     module.bias.data = forward["captured_0"]
     qkv = (forward[name] for name in ("query", "key", "value"))
@@ -67,8 +68,7 @@ def test_changing_lengths_and_bfloat16(tmp_path):
 
 
 def test_on_cpu(tmp_path):
-    fn, args = inspected.plain_causal()
-    (kernel,) = flex_inductor.inspect(fn, *args).kernels
+    (kernel,) = report("plain_causal", "cpu").kernels
     script = kernel.save(tmp_path / "new")
     found, printed = replayed(script)
     mask = inspected.block_mask(inspected.causal)

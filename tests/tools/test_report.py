@@ -13,11 +13,7 @@ from flex_inductor import FlexError, flex_attention
 from flex_inductor.tools.inspector.page import page
 from flex_inductor.tools.inspector.webpage import webpage
 from tests import inspected
-
-
-def report(name, target, **kwargs):
-    fn, args = getattr(inspected, name)()
-    return flex_inductor.inspect(fn, *args, target=target, **kwargs)
+from tests.reports import inspected_anew, report
 
 
 class Pages(expecttest.TestCase):
@@ -174,7 +170,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
-   loops     busiest pipes in a tile's cycles, a model: ·
+   loops     instructions of a tile, for each loop: ·
 
 == flex_inductor_backward_dq_0: backward_dq of call 0
    config    BLOCK_M=· BLOCK_N=· COALESCED=· num_warps=· num_stages=·
@@ -182,7 +178,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
-   loops     busiest pipes in a tile's cycles, a model: ·
+   loops     instructions of a tile, for each loop: ·
 
 == flex_inductor_backward_dkdv_1: backward_dkdv of call 0
    config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
@@ -190,7 +186,7 @@ class Pages(expecttest.TestCase):
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·
    has       instructions by class: ·
-   loops     busiest pipes in a tile's cycles, a model: ·""",
+   loops     instructions of a tile, for each loop: ·""",
         )
 
     def test_refused(self):
@@ -304,7 +300,7 @@ def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
     monkeypatch.setattr(winners, "keep", lambda winner: None)
     monkeypatch.setattr(cost, "this_cpu", lambda: cost.Device("this CPU", {"float16": 1e10}, 1e9))
     with config.patch(max_autotune=True):
-        found = report("plain_causal", "cpu")
+        found = inspected_anew("plain_causal", "cpu")
     (call,) = found.calls
     floor = call.cost()["forward"]
     assert (floor.seconds, floor.measured) == (pytest.approx(10485760 / 1e10), 2e-3)
@@ -331,7 +327,7 @@ def test_only_what_is_timed_is_built(monkeypatch):
     monkeypatch.setattr(winners, "find", lambda *_: None)
     monkeypatch.setattr(winners, "keep", lambda winner: None)
     with config.patch(max_autotune=True):
-        (call,) = report("plain_causal", "cpu").calls
+        (call,) = inspected_anew("plain_causal", "cpu").calls
     (choice,) = call.decision.kernels
     assert choice.why.startswith("fastest when timed: ")
     timed = 1 + sum(remark.endswith(" ms") for _, remark in choice.others)

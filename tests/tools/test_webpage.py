@@ -10,6 +10,7 @@ import torch
 import flex_inductor
 from flex_inductor import flex_attention
 from tests import inspected
+from tests.reports import report
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -44,8 +45,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    module, args = inspected.learnable_bias()
-    flex_inductor.inspect(module, *args).to_html(path)
+    report("learnable_bias", "cpu").to_html(path)
     return path.read_text(), Page(path.read_text())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect as signatures
 import re
+import subprocess
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +19,7 @@ from flex_inductor.lowerings.decision import Choice, Decision
 from flex_inductor.masks.planned import PlannedMask
 from flex_inductor.mod_ir.source_lines import last_line
 
-from .. import errors
+from .. import env, errors
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_untuned
 from .calls import facts_of
@@ -77,12 +79,7 @@ def kind(kernel: GeneratedKernel) -> str:
 
 
 def _watched(
-    fn: Callable,
-    args: Any,
-    kwargs: Any,
-    target: str,
-    backward: bool,
-    options: dict[str, Any] | None = None,
+    fn: Callable, args: Any, kwargs: Any, target: str, backward: bool, options: dict[str, Any] | None = None
 ) -> Watched:
     from torch._dynamo.exc import Unsupported
 
@@ -172,21 +169,23 @@ def _gpu_kernel(source: Source, choice: Choice | None, target: str, schedule: An
 
 
 def _cpu_kernel(source: Source, choice: Choice | None, target: str, schedule: Any) -> Kernel:
-    from .cpp import built_with
-
     names = ("registers", "spill_bytes", "shared_bytes", "instructions")
     found = Resources(None, None, None, None, dict.fromkeys(names, "a CPU's compiler is not asked"))
-    return Kernel(source, target, choice.config if choice else {}, choice, found, built_with(), schedule)
+    return Kernel(source, target, choice.config if choice else {}, choice, found, _built_with(), schedule)
+
+
+@functools.cache
+def _built_with() -> str:
+    """The compiler that Inductor uses here, and its vectors."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    compiler = get_cpp_compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
+    isa = pick_vec_isa()
+    vectors = f"{isa} vectors of {isa.bit_width()} bits" if isa else "no vectors"
+    return f"{version[0] if version else compiler}, {vectors}"
 
 
 def _versions() -> dict[str, str]:
-    from flex_inductor import __version__
-
-    found = {"flex_inductor": __version__, "torch": torch.__version__}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        pass
-    return found
+    return {fact.name: fact.text for fact in env.versions() if fact.name != "python"}

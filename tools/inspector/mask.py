@@ -75,18 +75,12 @@ class MaskFacts:
 
 
 def _runs_of(rows: list[list[bool]]) -> str:
-    return ";".join(",".join(f"{a}-{b}" for a, b in _runs(row)) for row in rows)
-
-
-def _runs(row: list[bool]) -> list[tuple[int, int]]:
-    found, start = [], None
-    for i, live in enumerate([*row, False]):
-        if live and start is None:
-            start = i
-        elif not live and start is not None:
-            found.append((start, i))
-            start = None
-    return found
+    """The runs of each row, as `drawing` says."""
+    lines = []
+    for row in rows:
+        edges = torch.tensor([False, *row, False]).int().diff().nonzero().flatten().tolist()
+        lines.append(",".join(f"{a}-{b}" for a, b in zip(edges[::2], edges[1::2], strict=True)))
+    return ";".join(lines)
 
 
 def facts_of_mask(schedule: RunSchedule, has_mod: bool) -> MaskFacts:

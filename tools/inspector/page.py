@@ -9,7 +9,6 @@ from typing import Any
 
 from flex_inductor.lowerings.decision import config_text
 
-from ..pipes import busiest
 from .calls import ModFacts
 from .cost import Cost, costs_of
 from .model import Call, Kernel, Report
@@ -113,20 +112,9 @@ def cost_text(cost: Cost, stable: bool = False) -> str:
 
 def _scaled(value: float, unit: str) -> str:
     """Three digits and a prefix."""
-    prefixes = (
-        (1e15, "P"),
-        (1e12, "T"),
-        (1e9, "G"),
-        (1e6, "M"),
-        (1e3, "k"),
-        (1, ""),
-        (1e-3, "m"),
-        (1e-6, "u"),
-    )
-    for factor, prefix in prefixes:
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value * 1e9:.3g} n{unit}"
+    prefixes = zip(range(15, -9, -3), "PTGMk mu", strict=True)
+    power, prefix = next(((power, p) for power, p in prefixes if value >= 10**power), (-9, "n"))
+    return f"{value / 10**power:.3g} {prefix.strip()}{unit}"
 
 
 def _kernel(report: Report, kernel: Kernel, stable: bool, sources: bool) -> Iterator[str]:
@@ -173,8 +161,8 @@ def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
     counted = ", ".join(f"{name} {count}" for name, count in classes)
     lines = {"has": "instructions by class: " + ("·" if stable else counted)}
     if loops := kernel.resources.loops:
-        each = "; ".join(f"{i}: {busiest(loop)}" for i, loop in enumerate(loops))
-        lines["loops"] = "busiest pipes in a tile's cycles, a model: " + ("·" if stable else each)
+        each = ", ".join(str(loop.instructions) for loop in loops)
+        lines["loops"] = "instructions of a tile, for each loop: " + ("·" if stable else each)
     return lines
 
 

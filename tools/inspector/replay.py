@@ -46,11 +46,7 @@ def _cpp(source: str) -> dict[str, Any]:
     signature = re.search(r'extern "C" void kernel\((.*)\)$', source, flags=re.MULTILINE)
     assert signature is not None, "Inductor has given the kernel's function another name"
     pairs = [parameter.rsplit(" ", 1) for parameter in signature[1].split(", ")]
-    return {
-        "types": [kind for kind, _ in pairs],
-        "order": [name for _, name in pairs],
-        "stand_in": False,
-    }
+    return {"types": [kind for kind, _ in pairs], "order": [name for _, name in pairs], "stand_in": False}
 
 
 def _triton(kernel: Kernel) -> dict[str, Any]:

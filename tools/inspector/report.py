@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from . import model, replay
 from .cost import Cost, costs_of
 from .page import page
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and named tuples as dicts."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Kernel(model.Kernel):
@@ -22,16 +33,8 @@ class Kernel(model.Kernel):
         return replay.save(self, Path(folder))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "config": self.config,
-            "choice": self.choice and self.choice._asdict(),
-            "resources": asdict(self.resources),
-            "occupancy": self.occupancy and self.occupancy._asdict(),
-            "built_with": self.built_with,
-            "source": self.source,
-        }
+        names = ("name", "kind", "config", "choice", "resources", "occupancy", "built_with", "source")
+        return {name: plain(getattr(self, name)) for name in names}
 
 
 class Call(model.Call):
@@ -42,21 +45,12 @@ class Call(model.Call):
         return costs_of(self, device)
 
     def to_dict(self) -> dict[str, Any]:
-        facts = self.facts
-        mods = {"score_mod": facts.score_mod, "mask_mod": facts.mask_mod}
         return {
-            "where": None if facts.where is None else facts.where._asdict(),
-            "tensors": [asdict(tensor) for tensor in facts.tensors],
             **{
-                name: mod
-                and {
-                    "name": mod.name,
-                    "lines": [line._asdict() for line in mod.lines],
-                    "captures": [asdict(capture) for capture in mod.captures],
-                }
-                for name, mod in mods.items()
+                name: plain(getattr(self.facts, name))
+                for name in ("where", "tensors", "score_mod", "mask_mod")
             },
-            "decisions": {name: low.decision._asdict() for name, low in self.lowered.items()},
+            "decisions": {name: plain(lowered.decision) for name, lowered in self.lowered.items()},
             "graphs": self.graphs,
             "schedule": None if self.schedule is None else self.schedule.to_dict(),
             "cost": {name: {**cost._asdict(), "share": cost.share} for name, cost in self.cost().items()},
@@ -77,7 +71,7 @@ class Report(model.Report):
         return {
             "target": self.target,
             "versions": self.versions,
-            "plans": [plan._asdict() for plan in self.plans],
+            "plans": plain(self.plans),
             "calls": [call.to_dict() for call in self.calls],
             "kernels": [kernel.to_dict() for kernel in self.kernels],
         }

@@ -20,7 +20,7 @@ from flex_inductor.lowerings.cpu.route import CpuRoute
 from flex_inductor.op import Inputs, attention
 from flex_inductor.options import call_options
 from flex_inductor.reference import reference
-from flex_inductor.tools.bench_masks import above_start
+from flex_inductor.tools.bench.harness import above_start
 from tests.lowerings.cpu.helpers import SIZES, check, fused
 from tests.support import MASKS, MODS, Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
 

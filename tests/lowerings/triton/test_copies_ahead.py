@@ -8,7 +8,7 @@ from support import causal
 
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.lowerings.triton.configs import known_device
-from flex_inductor.tools.bench_static import Case, _call
+from flex_inductor.tools.bench.static import Case
 from flex_inductor.tools.inspector import attention_kernels, kind
 from flex_inductor.tools.resources import compile_for, compile_untuned, machine_code
 from flex_inductor.tools.sass import LOCAL_MEMORY, main_loops
@@ -75,11 +75,11 @@ def test_captured_values_of_keys_are_copied_ahead_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["causal", "softcap", "document", "bias"])
+@pytest.mark.parametrize("variant", ["causal", "softcap", "documents", "bias"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_default_configs_copy_ahead(target, head_dim, variant):
-    for kernel in attention_kernels(*_call(Case(variant, head_dim, target), flex_attention), target=target):
+    for kernel in Case(variant, head_dim, target).kernels():
         name = kind(kernel)
         _, compiled, found = compile_untuned(kernel, target)
         assert found.shared_bytes <= known_device(target).shared_bytes, name

@@ -4,7 +4,7 @@ import card
 import pytest
 import torch
 
-from flex_inductor.tools.gpu.measure import Setting
+from flex_inductor.tools.bench.gpu_calls import Setting
 
 pytestmark = [
     pytest.mark.gpu,

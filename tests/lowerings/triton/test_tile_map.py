@@ -7,9 +7,10 @@ from support import causal
 
 import flex_inductor
 from flex_inductor import FlexError, Sequences, create_block_mask, flex_attention, varlen_attention
+from flex_inductor.lowerings.triton.configs import known_device
 from flex_inductor.op import attention
-from flex_inductor.tools import bench_static
-from flex_inductor.tools.inspector import attention_kernels
+from flex_inductor.tools.inspector import attention_kernels, kind
+from flex_inductor.tools.resources import compile_untuned
 from tests.tile_maps import Part, packed
 
 STACK = 16 if triton.__version__ < "3.7" else 0  # bytes outside of loops, at D128
@@ -84,13 +85,14 @@ def test_what_a_map_rules_out(blocks, configs, reason):
 
 
 def full_loops(attend, *tensors, target="sm_90"):
-    """The main loop over full tiles of each kernel, and what it reads from memory beside."""
-    kernels = [
-        bench_static.read(bench_static.Case("causal", tensors[0].size(-1), target), "ours", kernel)
-        for kernel in attention_kernels(attend, *tensors, target=target)
-    ]
-    assert all(kernel.fits and not any(loop.local for loop in kernel.loops) for kernel in kernels)
-    return {kernel.kind: next(loop for loop in kernel.loops if loop.blocks == "full") for kernel in kernels}
+    """Of each kernel its tile, and the main loop over full ones."""
+    found = {}
+    for kernel in attention_kernels(attend, *tensors, target=target):
+        config, _, needed = compile_untuned(kernel, target)
+        assert needed.shared_bytes <= known_device(target).shared_bytes
+        assert len(needed.loops) == 2 and not any(loop.local for loop in needed.loops)
+        found[kind(kernel)] = (config["BLOCK_M"], config["BLOCK_N"]), needed.loops[1]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,10 @@ def test_full_tiles_are_those_of_a_plain_call(target, head_dim):
     )
 
     for found, most in ((packed, 1.05), (of_pages, 1.15)):
-        for kind, loop in found.items():
-            assert loop.area == plain[kind].area
-            assert loop.instructions <= most * plain[kind].instructions, (kind, loop, plain[kind])
-            assert loop.copies == plain[kind].copies and loop.barriers == plain[kind].barriers, (
-                kind,
-                loop,
-                plain[kind],
-            )
+        for name, (tile, loop) in found.items():
+            same, other = plain[name]
+            assert tile == same and loop.instructions <= most * other.instructions, (name, loop, other)
+            assert (loop.copies, loop.barriers) == (other.copies, other.barriers), (name, loop, other)
 
 
 IDS = torch.arange(512) // 300
@@ -164,5 +162,6 @@ def test_full_tiles_under_bounds_take_no_more_instructions(target, mask_mod):
         return full_loops(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), *tensors, target=target)
 
     listed = loops(compact=False)
-    for kind, loop in loops(compact=True).items():
-        assert loop.instructions <= listed[kind].instructions and loop.copies == listed[kind].copies, kind
+    for name, (_, loop) in loops(compact=True).items():
+        other = listed[name][1]
+        assert loop.instructions <= other.instructions and loop.copies == other.copies, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import queue
 import time
@@ -10,17 +11,19 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from .harness import in_one_line
+
 
 class Failed(Exception):
-    """A call that gave no result, and why in one line."""
+    """A job that gave no result, and why in one line."""
 
 
 class Late(Failed):
-    """A call that had not begun or ended by the deadline."""
+    """A job that had not begun or ended by the deadline."""
 
 
 class Deadline:
-    def __init__(self, minutes: float):
+    def __init__(self, minutes: float = math.inf):
         self.end = time.monotonic() + minutes * 60
 
     @property
@@ -29,12 +32,12 @@ class Deadline:
         return self.end - time.monotonic()
 
 
-class Call(NamedTuple):
+class Job(NamedTuple):
     """`function(*arguments)`, a function that other processes find by its name, and the seconds it may take."""
 
     function: Callable
-    arguments: tuple
-    limit: float
+    arguments: tuple = ()
+    limit: float = 3600.0
 
 
 class Workers:
@@ -47,26 +50,23 @@ class Workers:
         for worker in self._all:
             self._idle.put(worker)
 
-    def run(self, call: Call, deadline: Deadline) -> Any:
-        """What the call returns. Raises Failed."""
+    def run(self, job: Job, deadline: Deadline | None = None) -> Any:
+        """What the job returns. Raises Failed."""
         worker = self._idle.get()
         try:
-            return worker.run(call, deadline)
+            return worker.run(job, deadline or Deadline())
         finally:
             self._idle.put(worker)
 
-    def run_all(self, calls: Iterable[Call], deadline: Deadline) -> Iterator[tuple[Call, Any]]:
-        """Each call with its result or its Failed, as they come in."""
+    def run_all(self, jobs: Iterable[Job], deadline: Deadline) -> Iterator[tuple[Job, Any]]:
+        """Each job with its result or its Failed, as they come in."""
         with ThreadPoolExecutor(self.count) as threads:
-            waiting = {threads.submit(self._result_of, call, deadline): call for call in calls}
+            waiting = {threads.submit(self.run, job, deadline): job for job in jobs}
             for done in as_completed(waiting):
-                yield waiting[done], done.result()
-
-    def _result_of(self, call: Call, deadline: Deadline) -> Any:
-        try:
-            return self.run(call, deadline)
-        except Failed as failure:
-            return failure
+                error = done.exception()
+                if error is not None and not isinstance(error, Failed):
+                    raise error
+                yield waiting[done], error or done.result()
 
     def __enter__(self) -> Workers:
         return self
@@ -81,31 +81,27 @@ class _Worker:
         self.process: Any = None
         self.pipe: Any = None
 
-    def run(self, call: Call, deadline: Deadline) -> Any:
+    def run(self, job: Job, deadline: Deadline) -> Any:
         if deadline.left <= 0:
             raise Late("no time left")
         if self.process is None:
             self._start()
         try:
-            self.pipe.send((call.function, call.arguments))
-            if not self.pipe.poll(min(call.limit, max(deadline.left, 0))):
-                raise (
-                    Late("no time left")
-                    if deadline.left <= 0
-                    else Failed(f"took longer than {call.limit:g} s")
-                )
+            self.pipe.send((job.function, job.arguments))
+            if not self.pipe.poll(min(job.limit, max(deadline.left, 0))):
+                late = Late("no time left") if deadline.left <= 0 else None
+                raise late or Failed(f"took longer than {job.limit:g} s")
             done, answer = self.pipe.recv()
+            if not done:
+                raise Failed(answer)
         except Failed:
-            self.stop()
+            self.stop()  # after an error on a card the process may be unable to use it
             raise
         except (EOFError, ConnectionError):
             self.process.join()
             code = self.process.exitcode
             self.stop()
             raise Failed(f"its process ended with exit code {code}") from None
-        if not done:
-            self.stop()  # after an error on a card the process may be unable to use it
-            raise Failed(answer)
         return answer
 
     def _start(self) -> None:
@@ -134,8 +130,3 @@ def _serve(pipe: Connection) -> None:
         except Exception as error:
             answer = (False, in_one_line(error))
         pipe.send(answer)
-
-
-def in_one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]

@@ -7,9 +7,7 @@ order every second round; shown are the median and the middle half, and how many
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import to_write
-from .rounds import Spread, alternate, milliseconds, over
+from ..files import to_write
+from .harness import Result, Spread, alternate, milliseconds, over, results_of, run_cases
 
 OURS, SDPA = "flex_inductor", "sdpa"
 BACKENDS = {OURS: "flex_inductor", SDPA: "inductor"}
@@ -32,10 +30,8 @@ ROUNDS = {"mask": 50, "decode": 100, "static": 100, "training": 5}
 Sides = dict[str, Callable[[], float]]
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "huggingface", help="transformers models, next to sdpa", description=__doc__
-    )
+def register(kinds: Any) -> None:
+    parser = kinds.add_parser("huggingface", help="transformers models, next to sdpa", description=__doc__)
     parser.add_argument("--only", choices=ROUNDS, nargs="+", default=list(ROUNDS), help="default: all")
     parser.add_argument("--json", metavar="FILE", type=to_write, help="write the results")
     parser.set_defaults(run=run)
@@ -45,34 +41,24 @@ def run(arguments: argparse.Namespace) -> int:
     if find_spec("transformers") is None:
         print("this needs transformers: pip install 'flex-inductor[transformers]'")
         return 2
-    import transformers
+    chosen, arguments.only = arguments.only, None
+    run_cases(chosen, measure, arguments, title=str)
+    return 0
+
+
+def measure(name: str) -> list[Result]:
     from torch._dynamo.utils import counters
 
-    print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads\n"
-    )
-    print(f"{'case':10} {'side':20} {'ms':>26}   sdpa / ours")
-    found: dict[str, dict[str, Spread]] = {}
-    for name in arguments.only:
-        sides = CASES[name]()
-        graphs = counters["stats"]["unique_graphs"]
-        times = alternate(sides, ROUNDS[name])
-        if counters["stats"]["unique_graphs"] != graphs:
-            print(f"{name}: compiled again while timed")
-        found[name] = {side: Spread.of(values) for side, values in times.items()}
-        for side, spread in found[name].items():
-            ratio = over(times[side.replace(OURS, SDPA)], times[side]) if side.startswith(OURS) else ""
-            print(f"{name:10} {side:20} {spread!s:>26}   {ratio}", flush=True)
-        if name == "training":
-            print(f"\n{share(times)}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(
-                {name: {side: asdict(s) for side, s in of.items()} for name, of in found.items()},
-                file,
-                indent=2,
-            )
-    return 0
+    sides = CASES[name]()
+    graphs = counters["stats"]["unique_graphs"]
+    times = alternate(sides, ROUNDS[name])
+    found = results_of(name, {side: times[side] for side in BACKENDS})
+    if name == "training":
+        found += results_of("attention alone", {side: times[side + ALONE] for side in BACKENDS})
+        found.append(Result("attention alone", "its share", note=share(times)))
+    if counters["stats"]["unique_graphs"] != graphs:
+        found.append(Result(name, "", note="compiled again while timed"))
+    return found
 
 
 def share(times: dict[str, list[float]]) -> str:
@@ -83,7 +69,7 @@ def share(times: dict[str, list[float]]) -> str:
 
     step, alone = saved(SDPA, OURS), saved(SDPA + ALONE, OURS + ALONE)
     shares = ", ".join(f"{side} {1 / over(times[side], times[side + ALONE]).median:.0%}" for side in BACKENDS)
-    return f"attention's share: {shares}; saved of the {Spread.of(alone)} ms it allows: {over(step, alone)}"
+    return f"{shares} of a step; saved of the {Spread.of(alone)} ms it allows: {over(step, alone)}"
 
 
 def llama(side: str) -> Any:

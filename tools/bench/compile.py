@@ -2,34 +2,32 @@
 
 Each measurement has a process and cache folders of its own, and first compiles one small function: what Inductor finds
 out once about a machine and keeps for all graphs is nobody's. Then a step, forward and backward, is timed. The sides
-take turns, in the opposite order every second round; shown are medians. Kernels are compiled side by side, and while
-others are: seconds of the compiler are not seconds of waiting.
+take turns, in the opposite order every second round; then comes what a step consists of.
+Kernels are compiled side by side, and while others are: seconds of the compiler are not seconds of waiting.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .files import at_least_one, to_write
-from .rounds import alternate, over
+from ..files import at_least_one
+from .harness import OURS, Result, Spread, command, run_cases, timed
+from .workers import Job, Workers
 
-OURS, SDPA = "ours", "SDPA"
-SIDES = (OURS, SDPA)
+SDPA = "SDPA"
+SIDES = (SDPA, OURS)
 AIMS = {1: 1.6, 12: 1.25}  # of SDPA's time at most, by layers
 BATCH, LENGTH, WIDTH, HEADS = 2, 512, 256, 4
 
@@ -44,80 +42,58 @@ class Step:
     kernels: list[tuple[str, float]]  # what the C++ compiler was started for, and how long it ran
 
 
-def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "compile", help="a transformer's cold compilation on CPUs, next to SDPA's", description=__doc__
+def register(kinds: Any) -> None:
+    parser = command(
+        kinds, "compile", "a transformer's cold compilation on CPUs, next to SDPA's", __doc__, run, rounds=3
     )
     parser.add_argument(
         "--layers", type=at_least_one, nargs="+", default=list(AIMS), help="default: 1 and 12"
     )
-    parser.add_argument("--rounds", type=at_least_one, default=3, help="how often each side runs (default 3)")
     parser.add_argument("--bf16", action="store_true", help="weights and activations in bfloat16")
-    parser.add_argument("--json", metavar="FILE", type=to_write, help="write all that was found")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    found: dict[int, dict[str, list[Step]]] = {}
-    for layers in arguments.layers:
-        found[layers] = measure(layers, arguments.rounds, arguments.bf16)
-        Console().print(table_of(layers, found[layers]))
-    if arguments.json:
-        steps = {n: {side: [*map(asdict, of)] for side, of in sides.items()} for n, sides in found.items()}
-        Path(arguments.json).write_text(json.dumps(steps, indent=2))
-    return 0
+    measured = partial(measure, rounds=arguments.rounds, bf16=arguments.bf16)
+    columns = ("side", "ms", "over SDPA", "at most", "kernels")
+    return 0 if run_cases(arguments.layers, measured, arguments, columns, title_of) else 2
 
 
-def measure(layers: int, rounds: int, bf16: bool) -> dict[str, list[Step]]:
+def title_of(layers: int) -> str:
+    return f"layers: {layers}"
+
+
+def measure(layers: int, rounds: int, bf16: bool) -> Iterator[Result]:
     steps: dict[str, list[Step]] = {side: [] for side in SIDES}
 
-    def seconds(side: str) -> float:
+    def wall(side: str) -> float:
         steps[side].append(in_own_process(side, layers, bf16))
-        return steps[side][-1].wall
+        return steps[side][-1].wall * 1e3
 
-    alternate({side: lambda side=side: seconds(side) for side in SIDES}, rounds)  # type: ignore[misc]
-    return steps
+    def aim(side: str, _: list[float]) -> dict[str, Any]:
+        return {"at_most": AIMS.get(layers, "") if side == OURS else ""}
+
+    yield from timed(title_of(layers), {side: partial(wall, side) for side in SIDES}, rounds, aim)
+    parts = {side: [*map(parts_of, steps[side])] for side in SIDES}
+    for what in dict.fromkeys(what for side in reversed(SIDES) for what in parts[side][0]):
+        for side in SIDES:
+            found = [part.get(what, (0.0, 0)) for part in parts[side]]
+            facts = {"ratio": "", "at_most": "", "kernels": found[0][1]}
+            spread = Spread.of([seconds * 1e3 for seconds, _ in found])
+            yield Result(f"{title_of(layers)}, {what}", side, spread, facts=facts)
+
+
+def parts_of(step: Step) -> dict[str, tuple[float, Any]]:
+    """Seconds of what a step consists of, and of the compiler how often it ran."""
+    kernels: dict[str, list[float]] = {}
+    for kind, seconds in step.kernels:
+        kernels.setdefault(f"C++ compiler, {kind}", []).append(seconds)
+    phases = {phase: (seconds, "") for phase, seconds in {"cpu": step.cpu, **step.phases}.items()}
+    return {**phases, **{kind: (sum(taken), len(taken)) for kind, taken in kernels.items()}}
 
 
 def in_own_process(side: str, layers: int, bf16: bool) -> Step:
-    command = [sys.executable, "-m", "flex_inductor.tools.bench_compile", side, str(layers), str(int(bf16))]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}, capture_output=True, text=True
-        )
-    if done.returncode:
-        raise RuntimeError(f"{side} failed:\n{done.stderr}")
-    return Step(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def table_of(layers: int, steps: dict[str, list[Step]]) -> Any:
-    from rich.table import Table
-
-    aim = f", aim: {AIMS[layers]:g}x at most" if layers in AIMS else ""
-    title = f"layers: {layers}, threads: {torch.get_num_threads()}{aim}"
-    table = Table("seconds", *SIDES, "ours over SDPA", title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for what in ("wall", "cpu"):
-        values = {side: [getattr(step, what) for step in steps[side]] for side in SIDES}
-        medians = (statistics.median(values[side]) for side in SIDES)
-        table.add_row(what, *(f"{median:.2f}" for median in medians), str(over(values[OURS], values[SDPA])))
-    table.add_section()
-    for phase in steps[OURS][0].phases:
-        medians = (statistics.median(step.phases[phase] for step in steps[side]) for side in SIDES)
-        table.add_row(phase, *(f"{median:.2f}" for median in medians))
-    table.add_section()
-    for kind in dict.fromkeys(kind for side in SIDES for kind, _ in steps[side][0].kernels):
-        table.add_row(f"C++ compiler, {kind}", *(_compiler(steps[side], kind) for side in SIDES))
-    return table
-
-
-def _compiler(steps: Sequence[Step], kind: str) -> str:
-    count = sum(each == kind for each, _ in steps[0].kernels)
-    taken = statistics.median(sum(s for each, s in step.kernels if each == kind) for step in steps)
-    return f"{count} in {taken:.2f}" if count else ""
+    with Workers() as workers:
+        return workers.run(Job(first_step, (side, layers, bf16)))
 
 
 class Layer(nn.Module):
@@ -146,7 +122,13 @@ def attention_of(side: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def first_step(side: str, layers: int, bf16: bool) -> Step:
-    """In this process, whose cache folder is empty."""
+    """In this process, which has compiled nothing, with an empty cache folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        return _first_step(side, layers, bf16)
+
+
+def _first_step(side: str, layers: int, bf16: bool) -> Step:
     from torch._dynamo.utils import compilation_time_metrics
     from torch._inductor.cpp_builder import CppBuilder
 
@@ -209,8 +191,3 @@ def kind_of(library: str) -> str:
     if "_parts {" not in text:
         return "Inductor's own"
     return "attention backward" if "d_query" in text else "attention forward"
-
-
-if __name__ == "__main__":
-    wanted, layer_count, with_bf16 = sys.argv[1:]
-    print(json.dumps(asdict(first_step(wanted, int(layer_count), with_bf16 == "1"))))

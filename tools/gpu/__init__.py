@@ -1,1 +1,0 @@
-"""What is measured on a card: the cases, the sides, and how configs are compared."""

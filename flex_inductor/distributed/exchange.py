@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import compat, upward
+from ..kept import Kept
 from . import errors
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
@@ -146,8 +147,7 @@ def _send_rows_fake(rows, sent, received, count, plan, group):
     return rows.new_empty((count, *rows.shape[1:]))
 
 
-_agreed: dict[tuple[str, int], None] = {}  # groups and planned masks on which all ranks agree
-MOST_PLANS = 4096
+_agreed: Kept[bool] = Kept(4096)  # groups and planned masks on which all ranks agree
 
 
 def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
@@ -158,7 +158,7 @@ def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
     """
     number, made = plan.tolist()
     key = (group, made)
-    if key in _agreed:
+    if _agreed.get(key):
         return
     found: list[Any] = [None] * dist.get_world_size(process_group(group))
     with named(group):
@@ -167,9 +167,7 @@ def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
     for what, values in zip(("plans", "shapes", "dtypes"), zip(*found, strict=True), strict=True):
         if len(set(values)) > 1:
             raise errors.ranks_differ(what, list(values))
-    if len(_agreed) >= MOST_PLANS:
-        del _agreed[next(iter(_agreed))]
-    _agreed[key] = None
+    _agreed.put(key, True)
 
 
 @contextlib.contextmanager

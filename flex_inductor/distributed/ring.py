@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import upward
+from ..kept import Kept
 from ..mod_ir import serialise
 from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, score_dtype
 from ..mod_ir.checks import mark_checked
@@ -280,29 +281,22 @@ def _read(text: str) -> tuple[Any, float, Any, tuple[str, ...], dict[str, Any]]:
     return data, scale, loaded_options(options), tuple(wants), functions
 
 
-_traced: dict[Any, Any] = {}  # graphs of calls, by text and what captures are like
+_traced: Kept[dict[str, Any]] = Kept(256)  # graphs of calls, by text and what captures are like
 
 
 def _load(text: str, tensors: list[Tensor], query: Tensor) -> dict[str, Any]:
     data, scale, options, wants, functions = _read(text)
     found = call_text.inputs_from(data, tensors)
-    key = (text, query.dtype, query.device, *((t.dtype, t.shape) for t in tensors))
-    if key not in _traced:
-        while len(_traced) >= 256:
-            del _traced[next(iter(_traced))]
-        _traced[key] = {
-            name: function
-            and mark_checked(
-                trace_value(
-                    function,
-                    _GRAPHS[name],
-                    query,
-                    found.mask_captures if name == "mask_mod" else found.score_captures,
-                )
-            )
+
+    def traced() -> dict[str, Any]:
+        captures = dict.fromkeys(_GRAPHS, found.score_captures) | {"mask_mod": found.mask_captures}
+        return {
+            name: function and mark_checked(trace_value(function, _GRAPHS[name], query, captures[name]))
             for name, function in functions.items()
         }
-    return {**_traced[key], "inputs": found, "scale": scale, "options": options, "wants": wants}
+
+    graphs = _traced.once((text, query.dtype, query.device, *((t.dtype, t.shape) for t in tensors)), traced)
+    return {**graphs, "inputs": found, "scale": scale, "options": options, "wants": wants}
 
 
 def _compiled(call: Any) -> Any:

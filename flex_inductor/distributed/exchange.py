@@ -116,7 +116,7 @@ class _Move(torch.autograd.Function):
 def exchanged(
     rows: Tensor, sent: Tensor, received: Tensor, count: Any, group: str, plan: Tensor | None = None
 ) -> Tensor:
-    out = torch.ops.flex_inductor.send_rows(rows.contiguous(), sent, received, count, plan, group)
+    out = torch.ops.flex_inductor.send_rows(rows, sent, received, count, plan, group)
     return waited(out, group)
 
 
@@ -133,7 +133,7 @@ def _send_rows(rows, sent, received, count, plan, group):
     """Begins to send; whoever reads the result waits for it first."""
     if plan is not None:
         agree(plan, rows.shape[1:], rows.dtype, group)
-    out = rows.new_empty((count, *rows.shape[1:]))
+    rows, out = rows.contiguous(), rows.new_empty((count, *rows.shape[1:]))
     with named(group):
         work = dist.all_to_all_single(
             out, rows, received.tolist(), sent.tolist(), group=process_group(group), async_op=True

@@ -212,9 +212,9 @@ def _ring(
     phases = []
     for backward in (False, True):
         seconds = model.seconds_of_tile(work.tile, backward) / node
-        moving, back = (keys + gradients, gradients) if backward else (keys, torch.zeros_like(keys))
+        moving, returning = (keys + gradients, gradients) if backward else (keys, torch.zeros_like(keys))
         every = [
-            [mask.weight * x for x in _round(done * seconds, read, moving, back, model)]
+            [mask.weight * x for x in _round(done * seconds, read, moving, returning, model)]
             for mask, done, read in zip(work.masks, computes.to(torch.float64), reads, strict=True)
         ]
         phases.append(Phase(*(sum(x) for x in zip(*every, strict=True))))
@@ -228,20 +228,21 @@ def _ring(
     return Estimate(method, ranks, _imbalance(total), phases[0], phases[1], memory)
 
 
-def _round(compute: Tensor, reads: Tensor, moving: Tensor, back: Tensor, model: CostModel) -> Phase:
-    """Of one mask. At step s rank r has the block of rank r - s; from the last that needs it `back` goes home.
+def _round(compute: Tensor, reads: Tensor, moving: Tensor, returning: Tensor, model: CostModel) -> Phase:
+    """Of one mask. At step s rank r has the block of rank r - s.
 
     `compute` [ranks, ranks] is in seconds, what each rank does with each block; `moving` is how large the blocks are.
+    The last rank that needs a block sends `returning` of it to its owner.
     """
     rank = torch.arange(moving.numel())
     step = rank[:, None]
     holder = (rank - step) % rank.numel()  # [step, rank]
-    far = torch.zeros_like(rank)
-    far.scatter_reduce_(0, holder.flatten(), torch.where(reads[rank, holder], step, 0).flatten(), "amax")
-    arrives = torch.where((step > 0) & (step <= far[holder]), moving[holder], 0.0)
-    home = torch.where(far > 0, back, 0.0)
+    hops = torch.zeros_like(rank)
+    hops.scatter_reduce_(0, holder.flatten(), torch.where(reads[rank, holder], step, 0).flatten(), "amax")
+    arrives = torch.where((step > 0) & (step <= hops[holder]), moving[holder], 0.0)
+    returned = torch.where(hops > 0, returning, 0.0)
     done, sent = compute[rank, holder].max(1).values, arrives.max(1).values / model.bandwidth
-    last = float(home.max()) / model.bandwidth
+    last = float(returned.max()) / model.bandwidth
     meanwhile = torch.nn.functional.pad(sent[1:], (0, 1))  # the next block comes during a step
     return Phase(
         float(compute.sum(1).mean()),
@@ -249,7 +250,7 @@ def _round(compute: Tensor, reads: Tensor, moving: Tensor, back: Tensor, model: 
         float(sent.sum()) + last,
         float(done.maximum(meanwhile).sum()) + last,
         float((done + sent).sum()) + last,
-        float((arrives.sum(0) + home).max()),
+        float((arrives.sum(0) + returned).max()),
     )
 
 

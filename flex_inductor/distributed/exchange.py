@@ -101,8 +101,8 @@ class _Cast(torch.autograd.Function):
     def backward(ctx, _, d_key, d_value):
         by_row, copies, sent, received = ctx.saved_tensors
         grad = torch.cat([d_key, d_value], -1)
-        back = exchanged(grad, received, sent, by_row.size(0), ctx.group)
-        ordered = back.index_select(0, by_row).flatten(1)
+        copied = exchanged(grad, received, sent, by_row.size(0), ctx.group)
+        ordered = copied.index_select(0, by_row).flatten(1)
         summed = torch.segment_reduce(ordered, "sum", lengths=copies, axis=0, initial=0, unsafe=True)
         summed = summed.view(copies.size(0), *grad.shape[1:]).to(ctx.dtype)
         return summed, None, None, None, None, None, None, None, None, None

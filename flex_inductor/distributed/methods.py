@@ -230,9 +230,11 @@ class PlannedMask(planned.PlannedMask):
         forward = backward = 0
         if self.to_heads is not None:
             out, lse = query.size(0) * heads[0] * value.size(3) * item, query.size(0) * heads[0] * wide
-            tokens, back = (_others(t.sent, self.heads_group.rank) for t in (self.to_heads, self.to_tokens))
-            forward += sum(rows) * item * tokens + (out + lse * (wants.lse + wants.max_scores)) * back
-            backward += sum(rows) * item * back + (out + lse * wants.lse) * tokens
+            tokens, outputs = (
+                _others(t.sent, self.heads_group.rank) for t in (self.to_heads, self.to_tokens)
+            )
+            forward += sum(rows) * item * tokens + (out + lse * (wants.lse + wants.max_scores)) * outputs
+            backward += sum(rows) * item * outputs + (out + lse * wants.lse) * tokens
         if self.cast is not None:
             forward += row * _others(self.cast.traffic.sent, self.cp_group.rank)
             backward += gradient * _others(self.cast.traffic.received, self.cp_group.rank)

@@ -18,7 +18,8 @@ from . import errors
 from .work import TileWork, on_host
 
 FP32 = 4
-METHODS = ("all_gather", "cast", "ulysses", "ring_ulysses", "ring")  # from simple to slow
+METHODS = ("all_gather", "ring", "ulysses", "cast", "ring_ulysses")
+CHOSEN_FIRST = ("all_gather", "cast", "ulysses", "ring_ulysses", "ring")  # of those that are close
 OF_HEADS = ("ulysses", "ring_ulysses")
 CLOSE = 1.05
 NODE = 8  # ranks that share heads in ring_ulysses
@@ -292,7 +293,7 @@ def choose_method(
     known, model = model is not None, CostModel() if model is None else model
     able: dict[str, Estimate] = {}
     against: dict[str, str] = {}
-    for method in METHODS if node else [method for method in METHODS if method != "ring_ulysses"]:
+    for method in CHOSEN_FIRST if node else [method for method in CHOSEN_FIRST if method != "ring_ulysses"]:
         reason = refusal(method, ranks, model, node)
         if reason is None:
             held = [rank // node for rank in owner] if node and method == "ring_ulysses" else owner
@@ -321,7 +322,7 @@ def choose_method(
         why = "; ".join(["asked for", *map(_facts, able.values())])
         against.pop(asked, None)  # whether it can run is known once it is called
     against |= {method: _facts(made) for method, made in able.items() if method != chosen}
-    others = tuple((method, against[method]) for method in METHODS if method in against)
+    others = tuple((method, against[method]) for method in CHOSEN_FIRST if method in against)
     masks = f"{len(work.masks)} mask" + ("" if len(work.masks) == 1 else "s")
     plan = f"plan of {masks}, {work.length} tokens in {work.tiles} tiles of {work.tile}, {ranks} ranks"
     return MethodChoice(plan, chosen, why, others)

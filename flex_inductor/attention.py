@@ -67,28 +67,14 @@ def flex_attention(
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
         return _of_nested[0](query, key, value, score_mod, block_mask, *options)
-    captures: tuple[Any, ...] = ()  # of score_mod, where they are known already
-    try:
-        if isinstance(block_mask, PlannedMask):
-            given, (query, key, value, like_query, head) = query, block_mask.local(query, key, value)
-        check_tensors(query, key, value, enable_gqa)
-        check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
-        if isinstance(block_mask, PlannedMask):
-            block_mask.check(query, key)
-            score_mod, captures = block_mask.lifted(score_mod, given, query)
-        elif needs_plan():
-            raise errors.unplanned("flex_attention")
-        elif block_mask is not None:
-            _check_block_mask(block_mask, query, key)
-    except errors.FlexError as error:
-        refused(error)
-    mark_sizes(query, key, value)
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     wants_max = return_aux is not None and return_aux.max_scores
 
-    def call(query: Tensor, key: Tensor, value: Tensor, mask_mod: Any, inputs: Inputs) -> Any:
-        if captures:
-            inputs = inputs._replace(score_captures=captures)
+    def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
+        check_tensors(query, key, value, enable_gqa)
+        check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
         return attention(
             query,
             key,
@@ -101,11 +87,20 @@ def flex_attention(
         )
 
     if isinstance(block_mask, PlannedMask):
-        results = block_mask.attend(query, key, value, call, Wants(wants_lse, wants_max), head)
-        out, lse, max_scores = (like_query(result) for result in results)
+        wants = Wants(wants_lse, wants_max)
+        out, lse, max_scores = block_mask.attend(query, key, value, score_mod, checks, call, wants)
     else:
+        try:
+            checks(query, key, value)
+            if needs_plan():
+                raise errors.unplanned("flex_attention")
+            if block_mask is not None:
+                _check_block_mask(block_mask, query, key)
+        except errors.FlexError as error:
+            refused(error)
+        mark_sizes(query, key, value)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
-        out, lse, max_scores = call(query, key, value, mask_mod, Inputs(schedule=schedule))
+        out, lse, max_scores = call(query, key, value, score_mod, mask_mod, Inputs(schedule=schedule))
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""The one place from which this package calls what imports it: lowerings, tools and rings, imported at the call."""
+"""The one place from which this package calls what imports it: lowerings and tools, imported at the call."""
 
 from __future__ import annotations
 
@@ -42,18 +42,13 @@ def record_eager(call: Any, why: str) -> None:
 
 
 def record_plan(choice: Any) -> None:
-    """Say in the decisions by which method masks are planned: a MethodChoice of distributed/choose.py."""
+    """Say in the decisions by which method masks are planned: a MethodChoice of distributed/cost.py."""
     import_module(f"{_LOWERINGS}.decision_log").record_plan(choice)
 
 
 def self_check(way: str) -> None:
     """Raise where this torch was not tested and fails a call that is made this way."""
     import_module(f"{_PACKAGE}.self_check").self_check(way)
-
-
-def ring() -> Any:
-    """What calls around a ring of ranks are computed by."""
-    return import_module(f"{_PACKAGE}.distributed.ring")
 
 
 def exchange() -> Any:

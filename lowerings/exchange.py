@@ -26,6 +26,8 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 @register_lowering(torch.ops.flex_inductor.send_rows, type_promotion_kind=None)
 def _send_rows(rows: Any, *rest: Any) -> Any:
+    # Inductor is free to choose the layout of what it computes, `contiguous()` or not.
+    rows = ir.ExternKernel.require_contiguous(rows)
     begun: Any = ir._CollectiveKernel.create_out_of_place(SEND, rows, *rest)
     return ir.TensorBox.create(begun)
 

@@ -14,9 +14,7 @@ from .files import at_least_one, to_write
 from .users_code import Refused, found, running
 
 if TYPE_CHECKING:
-    from flex_inductor.distributed.choose import MethodChoice
-    from flex_inductor.distributed.cost import CostModel
-    from flex_inductor.distributed.simulate import Estimate
+    from flex_inductor.distributed.cost import CostModel, Estimate, MethodChoice
     from flex_inductor.distributed.work import TileWork
 
 LENGTH = 131072
@@ -108,9 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> Planned:
     from flex_inductor.distributed.balance import BALANCERS, best, owners
-    from flex_inductor.distributed.choose import choose_method
-    from flex_inductor.distributed.cost import CostModel
-    from flex_inductor.distributed.simulate import METHODS, estimate, groups, refusal
+    from flex_inductor.distributed.cost import METHODS, CostModel, choose_method, estimate, groups, refusal
     from flex_inductor.distributed.work import TileWork
 
     model = CostModel(
@@ -160,7 +156,7 @@ def plan(arguments: argparse.Namespace) -> Planned:
 
 def _masks(name: str, options: list[str], length: int) -> tuple[str, Any]:
     """What the masks are called, and a mask or a dict of them."""
-    from flex_inductor.distributed.simulate import log_normal_documents
+    from flex_inductor.distributed.cost import log_normal_documents
     from flex_inductor.masks.library import document
 
     from .mask import CONSTRUCTORS, construct

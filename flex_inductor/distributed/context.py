@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,20 +14,18 @@ from torch.utils import _pytree as pytree
 
 from .. import upward
 from ..attention import flex_attention
-from ..masks import RunSchedule, causal, create_block_mask, document
+from ..masks import RunSchedule, causal, create_block_mask
 from ..masks.ordinary import ordinary_tensors
-from ..masks.planned import PlannedMask, enter, leave
-from ..sequences import Sequences
+from ..masks.planned import enter, leave
+from ..sequences import SequenceMask, Sequences
 from . import errors
 from .balance import BALANCERS, owners
-from .choose import MethodChoice, choose_method
-from .cost import CostModel
+from .cost import CostModel, MethodChoice, choose_method
 from .decode import decode, merge
+from .exchange import unshard
 from .layout import Layout
-from .masks import Place, Sharded
-from .methods import METHODS, Groups
-from .unshard import unshard
-from .work import TileWork
+from .methods import METHODS, CpGroup, Groups, PlannedMask, plan_mask
+from .work import TileWork, schedule_of
 
 BLOCK = 128
 
@@ -37,7 +34,7 @@ class ContextParallel:
     """Made by `context_parallel`. Planned once for all masks of a model, before the tensors are sharded."""
 
     def __init__(self, group: dist.ProcessGroup, method: str, balance: Any, mesh: DeviceMesh | None = None):
-        self.groups = Groups(group.group_name, *(_place(mesh, dim) for dim in (0, 1) if mesh is not None))
+        self.groups = Groups(group.group_name, *(_group_of(mesh, dim) for dim in (0, 1) if mesh is not None))
         self.group, self.rank, self.ranks = group.group_name, dist.get_rank(group), dist.get_world_size(group)
         self.method, self.balance = method, balance
         self.layout: Layout | None = None
@@ -73,28 +70,23 @@ class ContextParallel:
         """
         paths, spec = pytree.tree_flatten_with_path(masks, is_leaf=_is_mask)
         found = {
-            name: _schedule(name, mask, length, batch, heads, block, device)
+            name: schedule_of(name, mask, length, batch, heads, block, device)
             for name, mask in ((f"masks{pytree.keystr(path)}", mask) for path, mask in paths)
         }
-        lengths = {name: mask.seq_lengths for name, mask in found.items()}
-        if len({size for pair in lengths.values() for size in pair} | ({length} - {None})) != 1:
-            raise errors.lengths_differ(lengths)
         counts = [1] * len(found) if weights is None else pytree.tree_leaves(weights)
         if len(counts) != len(found):
             raise errors.other_form("plan: weights", len(counts), len(found))
-        work = TileWork.of(found, weights=dict(zip(found, counts, strict=True)))
+        work = TileWork.of(found, length, weights=dict(zip(found, counts, strict=True)))
         owner = owners(
             self.balance, work, self.ranks, model, "cast" if self.method == "auto" else self.method
         )
         self.layout = Layout(work.length, work.tile, self.ranks, owner)
-        node = None if self.groups.inner is None else self.groups.inner.ranks
+        node = None if self.groups.heads is None else self.groups.heads.size
         self.choice = choose_method(work, owner, self.ranks, model, asked=self.method, node=node)
         upward.record_plan(self.choice)
-        make = METHODS[self.choice.chosen]
-        planned = [
-            make(mask, self.layout, self.rank, self.groups).to(mask.device).chosen_by(self.choice)
-            for mask in found.values()
-        ]
+        planned = [self._planned(self.choice.chosen, mask) for mask in found.values()]
+        for mask in planned:
+            mask.choice = self.choice
         self.device = next(iter(found.values())).device
         if self._modes:
             self._make_dense()
@@ -190,7 +182,7 @@ class ContextParallel:
         return merge(out, lse, self.ranks, self.group)
 
     def _layout(self, what: str, given: Any) -> Layout:
-        found = given.layout if isinstance(given, Sharded) else given
+        found = given.layout if isinstance(given, PlannedMask) else given
         found = self.layout if found is None else found
         if found is None:
             raise errors.no_plan(what)
@@ -211,12 +203,15 @@ class ContextParallel:
 
     def _make_dense(self) -> None:
         layout = self._layout("with context_parallel(...)", None)
-        make = METHODS["cast" if self.method == "auto" else self.method]
+        method = "cast" if self.method == "auto" else self.method
         for is_causal, mask_mod in ((True, causal()), (False, noop_mask)):
             mask = create_block_mask(
                 mask_mod, None, None, layout.length, layout.length, self.device, layout.tile, compact=True
             )
-            self.dense[is_causal] = make(mask, layout, self.rank, self.groups).to(mask.device)
+            self.dense[is_causal] = self._planned(method, mask)
+
+    def _planned(self, method: str, mask: RunSchedule) -> PlannedMask:
+        return plan_mask(method, mask, self.layout, self.rank, self.groups).to(mask.device)
 
 
 class _Serving(TorchFunctionMode):
@@ -271,36 +266,17 @@ def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") ->
     if method not in ("auto", *METHODS):
         raise errors.unknown("method", method, ("auto", *METHODS))
     if isinstance(balance, str) and balance not in BALANCERS:
-        raise errors.unknown("balance", balance, BALANCERS)
+        raise errors.unknown_balance(balance, BALANCERS)
     if method == "ring_ulysses" and mesh is None:
         raise errors.needs_two_dimensions()
     return ContextParallel(group, method, balance, mesh)
 
 
-def _place(mesh: DeviceMesh, dim: int) -> Place:
-    return Place(mesh.get_group(dim).group_name, mesh.get_local_rank(dim), mesh.size(dim))
+def _group_of(mesh: DeviceMesh, dim: int) -> CpGroup:
+    return CpGroup(mesh.get_group(dim).group_name, mesh.get_local_rank(dim), mesh.size(dim))
 
 
 def _is_mask(value: Any) -> bool:
-    return value is None or isinstance(value, (BlockMask, RunSchedule, PlannedMask, Sequences))
-
-
-def _schedule(
-    name: str, mask: Any, length: Any, batch: Any, heads: Any, block: int, device: Any
-) -> RunSchedule:
-    if isinstance(mask, RunSchedule):
-        return mask if device is None else mask.to(device)
-    if isinstance(mask, BlockMask):
-        return _schedule(name, RunSchedule.from_block_mask(mask), length, batch, heads, block, device)
-    if isinstance(mask, PlannedMask):
-        raise errors.planned_twice(name)
-    if isinstance(mask, Sequences):
-        length, device = mask.total_q, mask.device if device is None else device
-        mask, batch, heads = document(cu_seqlens=mask.cu_q, causal=False), None, None
-    elif mask is None:
-        mask, batch, heads = noop_mask, None, None
-    elif not callable(mask) or isinstance(mask, Mapping):
-        raise errors.not_a_mask(name, mask)
-    if length is None:
-        raise errors.no_length(name)
-    return create_block_mask(mask, batch, heads, length, length, device, block, compact=True)
+    return value is None or isinstance(
+        value, BlockMask | RunSchedule | PlannedMask | Sequences | SequenceMask
+    )

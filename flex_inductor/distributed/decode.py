@@ -19,8 +19,9 @@ from .exchange import waited
 def merge(out: Tensor, lse: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor]:
     """Attention to the keys of all ranks, given that to each rank's own. The same bits on all of them."""
     both = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(both.contiguous(), ranks, group)
-    gathered = waited(gathered, group).unflatten(0, (ranks, out.size(0)))
+    # In one dimension Inductor cannot choose another layout.
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(both.flatten(), ranks, group)
+    gathered = waited(gathered, group).view(ranks, *both.shape)
     parts, of_parts = gathered[..., :-1], gathered[..., -1]
     total = of_parts.logsumexp(0)
     weights = (of_parts - torch.where(total == -math.inf, 0.0, total)).exp()

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..mod_ir.arguments import SCORE_LANES
 from ..mod_ir.capture import lift
 from . import errors
+from .exchange import unshard
 from .layout import Layout
-from .unshard import unshard
 
 
 def local_tensors(

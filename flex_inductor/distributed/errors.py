@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,7 @@ class ContextParallelError(FlexValueError):
 
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> ContextParallelError:
-    return ContextParallelError(
-        f"context_parallel: {name}: expected one of {', '.join(known)}, got {value!r}."
-    )
+    return ContextParallelError(f"{name}: expected one of {', '.join(known)}, got {value!r}.")
 
 
 def not_a_group(value: Any) -> FlexTypeError:
@@ -93,30 +91,6 @@ def needs_two_dimensions() -> ContextParallelError:
         'context_parallel: method "ring_ulysses": expected a DeviceMesh of two dimensions, the ring and the ranks that '
         'share heads. Pass one, or method="ring".'
     )
-
-
-def not_a_mask(name: str, value: Any) -> FlexTypeError:
-    return FlexTypeError(
-        f"plan: {name}: expected a BlockMask, a RunSchedule, a mask_mod or None, got {_described(value)}."
-    )
-
-
-def no_length(name: str) -> ContextParallelError:
-    return ContextParallelError(
-        f"plan: {name}: a mask_mod or None does not say how long the sequence is. Pass length=, of all ranks together."
-    )
-
-
-def lengths_differ(found: dict[str, tuple[int, int]]) -> ContextParallelError:
-    listed = ", ".join(f"{name} {q} x {kv}" for name, (q, kv) in found.items())
-    return ContextParallelError(
-        f"plan: expected masks of one length, with as many queries as keys, got {listed}. "
-        "Plan sequences of other lengths by themselves."
-    )
-
-
-def planned_twice(name: str) -> FlexTypeError:
-    return FlexTypeError(f"plan: {name} is planned already. Plan the mask that it was made from.")
 
 
 def no_plan(what: str) -> ContextParallelError:
@@ -214,6 +188,91 @@ def other_lse(lse: Tensor, out: Tensor) -> ContextParallelError:
 
 def other_form(name: str, count: int, expected: int) -> ContextParallelError:
     return ContextParallelError(f"{name}: expected one for each of {expected}, got {count}.")
+
+
+def no_masks() -> ContextParallelError:
+    return ContextParallelError(
+        "masks: expected at least one mask, got an empty mapping. Pass {'full': None} for no mask."
+    )
+
+
+def not_a_mask(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name}: expected a BlockMask, a RunSchedule, Sequences, a mask_mod or None, got {_described(value)}. "
+        "Make one with create_block_mask(mask_mod, B, H, length, length)."
+    )
+
+
+def no_length(name: str) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name}: a mask_mod or None does not say how long the sequence is. Pass length=, of all ranks together."
+    )
+
+
+def bad_tile(tile: Any, least: int) -> ContextParallelError:
+    return ContextParallelError(f"tile: expected a multiple of {least}, of all block sizes, got {tile!r}.")
+
+
+def other_weights(given: Any, names: Sequence[str]) -> ContextParallelError:
+    return ContextParallelError(
+        f"weights: expected one for each mask ({', '.join(names)}), got {given!r}. Leave it out for 1 each."
+    )
+
+
+def bad_weight(name: str, value: Any) -> ContextParallelError:
+    return ContextParallelError(
+        f"weights: {name}: expected a number above 0, such as how many layers use the mask, got {value!r}."
+    )
+
+
+def not_packed(name: str) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name}: expected sequences whose queries and keys are packed alike, got ones with keys elsewhere or "
+        "tokens left out. Pass Sequences(cu_q), with nothing else."
+    )
+
+
+def bad_ranks(value: Any) -> ContextParallelError:
+    return ContextParallelError(f"ranks: expected an integer of at least 1, got {value!r}.")
+
+
+def unknown_balance(value: Any, known: Iterable[str]) -> ContextParallelError:
+    return ContextParallelError(
+        f"balance: expected one of {', '.join(known)}, a function (work, ranks) -> owners, or one of torch's load "
+        f"balancers, got {value!r}."
+    )
+
+
+def bad_owners(name: str, what: str, tiles: int, ranks: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"balance {name}: expected a rank from 0 to {ranks - 1} for each of {tiles} tiles, got {what}."
+    )
+
+
+def splits_tiles(name: str, tile: int, one: int, other: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"balance {name}: its order of tokens gives tokens of one tile of {tile} to several ranks, such as {one} and "
+        f"{other}. Use lengths that divide by 2 * ranks * {tile}, smaller blocks, or balance='head_tail' or "
+        "'documents', which cut between tiles."
+    )
+
+
+def other_order(name: str, what: str, expected: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"balance {name}: expected one order of {expected} tokens, the same for all batches, got {what}. "
+        "A layout is one for all batches and heads: plan batches that differ by themselves."
+    )
+
+
+def other_length(name: str, queries: int, keys: int, expected: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"{name}: expected {expected} queries and keys, one length for all masks, got {queries} x {keys}. "
+        "Plan sequences of other lengths by themselves."
+    )
+
+
+def planned_twice(name: str) -> FlexTypeError:
+    return FlexTypeError(f"{name} is planned already. Plan the mask that it was made from.")
 
 
 def _described(value: Any) -> str:

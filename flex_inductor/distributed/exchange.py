@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import compat, upward
+from ..kept import Kept
 from . import errors
+from .layout import Layout
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(
@@ -33,7 +35,7 @@ class Traffic(NamedTuple):
     received: Tensor
     came: Tensor  # int32, an entry for each row that comes: where it is in the whole sequence
 
-    def back(self, rows: Tensor) -> Traffic:
+    def reversed(self, rows: Tensor) -> Traffic:
         """The other way; `rows` has an entry for each row that was sent."""
         return Traffic(self.received, self.sent, rows)
 
@@ -42,8 +44,15 @@ class Picked(NamedTuple):
     """The rows of a tensor that are sent: first those to rank 0, then those to rank 1, and so on."""
 
     rows: Tensor  # int64
-    home: Tensor  # int64, the order in which copies of one row are neighbours
+    by_row: Tensor  # int64, the order in which copies of one row are neighbours
     copies: Tensor  # int64, how many copies there are of each row of the tensor
+
+
+class Cast(NamedTuple):
+    """The keys and values that a rank sends, and what comes."""
+
+    picked: Picked
+    traffic: Traffic
 
 
 def picked(rows: Tensor, length: int) -> Picked:
@@ -55,15 +64,15 @@ def process_group(name: Any) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
-def cast(
-    key: Tensor, value: Tensor, chosen: Picked, traffic: Traffic, group: str, plan: Tensor
+def send_keys(
+    key: Tensor, value: Tensor, sent: Cast, group: str, plan: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """The keys and values [B, H, rows, dim] that come to this rank, and stand-ins for them.
 
     Those have the gradients, in fp32 until all ranks' are added.
     """
     both = torch.cat([key, value], -1).permute(2, 0, 1, 3)
-    came, *stand_ins = _Cast.apply(both, key.size(-1), *chosen, *traffic, plan, group)
+    came, *stand_ins = _Cast.apply(both, key.size(-1), *sent.picked, *sent.traffic, plan, group)
     key, value = came.permute(1, 2, 0, 3).split([key.size(-1), value.size(-1)], -1)
     return key, value, tuple(t.permute(1, 2, 0, 3) for t in stand_ins)
 
@@ -78,8 +87,8 @@ def move(rows: Tensor, traffic: Traffic, group: str, plan: Tensor | None = None)
 
 class _Cast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, width, rows, home, copies, sent, received, came, plan, group):
-        ctx.save_for_backward(home, copies, sent, received)
+    def forward(ctx, tensor, width, rows, by_row, copies, sent, received, came, plan, group):
+        ctx.save_for_backward(by_row, copies, sent, received)
         ctx.group, ctx.dtype = group, tensor.dtype
         out = exchanged(tensor.index_select(0, rows), sent, received, came.size(0), group, plan)
         ctx.mark_non_differentiable(out)
@@ -90,10 +99,10 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _, d_key, d_value):
-        home, copies, sent, received = ctx.saved_tensors
+        by_row, copies, sent, received = ctx.saved_tensors
         grad = torch.cat([d_key, d_value], -1)
-        back = exchanged(grad, received, sent, home.size(0), ctx.group)
-        ordered = back.index_select(0, home).flatten(1)
+        copied = exchanged(grad, received, sent, by_row.size(0), ctx.group)
+        ordered = copied.index_select(0, by_row).flatten(1)
         summed = torch.segment_reduce(ordered, "sum", lengths=copies, axis=0, initial=0, unsafe=True)
         summed = summed.view(copies.size(0), *grad.shape[1:]).to(ctx.dtype)
         return summed, None, None, None, None, None, None, None, None, None
@@ -112,10 +121,23 @@ class _Move(torch.autograd.Function):
         return exchanged(grad, received, sent, ctx.count, ctx.group), None, None, None, None, None
 
 
+def unshard(tensor: Tensor, dim: int, layout: Layout, rank: int, group: str, partial: bool = False) -> Tensor:
+    """A rank's gradient of the whole is that of all ranks, or with `partial` one part of their sum."""
+    came = torch.cat([layout.positions(other) for other in range(layout.ranks)])
+    received = torch.tensor(layout.lengths)
+    traffic = Traffic(torch.full_like(received, layout.local_length(rank)), received, came)
+    rows = tensor.movedim(dim, 0)
+    copies = (rows if partial else rows.detach()).expand(layout.ranks, *rows.shape).flatten(0, 1)
+    whole = move(copies, traffic, group).index_select(0, torch.argsort(came).to(tensor.device))
+    if not partial:  # through which the gradient goes
+        whole = whole.index_copy(0, layout.positions(rank).long().to(tensor.device), rows)
+    return whole.movedim(0, dim)
+
+
 def exchanged(
     rows: Tensor, sent: Tensor, received: Tensor, count: Any, group: str, plan: Tensor | None = None
 ) -> Tensor:
-    out = torch.ops.flex_inductor.send_rows(rows.contiguous(), sent, received, count, plan, group)
+    out = torch.ops.flex_inductor.send_rows(rows, sent, received, count, plan, group)
     return waited(out, group)
 
 
@@ -132,7 +154,7 @@ def _send_rows(rows, sent, received, count, plan, group):
     """Begins to send; whoever reads the result waits for it first."""
     if plan is not None:
         agree(plan, rows.shape[1:], rows.dtype, group)
-    out = rows.new_empty((count, *rows.shape[1:]))
+    rows, out = rows.contiguous(), rows.new_empty((count, *rows.shape[1:]))
     with named(group):
         work = dist.all_to_all_single(
             out, rows, received.tolist(), sent.tolist(), group=process_group(group), async_op=True
@@ -146,8 +168,7 @@ def _send_rows_fake(rows, sent, received, count, plan, group):
     return rows.new_empty((count, *rows.shape[1:]))
 
 
-_agreed: dict[tuple[str, int], None] = {}  # groups and planned masks on which all ranks agree
-MOST_PLANS = 4096
+_agreed: Kept[bool] = Kept(4096)  # groups and planned masks on which all ranks agree
 
 
 def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
@@ -158,7 +179,7 @@ def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
     """
     number, made = plan.tolist()
     key = (group, made)
-    if key in _agreed:
+    if _agreed.get(key):
         return
     found: list[Any] = [None] * dist.get_world_size(process_group(group))
     with named(group):
@@ -167,9 +188,7 @@ def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
     for what, values in zip(("plans", "shapes", "dtypes"), zip(*found, strict=True), strict=True):
         if len(set(values)) > 1:
             raise errors.ranks_differ(what, list(values))
-    if len(_agreed) >= MOST_PLANS:
-        del _agreed[next(iter(_agreed))]
-    _agreed[key] = None
+    _agreed.put(key, True)
 
 
 @contextlib.contextmanager

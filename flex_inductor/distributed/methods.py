@@ -1,184 +1,372 @@
-"""From a mask, a layout and a rank to a planned mask, by each method."""
+"""Planned masks: one rank's part of a mask, and what it exchanges around attention.
+
+A method is a composition. Ranks that share heads move queries, keys and values, so that each has the tokens of all of
+them and some of the heads: ulysses, and the second dimension of ring_ulysses. Keys and values then come at once, those
+that are read (cast) or all (all_gather); or block by block around a ring; or they are all there (ulysses).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
+from ..attention import mark_sizes, refused
+from ..compat import mark_changing
+from ..errors import FlexError
+from ..masks import planned
+from ..masks.planned import Wants
 from ..masks.schedule import RunSchedule
-from ..op.ring import HALVES
-from . import errors
-from .exchange import Traffic
+from ..mod_ir.arguments import score_dtype
+from ..op import Inputs
+from ..op.ring import Ring
+from ..visits import BlockRuns
+from . import errors, portable
+from .cost import MethodChoice
+from .dtensors import lifted, local_tensors
+from .exchange import Cast, Traffic, move, process_group, send_keys
 from .layout import Layout
-from .masks import Around, CastMask, HeadsMask, Place, RingHeadsMask, RingMask
-from .plan import LEAST, Part, Side, Sides, cast, part, reads, stacked
-from .portable import digest
+from .plan import Part, RingSteps, Side, Sides, cast_keys, inputs, part, reads, ring_steps
+from .ring import ring_inputs
+
+METHODS = ("cast", "all_gather", "ulysses", "ring", "ring_ulysses")
+OUTPUT_ALONE = Wants(lse=False, max_scores=False)
+
+
+class CpGroup(NamedTuple):
+    """A process group by its name, the rank of this process in it, and how many there are."""
+
+    name: str
+    rank: int
+    size: int
+
+
+class Sent(NamedTuple):
+    """Bytes that one call has this rank send to others."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(eq=False)
+class PlannedMask(planned.PlannedMask):
+    """Compiled code guards on what it reads here, and what changes with the mask is in tensors."""
+
+    part: Part
+    plan: Tensor  # int64 [2]: a number for the plan, the same on all ranks, and one for this time that it was made
+    positions: Tensor  # int32, of this rank's tokens in the whole sequence
+    mask_mod: Callable | None
+    batch: int  # that the mask tells apart, or 1
+    heads: int
+    layout: Layout
+    cp_group: CpGroup
+    heads_group: CpGroup | None = None  # the ranks that share heads
+    ring_group: CpGroup | None = None
+    to_heads: Traffic | None = None  # tokens to the ranks that share heads
+    to_tokens: Traffic | None = None  # and outputs to the ranks of their tokens
+    cast: Cast | None = None  # keys and values that come at once
+    ring: RingSteps | None = None  # or around a ring
+    choice: MethodChoice | None = None  # of its plan's method
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "mask_mod": portable.portable(self.mask_mod, self.positions)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.marked()
+
+    def marked(self) -> PlannedMask:
+        """Itself, with marks on the sizes that differ between masks of the same shape."""
+        schedule, tile_map = self.part
+        changing = [schedule.q_offsets, schedule.full_q_offsets, tile_map.keys]
+        changing += [schedule.kv_runs, schedule.full_kv_runs, schedule.q_runs, schedule.full_q_runs]
+        if self.cast is not None:
+            changing += [self.cast.picked.rows, self.cast.picked.by_row, self.cast.traffic.came]
+        for tensor in changing:
+            mark_changing(tensor, tensor.dim() - 1 if tensor.dim() == 3 else 0)
+        return self
+
+    def to(self, device: torch.device | str) -> PlannedMask:
+        """The tensors moved, but for counts that the host reads; what mask_mod captures stays where it is."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Traffic):
+                return value._replace(came=value.came.to(device))
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        changed = {
+            name: pytree.tree_map(moved, getattr(self, name), is_leaf=lambda v: isinstance(v, Traffic))
+            for name in _tensors_of(self)
+            if name not in ("plan", "ring")
+        }
+        return dataclasses.replace(self, **changed).marked()
+
+    def attend(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any,
+        checks: Callable[..., None],
+        call: Callable[..., Any],
+        wants: Wants,
+    ) -> Any:
+        given, head = query, 0
+        like_query: Callable[[Any], Any] = _itself
+        captures: tuple[Any, ...] = ()
+        try:
+            if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
+                query, key, value, like_query, head = local_tensors(
+                    query, key, value, self.cp_group.name, self.heads, self.layout.length
+                )
+            checks(query, key, value)
+            self._check(query, key)
+            if score_mod is not None and not torch.compiler.is_dynamo_compiling():
+                score_mod, captures = lifted(
+                    score_mod, given, query, self.layout, self.cp_group.rank, self.cp_group.name
+                )
+        except FlexError as error:
+            refused(error)
+        mark_sizes(query, key, value)
+        if self.to_heads is not None:
+            query, key, value = self._share_heads(query, key, value)
+            head = head + self.heads_group.rank * query.size(1)
+        if self.ring is not None:
+            name, rank, _ = self.ring_group
+            here = ring_inputs(self.part, Ring(name, rank, self.plan, *self.ring), head)
+        elif self.cast is not None:
+            key, value, stand_ins = send_keys(key, value, self.cast, self.cp_group.name, self.plan)
+            here = inputs(self.part, query.size(0), head, stand_ins)
+        else:
+            here = inputs(self.part, query.size(0), head)
+        # _replace fails in graphs of torch 2.11.
+        fields: dict[str, Any] = dict(zip(Inputs._fields, here, strict=True))
+        fields["sharded"] = self.positions.size(0), self.layout.length
+        if captures:
+            fields["score_captures"] = captures
+        here = Inputs(**fields)
+        if torch.compiler.is_dynamo_compiling():
+            results = call(query, key, value, score_mod, self.mask_mod, here)
+        else:
+            try:
+                results = call(query, key, value, score_mod, self.mask_mod, here)
+            except IndexError as error:
+                raise errors.local_capture(self.layout.length, self.positions.size(0)) from error
+        if self.to_tokens is not None:
+            results = self._share_tokens(results, wants)
+        out, lse, max_scores = results
+        return like_query(out), like_query(lse), like_query(max_scores)
+
+    def _check(self, query: Tensor, key: Tensor) -> None:
+        name, cp_rank, cp_size = self.cp_group
+        standing = _standing(name)
+        if standing is None:
+            raise errors.other_group(name)
+        rank, size = standing
+        if rank != cp_rank or size != cp_size:  # torch 2.11 does not compile a comparison of tuples
+            raise errors.other_ranks((cp_rank, cp_size), standing)
+        local = self.positions.size(0)
+        for name, tensor in (("query", query), ("key", key)):
+            if tensor.size(2) != local:
+                raise errors.wrong_local_length(name, tensor.size(2), local, cp_rank, self.layout.length)
+        for name, known, got in (
+            ("batches", self.batch, query.size(0)),
+            ("heads", self.heads, query.size(1)),
+        ):
+            if known not in (1, got):
+                raise errors.batch(name, known, got)
+        if self.heads_group is not None and query.size(1) % self.heads_group.size:
+            raise errors.heads_do_not_divide(query.size(1), self.heads_group.size)
+
+    def _share_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """[B, H, local, D] as [B, H / ranks, tokens of all ranks that share heads, D]."""
+        parts = [self._by_rank(tensor) for tensor in tensors]
+        rows = torch.cat([p.flatten(2) for p in parts], -1).flatten(0, 1)
+        came = move(rows, self.to_heads, self.heads_group.name, self.plan)
+        each = came.split([p.shape[2:].numel() for p in parts], -1)
+        return [
+            rows.unflatten(-1, p.shape[2:]).permute(1, 2, 0, 3) for rows, p in zip(each, parts, strict=True)
+        ]
+
+    def _share_tokens(self, results: Any, wants: Wants) -> Any:
+        """The other way. What nobody asked for stays as it is."""
+        out, lse, max_scores = results
+        return (
+            self._local(out),
+            self._local(lse.unsqueeze(-1)).squeeze(-1) if wants.lse else lse,
+            self._local(max_scores.unsqueeze(-1)).squeeze(-1) if wants.max_scores else max_scores,
+        )
+
+    def _local(self, tensor: Tensor) -> Tensor:
+        came = move(tensor.permute(2, 0, 1, 3), self.to_tokens, self.heads_group.name)
+        by_rank = came.unflatten(0, (self.heads_group.size, self.positions.size(0)))
+        return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+    def _by_rank(self, tensor: Tensor) -> Tensor:
+        """[B, H, local, D] as [ranks, local, B, H / ranks, D]; heads that ranks cannot share alike are repeated."""
+        repeats, ranks = 1, self.heads_group.size
+        while tensor.size(1) * repeats % ranks:
+            repeats += 1
+        tensor = tensor.repeat_interleave(repeats, 1) if repeats > 1 else tensor
+        return tensor.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4)
+
+    def bytes_sent(self, query: Tensor, key: Tensor, value: Tensor, wants: Wants = OUTPUT_ALONE) -> Sent:
+        """Of a call with such tensors; `wants` says what it returns beside its output."""
+        tensors = (query, key, value)
+        heads = [t.size(1) if self.to_heads is None else self._by_rank(t).size(3) for t in tensors]
+        # Of one token: the query, key and value, the gradients of the last two, the output and a logsumexp.
+        rows = [query.size(0) * n * t.size(3) for n, t in zip(heads, tensors, strict=True)]
+        item, wide = query.dtype.itemsize, score_dtype(query.dtype).itemsize
+        row, gradient = (rows[1] + rows[2]) * item, (rows[1] + rows[2]) * wide
+        forward = backward = 0
+        if self.to_heads is not None:
+            out, lse = query.size(0) * heads[0] * value.size(3) * item, query.size(0) * heads[0] * wide
+            tokens, outputs = (
+                _others(t.sent, self.heads_group.rank) for t in (self.to_heads, self.to_tokens)
+            )
+            forward += sum(rows) * item * tokens + (out + lse * (wants.lse + wants.max_scores)) * outputs
+            backward += sum(rows) * item * outputs + (out + lse * wants.lse) * tokens
+        if self.cast is not None:
+            forward += row * _others(self.cast.traffic.sent, self.cp_group.rank)
+            backward += gradient * _others(self.cast.traffic.received, self.cp_group.rank)
+        if self.ring is not None:
+            passed, ended = self.ring.rows_sent(self.ring_group.rank)
+            forward += row * passed
+            backward += (row + gradient) * passed + gradient * ended
+        return Sent(forward, backward)
 
 
 class Groups(NamedTuple):
-    """The names of process groups: of all ranks, and of a mesh's two dimensions for ring_ulysses."""
+    """The process group of all ranks by its name, and for ring_ulysses those of a mesh's two dimensions."""
 
-    all: str
-    outer: Any = None  # this rank's place in its ring
-    inner: Any = None  # and among those that share heads
+    name: str
+    ring: CpGroup | None = None
+    heads: CpGroup | None = None
 
 
-def _common(mask: RunSchedule, layout: Layout, rank: int, group: str) -> dict[str, Any]:
+def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> PlannedMask:
+    """The part of one rank."""
+    everyone = CpGroup(groups.name, rank, layout.ranks)
+    heads = {"ulysses": everyone, "ring_ulysses": groups.heads}.get(method)
+    shares = 1 if heads is None else heads.size
+    # Ranks that share heads hold their tokens together.
+    holder, first = rank // shares, rank // shares * shares
+    owner = tuple(other // shares for other in layout.owner)
+    sides = Sides.of(mask, Layout(layout.length, layout.tile, layout.ranks // shares, owner))
+    queries, keys = (_begins(side, layout, shares) for side in sides)
+    rows = (sides.queries.owner() == holder).nonzero().squeeze(1)
+    exchanges: dict[str, Any] = {"heads_group": heads}
+    own = mask if heads is None else _own_heads(mask, heads)
+    if heads is not None:
+        positions = torch.cat([layout.positions(other) for other in range(first, first + shares)])
+        lengths = torch.tensor(layout.lengths[first : first + shares])
+        to_heads = Traffic(torch.full_like(lengths, layout.lengths[rank]), lengths, positions)
+        exchanges["to_heads"] = to_heads
+        exchanges["to_tokens"] = to_heads.reversed(layout.positions(rank).repeat(shares))
+    if method in ("ring", "ring_ulysses"):
+        exchanges["ring_group"] = everyone if heads is None else groups.ring
+        made, exchanges["ring"] = ring_steps(own, reads(mask, sides), sides, holder, rows, queries, keys)
+    else:
+        needs = torch.ones(sides.keys.layout.ranks, sides.keys.blocks, dtype=torch.bool)
+        if method == "cast":
+            needs = reads(mask, sides)
+        columns = needs[holder].nonzero().squeeze(1)
+        begins = keys[columns]
+        if heads is None:
+            exchanges["cast"], begins = cast_keys(sides.keys, needs, rank)
+        made = part(own, sides, rows, queries[rows], columns, begins)
+    return PlannedMask(
+        part=made,
+        plan=torch.tensor([_number(mask, layout), secrets.randbits(56)]),
+        positions=layout.positions(rank),
+        mask_mod=mask.mask_mod,
+        batch=mask.batch,
+        heads=mask.heads,
+        layout=layout,
+        cp_group=everyone,
+        **exchanges,
+    )
+
+
+def _number(mask: RunSchedule, layout: Layout) -> int:
+    """Of the plan, the same on all ranks."""
     text = hashlib.sha256(layout.digest().encode())
     for table in mask.tensors:
         text.update(table.cpu().numpy().tobytes())
-    text.update(digest(mask.mask_mod, mask.tensors[0]))
-    return {
-        "plan": torch.tensor([int.from_bytes(text.digest()[:7], "big"), secrets.randbits(56)]),
-        "positions": layout.positions(rank),
-        "mask_mod": mask.mask_mod,
-        "batch": mask.batch,
-        "heads": mask.heads,
-        "group": group,
-        "rank": rank,
-        "ranks": layout.ranks,
-        "length": layout.length,
-        "layout": layout,
-    }
+    text.update(portable.digest(mask.mask_mod, mask.tensors[0]))
+    return int.from_bytes(text.digest()[:7], "big")
 
 
-def cast_mask(mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> CastMask:
-    """A rank gets the blocks that it reads."""
-    return _cast(mask, layout, rank, groups, reads(mask, Sides.of(mask, layout)))
-
-
-def all_gather_mask(mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> CastMask:
-    """A rank gets all blocks."""
-    sides = Sides.of(mask, layout)
-    return _cast(mask, layout, rank, groups, torch.ones(layout.ranks, sides.keys.blocks, dtype=torch.bool))
-
-
-def _cast(mask: RunSchedule, layout: Layout, rank: int, groups: Groups, needs: Tensor) -> CastMask:
-    sides = Sides.of(mask, layout)
-    queries, keys = sides
-    rows = (queries.owner() == rank).nonzero().squeeze(1)
-    columns = needs[rank].nonzero().squeeze(1)
-    coming = cast(keys, needs, rank)
-    return CastMask(
-        **_common(mask, layout, rank, groups.all),
-        part=part(mask, sides, rows, queries.places()[rows], columns, coming.rows),
-        picked=coming.picked,
-        traffic=coming.traffic,
-    )
-
-
-def heads_mask(mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> HeadsMask:
-    """A rank gets all blocks of some heads."""
-    sides = Sides.of(mask, layout)
-    blocks = [torch.arange(side.blocks) for side in sides]
-    places = [_together(side, layout) for side in sides]
-    inner = Place(groups.all, rank, layout.ranks)
-    return HeadsMask(
-        **_common(mask, layout, rank, groups.all),
-        **_traffic(layout, rank, range(layout.ranks)),
-        part=part(_own_heads(mask, inner), sides, blocks[0], places[0], blocks[1], places[1]),
-        inner=inner,
-    )
-
-
-def _own_heads(mask: RunSchedule, inner: Place) -> RunSchedule:
+def _own_heads(mask: RunSchedule, group: CpGroup) -> RunSchedule:
     """The mask for those heads that a rank attends with."""
     if mask.heads == 1:
         return mask
-    if mask.heads % inner.ranks:
-        raise errors.heads_do_not_divide(mask.heads, inner.ranks)
-    own = mask.heads // inner.ranks
-    return mask[:, inner.rank * own : (inner.rank + 1) * own]
+    if mask.heads % group.size:
+        raise errors.heads_do_not_divide(mask.heads, group.size)
+    own = mask.heads // group.size
+    return mask[:, group.rank * own : (group.rank + 1) * own]
 
 
-def _together(side: Side, layout: Layout, ranks: int | None = None) -> Tensor:
-    """The row at which each block begins where those of each `ranks` neighbouring ranks, or all, lie together."""
-    lengths = torch.tensor(layout.lengths).view(-1, ranks or layout.ranks)
+def _begins(side: Side, layout: Layout, shares: int) -> Tensor:
+    """The row at which each block begins where the tokens of each `shares` neighbouring ranks lie together."""
+    lengths = torch.tensor(layout.lengths).view(-1, shares)
     starts = (lengths.cumsum(1) - lengths).flatten()
     own = Side(layout, side.block)
     return starts[own.owner()] + own.places()
 
 
-def _traffic(layout: Layout, rank: int, ranks: Sequence[int]) -> dict[str, Any]:
-    """Of ranks that share heads."""
-    positions = torch.cat([layout.positions(other) for other in ranks])
-    local = torch.full((len(ranks),), layout.local_length(rank))
-    there = Traffic(local, torch.tensor([layout.local_length(other) for other in ranks]), positions)
-    return {"there": there, "back": there.back(layout.positions(rank).repeat(len(ranks)))}
+def _others(rows: Tensor, rank: int) -> int:
+    """The sum over all ranks but this one."""
+    return int(rows.sum() - rows[rank])
 
 
-def ring_mask(mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> RingMask:
-    """A rank gets all blocks of one rank after the other."""
-    sides = Sides.of(mask, layout)
-    steps, around = _around(mask, sides, rank, [side.places() for side in sides])
-    return RingMask(**_common(mask, layout, rank, groups.all), part=steps, around=around)
+def _itself(result: Any) -> Any:
+    return result
 
 
-def _around(
-    mask: RunSchedule, sides: Sides, rank: int, places: Sequence[Tensor], heads: RunSchedule | None = None
-) -> tuple[Part, Around]:
-    """The steps of a rank of a ring, where blocks begin at `places`. `heads` is the mask of those that it has."""
-    needs, owner, ranks = reads(mask, sides), sides.keys.owner(), sides.keys.layout.ranks
-    # How far the blocks of each rank travel: to the last rank that reads any.
-    reader, column = needs.nonzero(as_tuple=True)
-    far = torch.zeros(ranks, dtype=torch.int64)
-    far.scatter_reduce_(0, owner[column], (reader - owner[column]) % ranks, "amax")
-    rows = (sides.queries.owner() == rank).nonzero().squeeze(1)
-    lengths = _halves(sides.keys, places[1])
-    middle = lengths[owner, 0]
-    second = places[1] >= middle
-    read = [
-        (needs[rank] & (owner == (rank - hops) % ranks) & (second == half)).nonzero().squeeze(1)
-        for hops in range(ranks)
-        for half in range(HALVES)
-    ]
-    most = max(LEAST, *(columns.numel() for columns in read))
-    begins = places[1] - middle * second
-    parts = [
-        part(heads or mask, sides, rows, places[0][rows], columns, begins[columns], most) for columns in read
-    ]
-    visits = torch.tensor([columns.numel() for columns in read]).clamp(max=1)
-    return stacked(parts), Around(lengths, far, visits)
+def _standing(group: str) -> tuple[int, int] | None:
+    """The rank of this process in a group, and how many there are; None where it is not in that group."""
+    try:
+        found = process_group(group)
+    except (KeyError, RuntimeError, ValueError, TypeError):
+        return None
+    return dist.get_rank(found), dist.get_world_size(found)
 
 
-def _halves(side: Side, places: Tensor) -> Tensor:
-    """[ranks, HALVES]: how many rows each half of a rank's blocks has; of an odd number the first half has one more."""
-    owner, found = side.owner(), []
-    for rank, length in enumerate(side.layout.lengths):
-        begins = [*places[owner == rank].sort().values.tolist(), length]
-        middle = begins[len(begins) // 2]
-        found.append([middle, length - middle])
-    return torch.tensor(found)
+_standing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_TENSORS = ("plan", "positions", "to_heads", "to_tokens", "cast", "ring")
 
 
-def ring_heads_mask(mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> RingHeadsMask:
-    """Ranks that share heads are one place of a ring."""
-    shares = groups.inner.ranks
-    outer = Layout(layout.length, layout.tile, groups.outer.ranks, tuple(r // shares for r in layout.owner))
-    sides = Sides.of(mask, outer)
-    places = [_together(side, layout, shares) for side in sides]
-    steps, around = _around(mask, sides, groups.outer.rank, places, _own_heads(mask, groups.inner))
-    first = rank // shares * shares
-    return RingHeadsMask(
-        **_common(mask, layout, rank, groups.all),
-        **_traffic(layout, rank, range(first, first + shares)),
-        part=steps,
-        around=around,
-        inner=groups.inner,
-        outer=groups.outer,
-    )
+def _tensors_of(mask: PlannedMask) -> list[str]:
+    return ["part", *(name for name in _TENSORS if getattr(mask, name) is not None)]
 
 
-Method = Callable[[RunSchedule, Layout, int, Groups], Any]
-METHODS: dict[str, Method] = {
-    "cast": cast_mask,
-    "all_gather": all_gather_mask,
-    "ulysses": heads_mask,
-    "ring": ring_mask,
-    "ring_ulysses": ring_heads_mask,
-}
+def _flatten(mask: PlannedMask) -> tuple[list[Any], Any]:
+    names = _tensors_of(mask)[1:]
+    constants = {f.name: getattr(mask, f.name) for f in dataclasses.fields(mask)}
+    constants = {name: value for name, value in constants.items() if name not in ("part", *_TENSORS)}
+    schedule = mask.part.schedule
+    blocks, tables = schedule[:2], schedule.tables
+    children = [tables, mask.part.tile_map, *(getattr(mask, name) for name in names)]
+    return children, (blocks, tuple(names), tuple(constants.items()))
+
+
+def _unflatten(children: Any, context: Any) -> PlannedMask:
+    (tables, tile_map, *others), (blocks, names, constants) = children, context
+    made = Part(BlockRuns.of(blocks, [tensor for table in tables for tensor in table]), tile_map)
+    return PlannedMask(part=made, **dict(zip(names, others, strict=True)), **dict(constants))
+
+
+pytree.register_pytree_node(
+    PlannedMask, _flatten, _unflatten, serialized_type_name="flex_inductor.PlannedMask"
+)

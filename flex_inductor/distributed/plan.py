@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from ..masks.cut import cut_runs
 from ..masks.runs import PARTIAL, Runs, counted, merged, split
 from ..masks.schedule import RunSchedule
 from ..masks.tables import Extent
-from ..visits import BlockRuns
-from ..visits.places import TileMap
-from .exchange import Picked, Traffic, picked
+from ..op import Inputs
+from ..op.ring import HALVES
+from ..visits import BlockRuns, TileMap
+from ..visits.places import BATCH, HEAD, SEQUENCE
+from .exchange import Cast, Traffic, picked
 from .layout import Layout
 
-LEAST = 2  # tiles of each side, and runs: torch compiles what has one of something, or none, by itself
+LEAST = 2  # tiles of each side, and runs: torch compiles sizes of 0 and 1 apart
 
 
 class Side(NamedTuple):
@@ -89,16 +91,11 @@ class Part(NamedTuple):
     tile_map: TileMap
 
 
-class Cast(NamedTuple):
-    """The blocks of keys that come to one rank, and its own that go to others."""
+def cast_keys(side: Side, needs: Tensor, rank: int) -> tuple[Cast, Tensor]:
+    """The blocks of keys that come to a rank and its own that go to others; the rows at which those that come begin.
 
-    picked: Picked
-    traffic: Traffic
-    rows: Tensor  # at which each block that is read begins, in ascending order of the blocks
-
-
-def cast(side: Side, needs: Tensor, rank: int) -> Cast:
-    """`needs` says of each rank whether it gets each block; its own blocks are among them."""
+    `needs` says of each rank whether it gets each block; its own blocks are among them.
+    """
     owner, tokens, ranks = side.owner(), side.tokens(), side.layout.ranks
     mine = (owner == rank).nonzero().squeeze(1)
     to, which = needs[:, mine].nonzero(as_tuple=True)
@@ -113,11 +110,8 @@ def cast(side: Side, needs: Tensor, rank: int) -> Cast:
     entry, within = counted(tokens[coming])
     came = (coming[entry] * side.block + within).to(torch.int32)
     received = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner[coming], tokens[coming])
-    return Cast(
-        picked(rows, side.layout.local_length(rank)),
-        Traffic(sent, received, came),
-        torch.empty_like(begins).index_copy_(0, order, begins),
-    )
+    made = Cast(picked(rows, side.layout.local_length(rank)), Traffic(sent, received, came))
+    return made, torch.empty_like(begins).index_copy_(0, order, begins)
 
 
 def part(
@@ -159,6 +153,64 @@ def part(
     return Part(BlockRuns.of(mask.BLOCK_SIZE, tables), lines)
 
 
+class RingSteps(NamedTuple):
+    """The way of the keys around a ring, as in op/ring.py."""
+
+    lengths: Tensor
+    hops: Tensor
+    visits: Tensor
+
+    def rows_sent(self, rank: int) -> tuple[int, int]:
+        """By this rank: to the next one, and to the owners of those that end here, which are gradients alone."""
+        passed = ended = 0
+        ranks = self.hops.numel()
+        for step in range(ranks):
+            owner = (rank - step) % ranks
+            hops, rows = int(self.hops[owner]), int(self.lengths[owner].sum())
+            passed += rows * (hops > step)
+            ended += rows * (hops == step > 0)
+        return passed, ended
+
+
+def ring_steps(
+    mask: RunSchedule,
+    needs: Tensor,
+    sides: Sides,
+    rank: int,
+    rows: Tensor,
+    row_places: Tensor,
+    places: Tensor,
+) -> tuple[Part, RingSteps]:
+    """What a rank computes at each step with its `rows`; queries and keys begin at these places on their ranks."""
+    owner, ranks = sides.keys.owner(), sides.keys.layout.ranks
+    reader, column = needs.nonzero(as_tuple=True)
+    hops = torch.zeros(ranks, dtype=torch.int64)
+    hops.scatter_reduce_(0, owner[column], (reader - owner[column]) % ranks, "amax")
+    lengths = _halves(sides.keys, places)
+    middle = lengths[owner, 0]
+    second = places >= middle
+    read = [
+        (needs[rank] & (owner == (rank - step) % ranks) & (second == half)).nonzero().squeeze(1)
+        for step in range(ranks)
+        for half in range(HALVES)
+    ]
+    most = max(LEAST, *(columns.numel() for columns in read))
+    begins = places - middle * second
+    parts = [part(mask, sides, rows, row_places[rows], columns, begins[columns], most) for columns in read]
+    visits = torch.tensor([columns.numel() for columns in read]).clamp(max=1)
+    return stacked(parts), RingSteps(lengths, hops, visits)
+
+
+def _halves(side: Side, places: Tensor) -> Tensor:
+    """[ranks, HALVES]: how many rows each half of a rank's blocks has; of an odd number the first half has one more."""
+    owner, found = side.owner(), []
+    for rank, length in enumerate(side.layout.lengths):
+        begins = [*places[owner == rank].sort().values.tolist(), length]
+        middle = begins[len(begins) // 2]
+        found.append([middle, length - middle])
+    return torch.tensor(found)
+
+
 def stacked(parts: Sequence[Part]) -> Part:
     """Parts of the same rows as one, in the order given along the schedule's batches and the map's keys."""
     tables: list[tuple[Tensor, Tensor]] = []
@@ -178,3 +230,44 @@ def _with_room(runs: Tensor) -> Tensor:
 
 def _cpu(runs: Runs) -> Runs:
     return Runs(runs.lines, runs.columns, *(t.cpu() for t in (runs.line, runs.start, runs.stop, runs.kind)))
+
+
+def inputs(part: Part, batch: Any, head: Any = 0, stand_ins: tuple[Tensor, ...] = ()) -> Inputs:
+    """For a call on so many batches, whose first head is `head` to the mods."""
+    schedule: Any = part.schedule
+    tile_map = part.tile_map
+    if isinstance(head, int) and head == 0 and isinstance(batch, int) and batch == 1:
+        return Inputs(schedule=schedule, tile_map=tile_map, stand_ins=stand_ins)
+    queries, keys = (lines_of_batches(lines, batch, head) for lines in tile_map)
+    if batch == 1:
+        return Inputs(schedule=schedule, tile_map=TileMap(queries, keys), stand_ins=stand_ins)
+    rows, columns = (lines.size(0) for lines in tile_map)
+    others = zip(schedule.tables, (columns, columns, rows, rows), strict=True)
+    schedule = schedule.with_tables(
+        [_diagonal(offsets, runs, batch, other) for (offsets, runs), other in others]
+    )
+    return Inputs(schedule=schedule, tile_map=TileMap(queries, keys), stand_ins=stand_ins)
+
+
+def lines_of_batches(lines: Tensor, batch: Any, head: Any) -> Tensor:
+    """The lines of a tile map for each batch."""
+    at = torch.arange(batch, device=lines.device, dtype=lines.dtype)
+    added = torch.zeros(batch, lines.size(1), device=lines.device, dtype=lines.dtype)
+    added[:, BATCH], added[:, SEQUENCE], added[:, HEAD] = at, at, head
+    return (lines + added[:, None]).flatten(0, 1)
+
+
+def _diagonal(offsets: Tensor, runs: Tensor, batch: Any, columns: int) -> tuple[Tensor, Tensor]:
+    """The runs of [batch or 1, H, lines + 1] as those of [1, H, batch * lines + 1]: each batch has its own columns."""
+    grids, heads, lines = offsets.size(0), offsets.size(1), offsets.size(2) - 1
+    first = offsets[..., :-1].expand(batch, heads, lines).transpose(0, 1).flatten()
+    counts = offsets.diff().expand(batch, heads, lines).transpose(0, 1).flatten()
+    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    # There is room for all runs; what no line has is left unread.
+    entry = torch.arange(runs.size(0) * (batch if grids == 1 else 1), device=runs.device)
+    line = torch.searchsorted(ends[1:], entry, right=True).clamp(max=counts.size(0) - 1)
+    place = (first[line] + entry - ends[line]).clamp(max=runs.size(0) - 1)
+    moved = runs[place] + (line // lines % batch * columns)[:, None]
+    at = torch.arange(heads, device=runs.device)[:, None] * (batch * lines)
+    own = ends[at + torch.arange(batch * lines + 1, device=runs.device)]
+    return own[None].to(torch.int32), moved.to(torch.int32)

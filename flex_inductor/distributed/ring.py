@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import upward
+from ..kept import Kept
 from ..mod_ir import serialise
 from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, score_dtype
 from ..mod_ir.checks import mark_checked
 from ..mod_ir.trace import trace_value
-from ..op import AttentionCall, BackwardCall, attention, attention_backward, call_text, chunked
+from ..op import AttentionCall, BackwardCall, Inputs, attention, attention_backward, call_text, chunked
 from ..op.call import QKV, tensors_of, wanted_gradients
 from ..op.layout import empty_like_layout
-from ..op.ring import HALVES, Ring
+from ..op.ring import HALVES, Ring, computed_by
 from ..options import loaded_options, saved_options
 from ..visits import BlockRuns
 from ..visits.places import TileMap
 from .exchange import agree, named, process_group
-from .masks import inputs
-from .plan import Part
+from .plan import Part, inputs, lines_of_batches
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 Block: TypeAlias = list[Tensor]  # keys and values, or their gradients
@@ -46,8 +46,12 @@ class _Way:
         self.batch, self.heads, self.widths = *key.shape[:2], (key.size(-1), value.size(-1))
         self.device = key.device
         self.name, self.group = ring.group, process_group(ring.group)
-        self.rank, self.ranks = ring.rank, ring.far.numel()
-        self.lengths, self.far, self.visits = ring.lengths.tolist(), ring.far.tolist(), ring.visits.tolist()
+        self.rank, self.ranks = ring.rank, ring.hops.numel()
+        self.lengths, self.reach, self.visits = (
+            ring.lengths.tolist(),
+            ring.hops.tolist(),
+            ring.visits.tolist(),
+        )
 
     def hops(self, step: int) -> int:
         """From the rank whose block is here at this step."""
@@ -58,10 +62,10 @@ class _Way:
 
     def goes_on(self, step: int) -> bool:
         """Whether the block that is here at this step is sent to the next rank."""
-        return self.far[self.owner(step)] > self.hops(step)
+        return self.reach[self.owner(step)] > self.hops(step)
 
     def is_here(self, step: int) -> bool:
-        return step < len(self.visits) and self.far[self.owner(step)] >= self.hops(step)
+        return step < len(self.visits) and self.reach[self.owner(step)] >= self.hops(step)
 
     def send(self, block: Block, to: int) -> list[dist.P2POp]:
         return self._messages(dist.isend, block, to)
@@ -110,6 +114,13 @@ class _Way:
             works = self.begin(messages)
             yield step, held
             self.end(works)
+
+
+def ring_inputs(part: Part, ring: Ring, head: Any) -> Inputs:
+    """For a call around a ring, whose first head is `head` to the mods."""
+    queries, keys = part.tile_map
+    tile_map = TileMap(lines_of_batches(queries, 1, head), keys)
+    return Inputs(schedule=part.schedule, tile_map=tile_map, ring=ring)
 
 
 def _step(call: Any, block: Block, step: int) -> Any:
@@ -184,7 +195,7 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
     works: list[Any] = []
     # The gradients of the blocks of this step and the next, from the ranks before this one; those of this rank's own.
     coming: deque[Block | None] = deque([None] * HALVES)
-    home: list[Block] = []
+    own_grads: list[Block] = []
     for step, block in way.blocks(call.key, call.value):
         grads: Any = attend(_step(call, block, step)) if way.visits[step] else None
         way.end(works)
@@ -205,17 +216,17 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
         elif total is not None and way.hops(step):
             messages += way.send(total, way.owner(step))
         elif total is not None:
-            home.append(total)
+            own_grads.append(total)
         if way.is_here(step + HALVES):
             arriving = way.block(step + HALVES, dtype)
             messages += way.receive(arriving, way.rank - 1)
         coming.append(arriving)
-        if 0 < way.hops(step) == way.far[way.rank]:
-            home.append(way.block(step % HALVES, dtype))
-            messages += way.receive(home[-1], way.rank + way.hops(step))
+        if 0 < way.hops(step) == way.reach[way.rank]:
+            own_grads.append(way.block(step % HALVES, dtype))
+            messages += way.receive(own_grads[-1], way.rank + way.hops(step))
         works = way.begin(messages)
     way.end(works)
-    d_keys, d_values = zip(*home, strict=True)
+    d_keys, d_values = zip(*own_grads, strict=True)
     found = [
         _joined(like, parts) if name in call.wants else None
         for name, like, parts in (
@@ -231,6 +242,9 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
             for capture, want in zip(call.inputs.score_captures, wanted, strict=True)
         ]
     return found[0], found[1], found[2], tuple(d_captures)
+
+
+computed_by.update(forward=forward, backward=backward)
 
 
 def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -280,29 +294,22 @@ def _read(text: str) -> tuple[Any, float, Any, tuple[str, ...], dict[str, Any]]:
     return data, scale, loaded_options(options), tuple(wants), functions
 
 
-_traced: dict[Any, Any] = {}  # graphs of calls, by text and what captures are like
+_traced: Kept[dict[str, Any]] = Kept(256)  # graphs of calls, by text and what captures are like
 
 
 def _load(text: str, tensors: list[Tensor], query: Tensor) -> dict[str, Any]:
     data, scale, options, wants, functions = _read(text)
     found = call_text.inputs_from(data, tensors)
-    key = (text, query.dtype, query.device, *((t.dtype, t.shape) for t in tensors))
-    if key not in _traced:
-        while len(_traced) >= 256:
-            del _traced[next(iter(_traced))]
-        _traced[key] = {
-            name: function
-            and mark_checked(
-                trace_value(
-                    function,
-                    _GRAPHS[name],
-                    query,
-                    found.mask_captures if name == "mask_mod" else found.score_captures,
-                )
-            )
+
+    def traced() -> dict[str, Any]:
+        captures = dict.fromkeys(_GRAPHS, found.score_captures) | {"mask_mod": found.mask_captures}
+        return {
+            name: function and mark_checked(trace_value(function, _GRAPHS[name], query, captures[name]))
             for name, function in functions.items()
         }
-    return {**_traced[key], "inputs": found, "scale": scale, "options": options, "wants": wants}
+
+    graphs = _traced.once((text, query.dtype, query.device, *((t.dtype, t.shape) for t in tensors)), traced)
+    return {**graphs, "inputs": found, "scale": scale, "options": options, "wants": wants}
 
 
 def _compiled(call: Any) -> Any:

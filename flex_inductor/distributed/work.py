@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from ..masks.analysis import analysed
-from ..masks.blockmask import check_arguments
+from ..masks.blockmask import create_block_mask
 from ..masks.library import document
 from ..masks.ordinary import ordinary_tensors
-from ..masks.runs import Runs, preceding
-from ..masks.schedule import RunSchedule, extent_of, runs_of_block_mask
-from ..masks.tables import Extent
+from ..masks.planned import PlannedMask
+from ..masks.runs import preceding
+from ..masks.schedule import RunSchedule
 from ..sequences import SequenceMask, Sequences
-from . import planning_errors as errors
+from . import errors
 
 TILE = 128
 
@@ -97,19 +96,20 @@ class TileWork:
         if not named:
             raise errors.no_masks()
         given = _weights(weights, named)
-        found = {name: _rows(name, mask, length, tile, batch, heads) for name, mask in named.items()}
-        lengths = {name: extent.lengths for name, (_, _, extent) in found.items()}
-        expected = length if length is not None else next(iter(lengths.values()))[0]
-        for name, (queries, keys) in lengths.items():
-            if (queries, keys) != (expected, expected):
-                raise errors.other_length(name, queries, keys, expected)
-        blocks = [size for _, _, extent in found.values() for size in extent.block]
-        least = math.lcm(*blocks)
+        found = {
+            name: schedule_of(name, mask, length, batch, heads, tile or TILE, _device(mask))
+            for name, mask in named.items()
+        }
+        expected = length if length is not None else next(iter(found.values())).seq_lengths[0]
+        for name, mask in found.items():
+            if mask.seq_lengths != (expected, expected):
+                raise errors.other_length(name, *mask.seq_lengths, expected)
+        least = math.lcm(*(size for mask in found.values() for size in mask.BLOCK_SIZE))
         size = least if tile is None else tile
         if size < 1 or size % least:
             raise errors.bad_tile(size, least)
         return TileWork(
-            expected, size, tuple(_reads(*rows, size, given[name]) for name, rows in found.items())
+            expected, size, tuple(_reads(mask, size, given[name]) for name, mask in found.items())
         )
 
     @staticmethod
@@ -169,31 +169,31 @@ def _weights(given: Any, named: dict[str, Any]) -> dict[str, float]:
     return {name: float(weight) for name, weight in found.items()}
 
 
-def _rows(
-    name: str, mask: Any, length: int | None, tile: int | None, batch: int | None, heads: int | None
-) -> tuple[Runs, tuple[int, int], Extent]:
-    """The runs of all rows of blocks, the (batch, heads) they are kept for, and the sizes."""
-    if isinstance(mask, RunSchedule):
-        return mask.row_runs(), mask.grids, mask.extent
+def _device(mask: Any) -> str | None:
+    """Where the planner makes masks of functions; others stay where they are."""
+    return "cpu" if mask is None or callable(mask) else None
+
+
+def schedule_of(
+    name: str, mask: Any, length: int | None, batch: int | None, heads: int | None, block: int, device: Any
+) -> RunSchedule:
+    """A mask in any form as one; `device` is that of the masks by default."""
     if isinstance(mask, BlockMask):
-        return *runs_of_block_mask(mask), extent_of(mask)
-    device = torch.device("cpu")
+        mask = RunSchedule.from_block_mask(mask)
+    if isinstance(mask, RunSchedule):
+        return mask if device is None else mask.to(device)
+    if isinstance(mask, PlannedMask):
+        raise errors.planned_twice(name)
     if isinstance(mask, Sequences | SequenceMask):
-        mask, heads, length, device = _packed(name, mask)
-    elif mask is not None and not callable(mask):
+        mask, heads, length, own = _packed(name, mask)
+        batch, device = None, own if device is None else device
+    elif mask is None:
+        mask, batch, heads = noop_mask, None, None
+    elif not callable(mask) or isinstance(mask, Mapping):
         raise errors.not_a_mask(name, mask)
     if length is None:
         raise errors.no_length(name)
-    size = TILE if tile is None else tile
-    if mask is not None:
-        extent, _ = check_arguments(mask, batch, heads, length, length, device, size)
-        unstated = "".join(letter for letter, given in (("b", batch), ("h", heads)) if given is None)
-        return *analysed(mask, extent, device, unstated), extent
-    extent = Extent(1, 1, (length, length), (size, size))
-    rows, columns = extent.tiles
-    every = torch.arange(rows)
-    start, stop, kind = every * 0, every * 0 + columns, torch.ones(rows, dtype=torch.int8)
-    return Runs(rows, columns, every, start, stop, kind), (1, 1), extent
+    return create_block_mask(mask, batch, heads, length, length, device, block, compact=True)
 
 
 def _packed(name: str, mask: Sequences | SequenceMask) -> tuple[Callable, int | None, int, torch.device]:
@@ -220,11 +220,11 @@ def _packed(name: str, mask: Sequences | SequenceMask) -> tuple[Callable, int | 
     return packed, heads, length, sequences.device
 
 
-def _reads(runs: Runs, grids: tuple[int, int], extent: Extent, tile: int, weight: float) -> Reads:
-    count = grids[0] * grids[1]
-    down, across = (tile // size for size in extent.block)
-    tiles = -(-extent.lengths[0] // tile)
-    line = (runs.line % max(1, extent.tiles[0]) // down).cpu()
+def _reads(mask: RunSchedule, tile: int, weight: float) -> Reads:
+    runs, count = mask.row_runs(), mask.grids[0] * mask.grids[1]
+    down, across = (tile // size for size in mask.BLOCK_SIZE)
+    tiles = -(-mask.seq_lengths[0] // tile)
+    line = (runs.line % max(1, -(-mask.seq_lengths[0] // mask.BLOCK_SIZE[0])) // down).cpu()
     start, stop = runs.start.cpu(), runs.stop.cpu()
     share = (stop - start).to(torch.float64) / (count * down * across)
     cost = torch.zeros(tiles, dtype=torch.float64).index_add_(0, line, share)

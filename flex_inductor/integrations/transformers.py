@@ -1,5 +1,6 @@
-"""Hugging Face transformers: once this is imported, attn_implementation="flex_inductor" is a choice.
+"""Importing this replaces PreTrainedModel.get_correct_attn_implementation of Hugging Face transformers.
 
+From then on attn_implementation="flex_inductor" is a choice, and refused for models with attention of their own.
 Transformers asks for two functions: `make_mask`, once in each step for each kind of mask, and `attend`, in each layer.
 A mask for few queries is a plain tensor of booleans, one for many is a BlockMask.
 """
@@ -10,6 +11,7 @@ import functools
 import math
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..errors import FlexError
+from ..kept import Kept
 from ..masks import create_block_mask
 from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
@@ -35,17 +38,12 @@ except ImportError as error:
 NAME = "flex_inductor"
 TESTED = "5.24"
 FEW = 32  # queries: their mask is quicker to compute than to analyse
-MOST_KEPT = 16  # masks
-
-
-# Masks.
 
 
 class Mask(BlockMask):
     """A BlockMask where `generate` treats masks as tensors."""
 
     ndim = 4
-    documents: tuple[Any, ...] | None = None  # what `_within_documents` made of it last
 
     @classmethod
     def of(cls, block_mask: BlockMask) -> Mask:
@@ -101,30 +99,19 @@ def make_mask(
     sizes = (batch_size, q_length, kv_length, str(device))
     if tracing:
         return _block_mask(mask_mod, *sizes)
-    key = _meaning(mask_mod)
-    return Mask.of(_block_mask(mask_mod, *sizes)) if key is None else _kept(_Keyed(mask_mod, key), *sizes)
+    meaning = _meaning(mask_mod)
+    if meaning is None:
+        return Mask.of(_block_mask(mask_mod, *sizes))
+    return _masks.once((meaning, *sizes), lambda: Mask.of(_block_mask(mask_mod, *sizes)))
+
+
+_masks: Kept[Mask] = Kept(16)
+# What `_within_documents` made last, by the mask that it was made of.
+_documents: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 def _block_mask(mask_mod: Callable, batch: int, queries: int, keys: int, device: str) -> BlockMask:
     return create_block_mask(mask_mod, batch, None, queries, keys, device)
-
-
-class _Keyed:
-    """A mask_mod that is equal to those of the same meaning."""
-
-    def __init__(self, mask_mod: Callable, key: Any):
-        self.mask_mod, self.key = mask_mod, key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and self.key == other.key
-
-
-@functools.lru_cache(MOST_KEPT)
-def _kept(keyed: _Keyed, *sizes: Any) -> Mask:
-    return Mask.of(_block_mask(keyed.mask_mod, *sizes))
 
 
 def _meaning(value: Any) -> Any:
@@ -139,8 +126,6 @@ def _meaning(value: Any) -> Any:
         return None
     return None if None in parts else parts
 
-
-# Attention.
 
 NOT_SERVED = {"cache": "continuous batching (cache)", "block_indices": "block_indices"}
 
@@ -328,24 +313,25 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
         same = queries[:, None] == keys
         return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -math.inf)
 
+    whole = mask.mask_mod  # not the mask, which would then never go from `_documents`
+
     def mask_mod(b, h, q_idx, kv_idx):
-        return mask.mask_mod(b, h, q_idx, kv_idx) & (queries[q_idx] == keys[kv_idx])
+        return whole(b, h, q_idx, kv_idx) & (queries[q_idx] == keys[kv_idx])
 
     sizes = mask.kv_num_blocks.size(0), query.size(2), key.size(2), str(query.device)
-    if torch.compiler.is_dynamo_compiling() or cu_q.is_inference() or not isinstance(mask, Mask):
+    if torch.compiler.is_dynamo_compiling() or cu_q.is_inference():
         return _block_mask(mask_mod, *sizes)
-    of = (id(cu_q), cu_q._version, id(cu_k), cu_k._version)
-    if mask.documents is None or mask.documents[0] != of:
-        mask.documents = of, _block_mask(mask_mod, *sizes), (cu_q, cu_k)  # which keep their ids
-    return mask.documents[1]
-
-
-# Weights, which only the models' own attention gives.
+    versions = (cu_q._version, cu_k._version)
+    last = _documents.get(mask)
+    if last is None or not (last[0] is cu_q and last[1] is cu_k and last[2] == versions):
+        last = _documents[mask] = cu_q, cu_k, versions, _block_mask(mask_mod, *sizes)
+    return last[3]
 
 
 def _with_weights(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
+    """By the model's own attention, which alone gives weights."""
     name = type(module).__name__
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
@@ -362,9 +348,6 @@ def _with_weights(
 @functools.cache
 def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
-
-
-# Registration.
 
 
 def _has_own_attention(model: type[PreTrainedModel]) -> bool:

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 
 class Wants(NamedTuple):
     """What a call returns beside its output."""
@@ -21,24 +19,19 @@ class PlannedMask:
 
     choice: Any = None  # of the method by which it was planned: a MethodChoice
 
-    def check(self, query: Tensor, key: Tensor) -> None:
-        """Raise where the mask was planned for other tensors."""
-        raise NotImplementedError
-
-    def local(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any, Callable[[Any], Any], int]:
-        """What this process has of them, a function that gives results the type of query, and the first head."""
-        raise NotImplementedError
-
-    def lifted(self, score_mod: Any, query: Any, local_query: Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """score_mod, and what it captures as this process computes with it; nothing where it is traced later."""
-        return score_mod, ()
-
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Callable[..., Any], wants: Wants, head: int
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any,
+        checks: Callable[..., None],
+        call: Callable[..., Any],
+        wants: Wants,
     ) -> Any:
-        """(out, logsumexp, max_scores), by `call(query, key, value, mask_mod, inputs)` on what this process has.
+        """(out, logsumexp, max_scores) of what this process has.
 
-        Mods see `head` as the first one.
+        By `call(query, key, value, score_mod, mask_mod, inputs)`, once `checks(query, key, value)` has refused nothing.
         """
         raise NotImplementedError
 

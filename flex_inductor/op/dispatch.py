@@ -21,12 +21,12 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from .. import errors, upward
+from .. import errors
 from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, example_lanes
 from ..mod_ir.checks import mark_checked, random_op
 from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.split import programs
-from . import chunked, eager
+from . import chunked, eager, ring
 from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
 from .hop import attention, attention_backward
 from .prepare import prepare, with_score_graph
@@ -39,7 +39,7 @@ def _eager(*args):
         stand_ins=()
     )  # kept in inference mode
     if call.inputs.ring is not None:
-        return upward.ring().forward(call)
+        return ring.computed_by["forward"](call)
     check_served(call.inputs, chunked.SERVES)
 
     def in_chunks() -> Any:
@@ -54,7 +54,7 @@ def _eager(*args):
 def _eager_backward(*args):
     call = BackwardCall.read(*args)
     if call.inputs.ring is not None:
-        return upward.ring().backward(call)
+        return ring.computed_by["backward"](call)
     check_served(call.inputs, chunked.SERVES)
 
     def in_chunks() -> Any:

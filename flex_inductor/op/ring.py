@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 HALVES = 2
+computed_by: dict[
+    str, Callable[[Any], Any]
+] = {}  # "forward" and "backward", by distributed/ring.py once imported
 
 
 class Ring(NamedTuple):
@@ -20,5 +24,5 @@ class Ring(NamedTuple):
     rank: int
     plan: Tensor  # a number, the same on all ranks, and one for this time that it was made
     lengths: Tensor  # [ranks, HALVES], of keys
-    far: Tensor  # [ranks], over how many ranks the blocks of each travel
+    hops: Tensor  # [ranks], over how many ranks the blocks of each travel
     visits: Tensor  # at each step, whether a query of this rank visits one of the keys

@@ -73,7 +73,7 @@ class BlockRuns(NamedTuple):
         return BlockRuns(*fields)
 
     def with_tables(self, tables: Iterable[Sequence[Any]]) -> BlockRuns:
-        return BlockRuns.of(self[:2], (field for table in tables for field in table), self.of_one)
+        return BlockRuns.of(self[:2], [field for table in tables for field in table], self.of_one)
 
     def for_map(self, tile_map: TileMap) -> tuple[int, int] | None:
         if self.of_one or self.q_offsets is None:

@@ -130,7 +130,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["headers"] = {name: (folder / f"{name}.h").read_text() for name in ("kernel", "decode")}
+    environment.globals["headers"] = {
+        name: (folder / f"{name}.h").read_text() for name in ("kernel", "decode")
+    }
     return environment
 
 

@@ -24,6 +24,7 @@ class Case(NamedTuple):
     block: tuple[int, int] = (32, 32)
     dtype: torch.dtype = torch.float64
     score: bool = True
+    bshd: bool = False  # queries, keys and values lie in memory as [B, S, H, D]
 
     def tensors(self) -> list[Tensor]:
         """Query, key, value, the gradients from above of out and lse, a table and a gate."""
@@ -98,6 +99,12 @@ def whole(case: Case) -> dict[str, Tensor]:
     return attend(case, [t.double() for t in case.tensors()], case.block_mask())
 
 
+@functools.cache
+def compiled() -> Any:
+    """One for all cases, so that those alike share kernels."""
+    return torch.compile(flex_attention, backend="flex_inductor", fullgraph=True, dynamic=True)
+
+
 def attend(
     case: Case, tensors: list[Tensor], mask: Any, attention: Any = flex_attention
 ) -> dict[str, Tensor]:
@@ -120,12 +127,17 @@ def mesh_of(group: Any) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "heads"))
 
 
-def on_rank(group: Any, case: Case, method: str, balance: Any) -> dict[str, Tensor]:
+def on_rank(
+    group: Any, case: Case, method: str, balance: Any, is_compiled: bool = False
+) -> dict[str, Tensor]:
     """What one rank has of it."""
     cp = context_parallel(mesh_of(group) if method == "ring_ulysses" else group, method, balance)
     mask = cp.plan(case.block_mask(), case.length, block=case.block[0])
     *rows, table, gate = case.tensors()
-    found = attend(case, [*cp.shard(rows, 2), table, gate], mask)
+    rows = cp.shard(rows, 2)
+    if case.bshd:
+        rows[:3] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in rows[:3]]
+    found = attend(case, [*rows, table, gate], mask, compiled() if is_compiled else flex_attention)
     return {"positions": cp.layout.positions(cp.rank), **found}
 
 

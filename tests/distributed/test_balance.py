@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flex_inductor import FlexError, masks
 from flex_inductor.distributed.balance import BALANCERS, components, owners, stretches
-from flex_inductor.distributed.simulate import estimate
+from flex_inductor.distributed.cost import estimate
 from flex_inductor.distributed.work import Reads, TileWork
 
 from . import dense

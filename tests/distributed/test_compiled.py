@@ -34,7 +34,10 @@ def layer(query, key, value, gate, mask, cp=None):
     def gated(score, b, h, q_idx, kv_idx):
         return score * torch.sigmoid(gate[q_idx]) + gate[kv_idx]
 
-    return flex_attention(query * 2, key, value, gated, mask, enable_gqa=True).sin()
+    # As projections of [B, S, H, D] give it.
+    query = (query.transpose(1, 2) * 2).transpose(1, 2)
+    out, lse = flex_attention(query, key, value, gated, mask, enable_gqa=True, return_lse=True)
+    return out.sin(), lse
 
 
 def compiled(group, method, dynamic):
@@ -52,8 +55,8 @@ def compiled(group, method, dynamic):
         rows = [t.requires_grad_() for t in cp.shard(tensors, 2)]
         spread = method == "cast"
         own = (cp.shard(gate, 0) if spread else gate.clone()).requires_grad_()
-        out = run(*rows, own, planned, cp) if spread else run(*rows, own, planned)
-        got, loss = [out], out.square().sum()
+        got = [*(run(*rows, own, planned, cp) if spread else run(*rows, own, planned))]
+        loss = got[0].square().sum() + got[1].square().sum()
 
         def backward(got=got, loss=loss, wanted=(*rows, own)):
             got += torch.autograd.grad(loss, wanted)
@@ -63,9 +66,9 @@ def compiled(group, method, dynamic):
             torch.distributed.all_reduce(got[-1], group=group)
         wide = [t.double().requires_grad_() for t in (*tensors, gate)]
         want = layer(*wide, mask)
-        gold = [want, *torch.autograd.grad(want.square().sum(), wide)]
-        wanted_gate = cp.shard(gold[4], 0) if spread else gold[4]
-        for ours, whole in zip(got, [*cp.shard(gold[:4], 2), wanted_gate], strict=True):
+        gold = [*want, *torch.autograd.grad(want[0].square().sum() + want[1].square().sum(), wide)]
+        wanted_gate = cp.shard(gold[5], 0) if spread else gold[5]
+        for ours, whole in zip(got, [*cp.shard(gold[:5], 2), wanted_gate], strict=True):
             error = (ours - whole).abs().max() / whole.abs().max()
             assert error <= 2e-6, error
     found = [decision for decision in decisions() if not decision.call.startswith("plan")]

@@ -19,7 +19,6 @@ from flex_inductor import (
     flex_attention,
 )
 from flex_inductor.distributed.cost import CostModel
-from flex_inductor.distributed.masks import RingHeadsMask
 from flex_inductor.lowerings.decision import Decision
 from flex_inductor.masks import causal, sliding_window
 from tests.distributed.cases import Case, mesh_of
@@ -81,7 +80,7 @@ def chosen(group):
         found.append((decision.chosen, [name for name, _ in decision.rejected]))
     few = CostModel(heads=2, kv_heads=2, bandwidth=1e6)  # heads, and slow links
     both = context_parallel(mesh, "auto").plan(causal(), LENGTH, block=32, model=few)
-    assert type(both) is RingHeadsMask and both.choice.chosen == "ring_ulysses"
+    assert both.ring and both.heads_group and both.choice.chosen == "ring_ulysses"
     return found
 
 
@@ -129,10 +128,10 @@ def refused(group, what):
             two = cp.plan(create_block_mask(lambda b, h, q, k: q >= b, 2, None, LENGTH, LENGTH, "cpu", 32))
             flex_attention(*(t.expand(3, -1, -1, -1) for t in (query, key, value)), block_mask=two, **more)
         elif what == "other rank":
-            mask.rank = cp.rank + 1
+            mask.cp_group = mask.cp_group._replace(rank=cp.rank + 1)
             flex_attention(query, key, value, block_mask=mask, **more)
         elif what == "other group":
-            mask.group = "none such"
+            mask.cp_group = mask.cp_group._replace(name="none such")
             flex_attention(query, key, value, block_mask=mask, **more)
         elif what == "other shapes":
             rows = [query, key, value] if cp.rank else [t[..., :-1] for t in (query, key, value)]
@@ -224,7 +223,7 @@ def refused(group, what):
         ("beyond a capture", "^$"),
         ("placement", r"query: a DTensor with placements \(Shard\(dim=1\),\) on .*expected Shard\(2\)"),
         ("planned twice", r"masks\['a'\] is planned already"),
-        ("lengths", r"expected masks of one length, .* masks\[0\] 300 x 300, masks\[1\] 64 x 64"),
+        ("lengths", r"masks\[1\]: expected 300 queries and keys, one length for all masks, got 64 x 64"),
         ("no length", "does not say how long the sequence is. Pass length="),
         ("no plan", "shard: nothing is planned yet"),
         ("whole length", "shard: tensor 0: expected 300 in dimension 2, the whole sequence"),

@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.cases import Case, attend, on_rank, together, whole
 
-LIMIT = {torch.float64: 1e-14, torch.float32: 2e-6}
+LIMIT = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 METHODS = ["cast", "all_gather", "ulysses", "ring", "ring_ulysses"]
 
 
@@ -33,8 +33,8 @@ def test_bf16_rounds_as_one_process(group, method):
         assert ours[name] <= 1.1 * one[name], (name, ours[name], one[name])
 
 
-def check(group, case, method, balance, ranks):
-    found = together(group.run(on_rank, case, method, balance, ranks=ranks))
+def check(group, case, method, balance, ranks, is_compiled=False):
+    found = together(group.run(on_rank, case, method, balance, is_compiled, ranks=ranks))
     want = whole(case)
     assert found.keys() == want.keys()
     for name, gold in want.items():
@@ -61,3 +61,20 @@ def check(group, case, method, balance, ranks):
 )
 def test_as_one_process(group, case, balance, ranks, method):
     check(group, case, method, balance, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_as_one_process(group, method, dtype, ranks):
+    """Uneven lengths, captures and lse with their gradients; kernels serve all lengths of a kind of call."""
+    for mask, length, heads, kv_heads, bshd in (
+        ("documents", 203, 12, 12, False),
+        ("documents", 500, 12, 12, False),
+        ("documents", 203, 12, 12, True),
+        ("window", 330, 4, 2, True),
+        ("dead", 390, 4, 2, True),
+    ):
+        case = Case(mask, length, 2, heads, kv_heads, dtype=dtype, bshd=bshd)
+        check(group, case, method, "head_tail" if mask == "documents" else idle, ranks, is_compiled=True)

@@ -8,18 +8,19 @@ import torch
 
 from flex_inductor import FlexError, create_block_mask, masks
 from flex_inductor.distributed.balance import best, owners
-from flex_inductor.distributed.choose import MethodChoice, choose_method
-from flex_inductor.distributed.cost import CostModel, amount
-from flex_inductor.distributed.layout import Layout
-from flex_inductor.distributed.methods import METHODS as RUN
-from flex_inductor.distributed.methods import Groups
-from flex_inductor.distributed.simulate import (
+from flex_inductor.distributed.cost import (
     METHODS,
+    CostModel,
+    MethodChoice,
+    amount,
+    choose_method,
     estimate,
     groups,
     log_normal_documents,
     refusal,
 )
+from flex_inductor.distributed.layout import Layout
+from flex_inductor.distributed.methods import Groups, plan_mask
 from flex_inductor.distributed.work import TileWork
 
 from . import dense
@@ -128,7 +129,7 @@ def test_bytes_are_those_that_run(name, method):
     for rank in range(4):
         length = layout.local_length(rank)
         query, key = (torch.empty(1, heads, length, 8, dtype=torch.bfloat16) for heads in (4, 2))
-        sent.append(RUN[method](mask, layout, rank, Groups("nobody")).bytes_sent(query, key, key))
+        sent.append(plan_mask(method, mask, layout, rank, Groups("nobody")).bytes_sent(query, key, key))
     forward, backward = map(max, zip(*sent, strict=True))
     if method == "cast":  # what goes one way forward comes back twice as large
         forward, backward = max(forward, backward // 2), max(2 * forward, backward)
@@ -212,7 +213,7 @@ def test_methods_that_cannot_run():
     assert refusal("ulysses", 6, model) is None and refusal("cast", 7, model) is None
     assert refusal("ring_ulysses", 7, model) == "no node of 2 to 8 ranks divides 7 ranks and 12 heads"
     with pytest.raises(
-        FlexError, match=re.escape("method: expected one of all_gather, ring, ulysses, cast, ring_ul")
+        FlexError, match=re.escape("method: expected one of all_gather, ring, ulysses, cast, ring_ulysses")
     ):
         estimate(planned("causal")[0], planned("causal")[2], 4, "rings")
 

@@ -142,7 +142,7 @@ def test_the_hull(name):
     "arguments, message",
     [
         (({},), "at least one mask, got an empty mapping"),
-        ((masks.causal(),), "length: expected one, as mask mask is a function or None"),
+        ((masks.causal(),), "mask: a mask_mod or None does not say how long the sequence is"),
         ((by_head, 100), "H: got None, but mask_mod by_head reads h"),
         ((lambda q, kv: q >= kv, 100), "mask_mod"),
         ((masks.causal(), -1), "Q_LEN: expected an integer of at least 0, got -1"),

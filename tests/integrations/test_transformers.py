@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import time
@@ -12,7 +13,7 @@ import torch
 import transformers
 from transformers import DynamicCache, masking_utils
 
-from flex_inductor import FlexError
+from flex_inductor import FlexError, create_block_mask
 from flex_inductor.integrations import transformers as integration
 from tests.integrations.families import CAUSAL, FAMILIES, LENGTH, WINDOW, inputs, model_of, tokens
 
@@ -74,9 +75,9 @@ def made(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(integration, "create_block_mask", count)
-    integration._kept.cache_clear()
+    integration._masks.clear()
     yield made
-    integration._kept.cache_clear()
+    integration._masks.clear()
 
 
 def test_masks_are_made_once_a_step_and_kind(made):
@@ -171,7 +172,7 @@ def test_documents_by_their_offsets(family, length, made):
     # Rotary positions count from the start of the sequence: the documents alone are the same.
     query, key, value = (torch.randn(1, 4, length, 8) for _ in range(3))
     attention = model.model.layers[0].self_attn
-    integration._kept.cache_clear()
+    integration._masks.clear()
     del made[:]
     masks = [integration.make_mask(1, length, length, allow_is_causal_skip=False) for _ in range(2)]
     outs = [integration.attend(attention, query, key, value, mask, **given)[0] for mask in masks]
@@ -181,6 +182,23 @@ def test_documents_by_their_offsets(family, length, made):
     for out in outs:
         torch.testing.assert_close(out, dense, rtol=0, atol=1e-5)
     assert len(made) == (2 if length > integration.FEW else 0)  # causal, and within documents
+
+
+def test_masks_of_documents_go_with_their_mask():
+    before = len(integration._documents)
+    query = torch.randn(1, 4, LENGTH, 8)
+    mask = create_block_mask(masking_utils.causal_mask_function, None, None, LENGTH, LENGTH, "cpu")
+    cu = torch.tensor([0, 7, LENGTH], dtype=torch.int32)
+    made = [integration._within_documents(mask, query, query, cu, None) for _ in range(2)]
+    assert made[0] is made[1] and len(integration._documents) == before + 1
+    cu[1] = 9
+    changed = integration._within_documents(mask, query, query, cu, None)
+    b, h, q_idx, kv_idx = torch.tensor([0, 0, 8, 6])
+    assert changed.mask_mod(b, h, q_idx, kv_idx) and not made[0].mask_mod(b, h, q_idx, kv_idx)
+    assert len(integration._documents) == before + 1
+    del mask
+    gc.collect()
+    assert len(integration._documents) == before
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

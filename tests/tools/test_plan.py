@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flex_inductor.distributed.balance import owners
-from flex_inductor.distributed.cost import CostModel
-from flex_inductor.distributed.simulate import estimate
+from flex_inductor.distributed.cost import CostModel, estimate
 from flex_inductor.distributed.work import TileWork
 from flex_inductor.masks import causal, sliding_window
 from flex_inductor.tools import cli, plan_picture

@@ -141,7 +141,10 @@ def mapped(build: Callable | None, mask_mod: Callable | None, **options) -> Call
 
     def call(query, key, value, captures, case):
         schedule, tile_map = case.inputs.schedule, case.inputs.tile_map
-        for tensor in (*(t for table in schedule.tables for t in table), *tile_map):  # as those who make them do
+        for tensor in (
+            *(t for table in schedule.tables for t in table),
+            *tile_map,
+        ):  # as those who make them do
             compat.mark_changing(tensor, tensor.dim() - 1 if tensor.dim() == 3 else 0)
         return compiled(query, key, value, captures, case.inputs)
 

@@ -525,6 +525,27 @@ def forward_mode_derivative() -> FlexNotImplementedError:
     )
 
 
+def sequences_in_vmap() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention on packed sequences (varlen_attention, nested tensors) is not served inside of torch.func.vmap, "
+        "which jacrev uses too. Pack the examples as further sequences of one call, or call it once for each."
+    )
+
+
+def planned_in_vmap() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention with a mask that context_parallel has planned is not served inside of torch.func.vmap, which jacrev "
+        "uses too. Make the examples further batches of one call, or call it once for each."
+    )
+
+
+def example_of_ended_vmap() -> FlexRuntimeError:
+    return FlexRuntimeError(
+        "a tensor of the call, or one that its mask or a mod captures, was made inside of a torch.func.vmap that has "
+        "ended. Return it from the vmapped function, and use what vmap returns."
+    )
+
+
 # Context parallelism.
 
 

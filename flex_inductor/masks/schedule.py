@@ -70,7 +70,7 @@ class RunSchedule:
         columns = transposed(runs, grids[0] * grids[1])
         if jumps is not None:
             runs, columns = split(runs, jumps[1]), split(columns, jumps[0])
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for side, kind in zip(SIDES, (PARTIAL, FULL) * 2, strict=True):
             chosen = (columns if "q" in side.split("_") else runs).of_kind(kind)
             tensors[f"{side}_offsets"] = _per_grid(chosen.offsets(), grids)

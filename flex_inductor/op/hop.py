@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, _functorch
+from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -23,6 +23,8 @@ from . import known
 from .call import AttentionCall, BackwardCall, tensors_of
 from .prepare import lift_captures
 from .saved import save
+
+_functorch: Any = torch._C._functorch  # its stubs are not complete
 
 
 class _Op(HigherOrderOperator):

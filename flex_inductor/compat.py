@@ -218,10 +218,19 @@ def through_dynamo(error: Exception) -> Exception:
 
 
 def outside_graphs(function: Callable) -> Callable:
-    """torch.compiler.disable without importing Dynamo where the function is defined."""
-    from torch._compile import _disable_dynamo
+    """torch.compiler.disable, which imports Dynamo, here only where Dynamo is imported anyway: it takes a second."""
+    called = function
 
-    return _disable_dynamo(function)
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return called(*args, **kwargs)
+
+    def disable(dynamo: ModuleType) -> None:
+        nonlocal called
+        called = dynamo.disable(function)
+
+    when_imported("torch._dynamo", disable)
+    return run
 
 
 def is_exporting() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -257,6 +258,20 @@ def needs_a_value(name: str, line: Any) -> FlexTypeError:
         f"of a list. A mod is traced once for all scores, when tensors have no values. Choose with torch.where, join "
         f"conditions with &, | and ~, index a captured tensor rather than a list, and use 0-d tensors as they are."
     )
+
+
+_warned_of_int32: set[str] = set()
+
+
+def warn_of_int32(mod: str) -> None:
+    """Once for each kind of mod."""
+    if mod not in _warned_of_int32:
+        _warned_of_int32.add(mod)
+        warnings.warn(
+            f"{mod} computes integers that may leave int32, the dtype of its indices on a GPU. They wrap around there, "
+            "as in torch's kernels. Compute in int64, as in kv_idx.long().",
+            stacklevel=2,
+        )
 
 
 def number_beyond(mod: str, number: float, dtype: torch.dtype) -> FlexValueError:
@@ -522,6 +537,27 @@ def forward_mode_derivative() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "flex_attention has no forward-mode derivative (torch.func.jvp, jacfwd). Use reverse mode: "
         "torch.func.vjp, jacrev or grad."
+    )
+
+
+def sequences_in_vmap() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention on packed sequences (varlen_attention, nested tensors) is not served inside of torch.func.vmap, "
+        "which jacrev uses too. Pack the examples as further sequences of one call, or call it once for each."
+    )
+
+
+def planned_in_vmap() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention with a mask that context_parallel has planned is not served inside of torch.func.vmap, which jacrev "
+        "uses too. Make the examples further batches of one call, or call it once for each."
+    )
+
+
+def example_of_ended_vmap() -> FlexRuntimeError:
+    return FlexRuntimeError(
+        "a tensor of the call, or one that its mask or a mod captures, was made inside of a torch.func.vmap that has "
+        "ended. Return it from the vmapped function, and use what vmap returns."
     )
 
 

@@ -31,7 +31,7 @@ def compilation(nodes: list[Any]) -> Any:
 
 
 def compiled(call: Any, its_class: Any = None) -> Any:
-    """A function of the call's tensors: see lowerings/compiled.py. It imports Inductor and compiles."""
+    """What runs the call's kernel: see lowerings/compiled.py. It imports Inductor and compiles."""
     register_lowerings()
     return import_module(f"{_LOWERINGS}.compiled").compiled(call, its_class)
 

@@ -11,7 +11,7 @@ from flex_inductor.op import call_text, chunked
 from flex_inductor.op.call import QKV, wanted_gradients
 
 from . import host_ops
-from .hints import unused_hints, unused_splits
+from .hints import unused_hints, unused_splits, wide_indices
 from .problem import AttentionProblem
 
 
@@ -28,7 +28,7 @@ class ChunkedRoute:
         return True, "serves every device, dtype, shape and mod, in bounded memory; not fused"
 
     def notes(self, problem: AttentionProblem) -> list[str]:
-        return [*unused_hints(problem), *unused_splits(problem, decodes=False)]
+        return [*wide_indices(problem), *unused_hints(problem), *unused_splits(problem, decodes=False)]
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         call = inputs

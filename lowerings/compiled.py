@@ -1,4 +1,4 @@
-"""One call compiled without torch.compile: `compiled(call)(tensors)`.
+"""One call compiled without torch.compile: `compiled(call)()`.
 
 A class of calls is what one kernel serves: the same mods, dtypes, heads, head dims, schedule form, options, layouts and
 settings of torch, whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk;
@@ -68,25 +68,29 @@ _kernels = _Classes()
 clear_on_fresh_cache(_kernels)
 
 
-def compiled(call: Call, its_class: Any = None) -> Callable[[Sequence[Tensor]], Any]:
-    """A function of the call's tensors (`tensors_of`) that gives what the op gives."""
+def compiled(call: Call, its_class: Any = None) -> Callable[[], Any]:
+    """A function that gives what the op gives. Its kernel has been compiled: what it raises is the call's mistake."""
     key = class_of(call) if its_class is None else its_class, known.settings()
     kernels = _kernels.setdefault(key, [])
+    tensors = tensors_of(call)
+    if not _have_one(kernels, tensors):
+        with compile_lock:
+            if not _have_one(kernels, tensors):
+                if len(kernels) >= MOST_LAYOUTS:
+                    raise errors.too_many_layouts(MOST_LAYOUTS)
+                kernels.append(_compile(call))
     run_known = functools.partial(_run, kernels, isinstance(call, AttentionCall))
 
-    def run(tensors: Sequence[Tensor]) -> Any:
+    def run() -> Any:
         results = run_known(tensors)
-        if results is None:
-            with compile_lock:
-                if not any(kernel.fits(tensors, kernel.sizes(tensors)) for kernel in kernels):
-                    if len(kernels) >= MOST_LAYOUTS:
-                        raise errors.too_many_layouts(MOST_LAYOUTS)
-                    kernels.append(_compile(call))
-            results = run_known(tensors)
         known.served(tensors, run_known)
         return results
 
     return run
+
+
+def _have_one(kernels: list[Kernel], tensors: Sequence[Tensor]) -> bool:
+    return any(kernel.fits(tensors, kernel.sizes(tensors)) for kernel in kernels)
 
 
 def _run(kernels: list[Kernel], is_forward: bool, tensors: Sequence[Tensor]) -> Any:
@@ -94,7 +98,12 @@ def _run(kernels: list[Kernel], is_forward: bool, tensors: Sequence[Tensor]) -> 
     for kernel in kernels:
         sizes = kernel.sizes(tensors)
         if kernel.fits(tensors, sizes):
-            results = kernel.run([*sizes, *tensors])
+            try:
+                results = kernel.run([*sizes, *tensors])
+            except RuntimeError as error:
+                if "index out of bounds" not in str(error):
+                    raise
+                raise errors.index_out_of_bounds(error) from error  # what operations in chunks raise
             return tuple(results) if is_forward else (*results[:3], tuple(results[3:]))
     return None
 

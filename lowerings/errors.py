@@ -15,6 +15,15 @@ def too_many_layouts(limit: int) -> FlexRuntimeError:
     )
 
 
+def index_out_of_bounds(error: RuntimeError) -> IndexError:
+    """For a mod that reads what is not there, in a kernel of an eager call."""
+    found = str(error).rpartition("index out of bounds")[2].strip(" :")
+    return IndexError(
+        f"index out of bounds: a mod reads a captured tensor beyond its size ({found} is false), for a score that the "
+        "mask leaves. Pass a larger tensor, or clamp the index."
+    )
+
+
 def route_refused(demanded: str, decision: Any) -> FlexRuntimeError:
     """`decision` is the record that the inspector prints, with no route chosen."""
     if demanded:

@@ -1,9 +1,12 @@
-"""What decisions say about tuning hints that a route does not follow."""
+"""What decisions say beside the route: tuning hints that it does not follow, and integers of 64 bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from flex_inductor.mod_ir.program import AXES
 from flex_inductor.options import NUM_SPLITS
 
 from .problem import AttentionProblem
@@ -41,3 +44,16 @@ def unused_splits(problem: AttentionProblem, decodes: bool) -> list[str]:
 
 def says_something(name: str, value: Any) -> bool:
     return name not in _DEFAULTS or _DEFAULTS[name] != value
+
+
+def wide_indices(problem: AttentionProblem) -> list[str]:
+    """A note on each mod that computes with indices in int64."""
+    found = []
+    for name in ("score", "mask"):
+        program: Any = getattr(problem.programs, name)
+        nodes = [] if program is None else program.lane.graph.nodes
+        casts = [node for node in nodes if node.target is torch.ops.aten._to_copy.default]
+        indices = [cast.args[0].name for cast in casts if cast.meta["val"].dtype == torch.int64]
+        if not set(AXES).isdisjoint(indices):
+            found.append(f"{name}_mod: its indices are int64, as what it computes of them may leave int32")
+    return found

@@ -246,7 +246,7 @@ def test_a_loaded_program_compiles_to_fused_kernels():
     [
         (lambda text: "import os", "Expecting value"),
         (lambda text: text.replace('"inputs":{}', '"inputs":{"os":null}'), "inputs are"),
-        (lambda text: text.replace('"inputs":{}', '"inputs":{"sinks":{"tensor":0}}'), "there is no tensor 0"),
+        (lambda text: text.replace('"inputs":{}', '"inputs":{"score_captures":[{"tensor":0}]}'), "there is no tensor 0"),
         (lambda text: text.replace('"lse":', '"lse":"os","lse_":'), "expected hints, lse, max_scores"),
         (lambda text: text.replace('"lse":false', '"lse":"os"'), "the options are"),
         (lambda text: text.replace('"scale":0.5', '"scale":"1"'), "the scale is 1"),

@@ -125,12 +125,15 @@ print(time.process_time() - start, "torch._inductor" in sys.modules)
     assert {inductor for _, inductor in runs} == {"False"}
 
 
-def test_a_first_mask_imports_nothing(python):
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_first_mask_imports_nothing(python, compact):
     """Masks are made for each step, in processes that may compile nothing."""
-    code = """
+    code = f"""
 import sys, flex_inductor
 before = set(sys.modules)
-flex_inductor.create_block_mask(flex_inductor.masks.sliding_window(100), 1, 1, 1000, 1000, "cpu")
+masks = flex_inductor.masks
+for mask in (masks.sliding_window(100), masks.document(lengths=[300, 700]), masks.dilated_window(9, 3)):
+    flex_inductor.create_block_mask(mask, 1, 1, 1000, 1000, "cpu", compact={compact})
 print([name for name in set(sys.modules) - before if name.split(".")[0] in ("sympy", "torch")])
 """
     assert python(code, ROOT) == "[]"

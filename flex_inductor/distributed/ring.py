@@ -25,7 +25,7 @@ from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, score_dtype
 from ..mod_ir.checks import mark_checked
 from ..mod_ir.trace import trace_value
 from ..op import AttentionCall, BackwardCall, Inputs, attention, attention_backward, call_text, chunked
-from ..op.call import QKV, tensors_of, wanted_gradients
+from ..op.call import QKV, wanted_gradients
 from ..op.layout import empty_like_layout
 from ..op.ring import HALVES, Ring, computed_by
 from ..options import loaded_options, saved_options
@@ -313,7 +313,7 @@ def _load(text: str, tensors: list[Tensor], query: Tensor) -> dict[str, Any]:
 
 
 def _compiled(call: Any) -> Any:
-    return upward.compiled(call)(tensors_of(call))
+    return upward.compiled(call)()
 
 
 @torch.library.impl(_library, "ring_forward", "CompositeExplicitAutograd")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import FlexError, FlexTypeError, FlexValueError
 
-__all__ = ["FlexError", "MaskArgumentError", "MaskModError", "size_needed"]
+__all__ = ["FlexError", "MaskArgumentError", "MaskModError", "made_of_examples", "size_needed"]
 
 
 class MaskArgumentError(FlexValueError):
@@ -24,4 +24,12 @@ def size_needed(mask_mod: str, read: Sequence[str]) -> MaskArgumentError:
     return MaskArgumentError(
         f"{names}: got None, but mask_mod {mask_mod} reads {indices}. Pass the number of {what}; "
         f"with 1, all of them visit the tiles of the first."
+    )
+
+
+def made_of_examples() -> MaskArgumentError:
+    return MaskArgumentError(
+        "a mask made inside of torch.func.vmap depends on a tensor that differs between the examples, which would need "
+        "a mask for each. Make one outside, with a batch for each example and a mask_mod that reads b, and call "
+        "attention on the whole batch."
     )

@@ -53,6 +53,7 @@ class RunSchedule:
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    separate_full_blocks: bool = True  # whether its BlockMask has lists of full tiles
 
     @staticmethod
     def from_runs(
@@ -69,7 +70,7 @@ class RunSchedule:
         columns = transposed(runs, grids[0] * grids[1])
         if jumps is not None:
             runs, columns = split(runs, jumps[1]), split(columns, jumps[0])
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for side, kind in zip(SIDES, (PARTIAL, FULL) * 2, strict=True):
             chosen = (columns if "q" in side.split("_") else runs).of_kind(kind)
             tensors[f"{side}_offsets"] = _per_grid(chosen.offsets(), grids)
@@ -89,13 +90,13 @@ class RunSchedule:
         """The same tiles as `block_mask`, which may come from torch."""
         extent = extent_of(block_mask)
         runs, grids = runs_of_block_mask(block_mask)
-        return RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod)
+        made = RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod)
+        return replace(made, separate_full_blocks=block_mask.full_kv_num_blocks is not None)
 
     @ordinary_tensors
-    def to_block_mask(self, separate_full_blocks: bool = True) -> BlockMask:
-        return block_mask_from_runs(
-            self.row_runs(), self.grids, self.extent, self.mask_mod, separate_full_blocks
-        )
+    def to_block_mask(self, separate_full_blocks: bool | None = None) -> BlockMask:
+        separate = self.separate_full_blocks if separate_full_blocks is None else separate_full_blocks
+        return block_mask_from_runs(self.row_runs(), self.grids, self.extent, self.mask_mod, separate)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -175,7 +176,8 @@ class RunSchedule:
         q_start, q_stop = (min(r * self.BLOCK_SIZE[0], self.seq_lengths[0]) for r in (r0, r1))
         extent = Extent(b1 - b0, h1 - h0, (q_stop - q_start, self.seq_lengths[1]), self.BLOCK_SIZE)
         moved = offset(self.mask_mod, b=b0, h=h0, q=q_start) if b0 or h0 or q_start else self.mask_mod
-        return RunSchedule.from_runs(part, (take_b.numel(), take_h.numel()), extent, moved)
+        made = RunSchedule.from_runs(part, (take_b.numel(), take_h.numel()), extent, moved)
+        return replace(made, separate_full_blocks=self.separate_full_blocks)
 
     @ordinary_tensors
     def cut(
@@ -205,7 +207,8 @@ class RunSchedule:
         part = cut_runs(self.row_runs(), self.grids[0] * self.grids[1], chosen[0], chosen[1])
         extent = Extent(self.batch, self.heads, (lengths[0], lengths[1]), self.BLOCK_SIZE)
         at = [tiles.to(self.device) for tiles in chosen]
-        return RunSchedule.from_runs(part, self.grids, extent, cut_mask(self.mask_mod, self.BLOCK_SIZE, *at))
+        made = RunSchedule.from_runs(part, self.grids, extent, cut_mask(self.mask_mod, self.BLOCK_SIZE, *at))
+        return replace(made, separate_full_blocks=self.separate_full_blocks)
 
     def picture(self, cells: int = 20, b: int = 0, h: int = 0) -> str:
         """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""
@@ -301,9 +304,10 @@ class _Context:
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable
+    separate_full_blocks: bool
 
 
-_CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod")
+_CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod", "separate_full_blocks")
 
 
 def _flatten(schedule: RunSchedule) -> tuple[list[Tensor], _Context]:

@@ -19,7 +19,7 @@ from ..mod_ir.checks import joint_graph
 from ..visits import form_of
 from .call import QKV, AttentionCall, BackwardCall
 from .hop import attention, attention_backward
-from .prepare import prepare, with_score_graph
+from .prepare import as_its_graph, prepare, with_score_graph
 from .vmap import fold_backward, fold_forward
 
 
@@ -91,8 +91,9 @@ def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor
     """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need one."""
     joint = None
     if call.score_mod is not None:
-        checked = with_score_graph(call)
-        joint = joint_graph(call.score_mod, call.query, call.inputs.score_captures, wanted)
+        checked, captures = with_score_graph(call), call.inputs.score_captures
+        score_mod = as_its_graph(call.score_mod, checked.score_mod, captures)
+        joint = joint_graph(score_mod, call.query, captures, wanted)
         call = checked
     return _apply(call, joint)
 

@@ -29,12 +29,6 @@ class Inputs(NamedTuple):
     schedule: Schedule | None = None  # which blocks to visit; None for all
     tile_map: TileMap | None = None  # where tiles lie and which indices mods see there; None for a plain call
     scattered: bool = False  # whether a map's tiles of keys lie anywhere
-    random_state: Tensor | None = None  # seed and offset of dropout
-    sinks: Tensor | None = None  # [H], a score for each head that takes weight and has no value
-    key_scale: Tensor | None = None  # of quantised keys and values
-    value_scale: Tensor | None = None
-    external_lse: Tensor | None = None  # backward: of whole rows, where this call has a part of their keys
-    external_delta: Tensor | None = None
     ring: Ring | None = None  # of ranks, each of which has a part of the keys
     partial: bool = False  # outputs and gradients in fp32, to be added to those of other calls
     stand_ins: tuple[Tensor, ...] = ()  # for key and value, whose gradients these get, in fp32; not read

@@ -64,13 +64,14 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
             upward.record_eager(call, why)
         return chunked()
     try:
-        return upward.compiled(own, key)(tensors)
+        run_compiled = upward.compiled(own, key)
     except Exception as error:
         if _mode == "always":
             raise
         _failed.add(key)
         log.warning("an eager call's kernel could not be made, it goes on in chunks: %s", error)
         return chunked()
+    return run_compiled()
 
 
 def _may_compile(call: AttentionCall | BackwardCall, tensors: list[Tensor]) -> bool:

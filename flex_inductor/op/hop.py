@@ -24,12 +24,18 @@ from .call import AttentionCall, BackwardCall, tensors_of
 from .prepare import lift_captures
 from .saved import save
 
+_functorch: Any = torch._C._functorch  # its stubs are not complete
+
 
 class _Op(HigherOrderOperator):
     def given(self, call: AttentionCall | BackwardCall) -> Any:
         """What the op gives. torch's dispatcher takes longer than a small kernel: it is asked where it has a choice."""
         tensors = tensors_of(call)
         if not _only_autograd_sees(tensors):
+            if any(map(_functorch.is_dead_tensor_wrapper, tensors)):  # of a transform that has ended
+                return self.given(tree_map_only(Tensor, _functorch.unwrap_if_dead, call))
+            if not _functorch.peek_interpreter_stack() and any(map(_functorch.is_batchedtensor, tensors)):
+                raise errors.example_of_ended_vmap()
             return super().__call__(*call.wire())
         if _has_derivatives(tensors):
             return self.py_kernels[DispatchKey.Autograd](*call)
@@ -42,7 +48,7 @@ def _only_autograd_sees(tensors: list[Tensor]) -> bool:
         torch._C._len_torch_function_stack()
         or _len_torch_dispatch_stack()
         or _len_torch_dispatch_stack_pre_dispatch()
-        or torch._C._functorch.peek_interpreter_stack()
+        or _functorch.peek_interpreter_stack()
         or torch._C._is_any_autocast_enabled()
     ) and all(
         type(tensor) in _PLAIN and not torch._C._dispatch_keys(tensor).raw_repr() & ~_keys(tensor.device)
@@ -91,9 +97,7 @@ class AttentionBackward(_Op):
         super().__init__("flex_inductor_attention_backward", cacheable=True)
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
-        # The pullback of torch.func.vjp may be called once the transform has ended.
-        call = tree_map_only(Tensor, torch._C._functorch.unwrap_if_dead, BackwardCall.read(*args))
-        return self.given(call)
+        return self.given(BackwardCall.read(*args))
 
 
 class Refusal(HigherOrderOperator):

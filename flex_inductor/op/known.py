@@ -102,8 +102,11 @@ def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
     # A tile map and `sharded` are checked against lengths: calls with them are alike in all sizes or not at all.
     if call.inputs.tile_map is None and call.inputs.sharded is None:
         shapes = shapes_of_class(shapes, len(rows_of(call)))
+    sizes = [
+        (size - 1).bit_length() for size in (*call.query.shape[:3:2], call.key.size(2))
+    ]  # prepare.sizes_of
     seen = [(t.dtype, t.device, t.requires_grad) for t in tensors]
-    return *shapes, *seen, settings(), call.options, *constants
+    return *shapes, *sizes, *seen, settings(), call.options, *constants
 
 
 def _constant(part: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..mod_ir.capture import LiftedMod, lift
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.indexing import sizes_at_positions
 from ..mod_ir.names import WrappedMod, capture_names
+from ..mod_ir.widths import Sizes, graph_may_leave_int32, in_int64, rounded
 from ..visits import Bounds
 from ..visits.places import COLUMNS, TileMap
 from .call import AttentionCall, Inputs
@@ -63,8 +65,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
             if field == "mask" and capture.requires_grad:
                 raise errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
     if call.mask_mod is not None:
-        mask = lane_graph(call.mask_mod, "mask_mod", call.query, inputs.mask_captures)
-        call = call._replace(mask_mod=mask)
+        call = call._replace(mask_mod=_wide_enough(call, call.mask_mod, "mask_mod", inputs.mask_captures))
     if inputs.sharded is not None:
         _check_whole(call)
         call = call.with_inputs(sharded=None)
@@ -106,8 +107,50 @@ def with_score_graph(call: AttentionCall) -> AttentionCall:
     """`call` with its score_mod as a checked graph."""
     if call.score_mod is None:
         return call
-    captures = call.inputs.score_captures
-    return call._replace(score_mod=lane_graph(call.score_mod, "score_mod", call.query, captures))
+    graph = _wide_enough(call, call.score_mod, "score_mod", call.inputs.score_captures)
+    return call._replace(score_mod=graph)
+
+
+def as_its_graph(score_mod: Any, graph: fx.GraphModule, captures: Sequence[Any]) -> Any:
+    """`score_mod`, in int64 where its graph is."""
+    return _widened(score_mod, SCORE_LANES, captures) if graph.meta.get(_WIDENED) else score_mod
+
+
+def _wide_enough(call: AttentionCall, mod: Any, field: str, captures: Sequence[Any]) -> fx.GraphModule:
+    """The graph of a mod: in int64 where its integers may leave int32."""
+    lanes = SCORE_LANES if field == "score_mod" else MASK_LANES
+    graph = lane_graph(mod, field, call.query, captures)
+    if not graph_may_leave_int32(graph, lanes, sizes_of(call)):
+        return graph
+    if call.query.device.type != "cpu":
+        errors.warn_of_int32(field)
+        return graph
+    graph = lane_graph(_widened(mod, lanes, captures), field, call.query, captures)
+    graph.meta[_WIDENED] = True
+    return graph
+
+
+def _widened(mod: Any, lanes: Sequence[str], captures: Sequence[Any]) -> WrappedMod:
+    return WrappedMod(in_int64(mod, lanes), capture_names(mod, len(captures)))
+
+
+_WIDENED = "flex_inductor_widened"
+
+
+def sizes_of(call: AttentionCall) -> Sizes:
+    """How many indices of each kind mods may see."""
+    inputs, query, key = call.inputs, call.query, call.key
+    batches, heads, queries, keys = *query.shape[:3], key.size(2)
+    if inputs.sharded is not None:
+        queries = keys = inputs.sharded[1]
+    if inputs.tile_map is not None:  # a sequence is no longer than all that is stored
+        batches, heads = inputs.tile_map.queries.size(0), heads + _HEADS_OF_MAPS
+        keys = key.size(0) * keys
+        queries = torch.sym_max(queries, keys)
+    return Sizes(*map(rounded, (batches, heads, queries, keys)))
+
+
+_HEADS_OF_MAPS = 1 << 12  # a map may begin at a later head
 
 
 def _number_to_tensor(capture: Any, query: Tensor) -> Any:

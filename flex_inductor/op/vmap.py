@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .. import errors
 from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.names import WrappedMod, capture_names
 from ..mod_ir.trace import trace_value
 from ..visits import Bounds
-from .call import AttentionCall, BackwardCall, Inputs, check_served, wanted_gradients
+from .call import AttentionCall, BackwardCall, Inputs, wanted_gradients
 
 aten = torch.ops.aten
 
@@ -75,7 +76,10 @@ class _FoldedMods:
     """Both mods on their captures of all examples, and the call's inputs with these."""
 
     def __init__(self, fold: _Fold, inputs: Inputs, dims: Any, separate: Sequence[bool] = ()):
-        check_served(inputs, _FOLDED)
+        if inputs.tile_map is not None:
+            raise errors.sequences_in_vmap()
+        if not {*inputs.given()} <= _FOLDED:
+            raise errors.planned_in_vmap()
         self.score = _FoldedMod(fold, inputs.score_captures, dims.score_captures, separate)
         self.mask = _FoldedMod(fold, inputs.mask_captures, dims.mask_captures)
         self.inputs = Inputs(
@@ -83,7 +87,7 @@ class _FoldedMods:
         )
 
 
-_FOLDED = ("score_captures", "mask_captures", "schedule")
+_FOLDED = {"score_captures", "mask_captures", "schedule"}
 
 
 class _Fold:

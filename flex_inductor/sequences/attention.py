@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
+from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention
 from ..options import call_options
@@ -149,5 +150,12 @@ def _check_sequences(
 
 
 def _same(one: Sequences, other: Sequences) -> bool:
-    """Whether they have the same tensors: a pytree makes other objects of them."""
-    return all(getattr(one, name) is getattr(other, name) for name in TENSORS)
+    """Whether they have the same tensors. A pytree makes other objects of the two, torch.func.grad of the tensors."""
+    pairs = [(getattr(one, name), getattr(other, name)) for name in TENSORS]
+    if torch.compiler.is_dynamo_compiling():
+        return all(a is b for a, b in pairs)
+    return all(a is b or _value(a) is _value(b) for a, b in pairs)
+
+
+def _value(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else without_gradient_levels(tensor)

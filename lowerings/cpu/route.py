@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..hints import unused_hints, unused_splits
+from ..hints import unused_hints, unused_splits, wide_indices
 from ..problem import AttentionProblem
 from ..toolchain import missing_for_cpp
 
@@ -65,7 +65,11 @@ class CpuRoute:
     def notes(self, problem: AttentionProblem) -> list[str]:
         from .forward import is_decode
 
-        return [*unused_hints(problem), *unused_splits(problem, is_decode(problem))]
+        return [
+            *wide_indices(problem),
+            *unused_hints(problem),
+            *unused_splits(problem, is_decode(problem)),
+        ]
 
     def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
         from . import backward, forward

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor import BlockMask, create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor
@@ -84,18 +85,22 @@ def test_indices_of_64_bits(way):
     judge(attend, dense_of(build), SMALL.inputs(way.dtype), [normal(7)], mask)
 
 
-def test_indices_of_32_bits_wrap_around_wherever_they_are_computed(way):
-    def build_with(index):
+@pytest.mark.parametrize("create", [create_block_mask, torch_create_block_mask])
+def test_what_32_bits_may_not_hold_is_computed_in_64(create, way):
+    """As torch does on a CPU, whoever made the mask."""
+
+    def build():
         def score_mod(score, b, h, q_idx, kv_idx):
-            large = index(kv_idx) * 100_000_000
-            return (
-                score + 0.1 * torch.clamp(large, 0, 8) + 1e-9 * large + (index(q_idx) * -200_000_000) // 10**8
-            )
+            large = kv_idx * 100_000_000
+            return score + 0.1 * torch.clamp(large, 0, 8) + 1e-9 * large + (q_idx * -200_000_000) // 10**8
 
-        return lambda: score_mod
+        return score_mod
 
-    dense = dense_of(build_with(lambda index: index.int()))  # whose indices have 64
-    judge(way.compiled(attention_of(build_with(lambda index: index))), dense, SMALL.inputs(way.dtype))
+    def mask_mod(b, h, q_idx, kv_idx):
+        return q_idx * 200_000_000 >= kv_idx * 199_000_000
+
+    mask = create(mask_mod, None, None, SMALL.queries, SMALL.keys, device="cpu", BLOCK_SIZE=8)
+    judge(way.compiled(attention_of(build)), dense_of(build), SMALL.inputs(way.dtype), block_mask=mask)
 
 
 def test_mask_mod_reads_only_where_its_block_is_visited(way):

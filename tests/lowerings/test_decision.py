@@ -75,16 +75,16 @@ note:     BLOCK_M: too large, 32 used""",
 
     def test_what_no_route_serves(self):
         with self.assertRaises(errors.FlexError) as raised:
-            decide(Problem(inputs=("sinks",)), ROUTES)
+            decide(Problem(inputs=("partial",)), ROUTES)
         self.assertExpectedInline(
             str(raised.exception),
             """\
 no route can serve this call, each for its own reason.
 call:     forward float32 on cpu
 chosen:   none
-rejected: fused: does not serve sinks
-rejected: split: does not serve sinks
-rejected: last: does not serve sinks""",
+rejected: fused: does not serve partial
+rejected: split: does not serve partial
+rejected: last: does not serve partial""",
         )
 
     def test_demanded_route(self):

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from flex_inductor.masks import library, lists
 from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.combine import intersect
 from flex_inductor.masks.errors import MaskArgumentError
 from flex_inductor.masks.runs import (
     FULL,
@@ -247,7 +248,13 @@ def test_without_full_blocks():
     schedule = build("causal", True, separate_full_blocks=False)
     assert schedule.full_kv_runs.numel() == schedule.full_q_runs.numel() == 0
     tiles = create_block_mask(MASKS["causal"], 2, 3, 1000, 900, "cpu", (64, 32), separate_full_blocks=False)
-    assert_same_block_mask(schedule.to_block_mask(separate_full_blocks=False), tiles)
+    assert_same_block_mask(schedule.to_block_mask(), tiles)
+    assert_same_block_mask(RunSchedule.from_block_mask(tiles).to_block_mask(), tiles)
+    assert_same_block_mask(intersect(schedule, schedule).to_block_mask(), intersect(tiles, tiles))
+    separate = build("causal", True).to_block_mask()
+    assert_same_block_mask(build("causal", True, separate_full_blocks=True).to_block_mask(), separate)
+    for part in (schedule[0], schedule.cut([0, 2]), pytree.tree_map(lambda leaf: leaf, schedule)):
+        assert part.to_block_mask().full_kv_num_blocks is None
 
 
 def test_pytree_round_trip_and_move():

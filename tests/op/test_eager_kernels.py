@@ -132,6 +132,27 @@ def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplo
         Attention().run()
 
 
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_live_index_out_of_range_is_the_same_error_however_a_call_runs(mode, monkeypatch):
+    """And the call's class keeps its kernel: the mistake was the call's."""
+    monkeypatch.setattr(eager, "ENOUGH", 1)
+    set_eager_kernels("never" if mode == "never" else "auto")
+    shift, attention = torch.tensor(0), Attention()
+    query, key, value = (tensor.detach() for tensor in attention.inputs)
+    table = attention.table.detach()[0]
+
+    def attend():
+        return flex_attention(query, key, value, lambda score, b, h, q, kv: score + table[q + shift])
+
+    for _ in ("first", "known"):  # by the op's checks, then as a call like an earlier one
+        with pytest.raises(IndexError, match="out of bounds"):
+            shift.fill_(table.size(0))
+            attend()
+        shift.fill_(0)
+        attend()
+    assert not eager._failed and chosen() == ([] if mode == "never" else ["cpu"])
+
+
 def test_bad_mode():
     with pytest.raises(
         FlexError, match=r"set_eager_kernels\['mode'\] is True; expected one of auto, always, never"

@@ -6,7 +6,7 @@ import torch
 from flex_inductor import create_block_mask
 from flex_inductor.errors import FlexNotImplementedError, FlexValueError
 from flex_inductor.masks.schedule import schedule_parts
-from flex_inductor.op import Inputs, attention
+from flex_inductor.op import attention, chunked
 from flex_inductor.reference import reference
 from flex_inductor.visits.places import COUNT, ROW
 from tests.tile_maps import Part, packed
@@ -124,12 +124,9 @@ def test_a_map_of_other_tiles_than_the_schedules(side, what):
             )
 
 
-@pytest.mark.parametrize(
-    "name", ["random_state", "sinks", "key_scale", "value_scale", "external_lse", "external_delta"]
-)
-def test_what_is_not_served_yet_is_refused_by_name(name):
-    q, k, v = tensors(20, 70)
-    text = f"^the call has {name}, which flex_inductor does not serve here. Call it without.$"
-    inputs = Inputs(**{name: torch.ones(HEADS, dtype=torch.float64)})
+def test_what_is_not_served_is_refused_by_name(monkeypatch):
+    inputs, _ = packed(None, [Part(20, 70)], BLOCK)
+    monkeypatch.setattr(chunked, "SERVES", ("schedule", "scattered"))
+    text = r"^the call has tile_map, which flex_inductor does not serve here. Call it without.$"
     with pytest.raises(FlexNotImplementedError, match=text):
-        attention(q, k, v, None, None, 0.3, inputs)
+        attention(*tensors(20, 70), None, None, 0.3, inputs)

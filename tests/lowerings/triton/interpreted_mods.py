@@ -85,6 +85,15 @@ def test_a_row_with_an_infinite_score_is_nan():
     judge_interpreted(build, Sizes(batch=1, queries=24, keys=24), (), None)
 
 
+def test_a_row_that_score_mod_kills():
+    """No weight, forward and backward, also where the schedule visits all of the row."""
+
+    def build():
+        return lambda score, b, h, q_idx, kv_idx: torch.where(q_idx == 5, -torch.inf, score)
+
+    judge_interpreted(build, Sizes(batch=1, queries=24, keys=24), (), None)
+
+
 def test_negative_indices_count_from_the_end():
     sizes = Sizes(batch=1)
 

@@ -92,14 +92,12 @@ DQ = Work("dq", 3, ("BLOCK_M2", "BLOCK_N2"))
 DKDV = Work("dkdv", 4, ("BLOCK_N1", "BLOCK_M1"))
 DK = Work("dk", 3, ("BLOCK_N1", "BLOCK_M1"))
 DV = Work("dv", 2, ("BLOCK_N1", "BLOCK_M1"))
-BACKWARD = Work("backward", 5, ("BLOCK_N1", "BLOCK_M1"))
 KINDS: dict[str, tuple[Work, ...]] = {  # of kernels, ours and torch's
     "forward": (FORWARD,),
     "backward_dq": (DQ,),
     "backward_dkdv": (DKDV,),
     "backward_dk": (DK,),
     "backward_dv": (DV,),
-    "backward_onepass": (BACKWARD,),
     "torch_backward": (DQ, DKDV),
 }
 PASSES = ("forward", "backward")

@@ -21,7 +21,7 @@ from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
 from torch._inductor.codegen.triton import TritonOverrides, texpr
 from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
 from torch._inductor.lowering import lowerings
-from torch._inductor.utils import sympy_subs, triton_type
+from torch._inductor.utils import IndentedBuffer, sympy_subs, triton_type
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -56,11 +56,26 @@ class Lane(NamedTuple):
 
 
 class Statement(NamedTuple):
+    """An assignment, and what it costs."""
+
     text: str
-    axes: frozenset[str]
+    name: str
+    axes: frozenset[str]  # along which the value varies
+    reads: frozenset[str]  # values of other statements, and lanes
+    loads: bool = False  # a captured value that Triton's pipeline may copy ahead
+    per_score: bool = False  # one for every score that is loaded where the scores are
+
+    @property
+    def in_every_lane(self) -> bool:
+        return self.axes >= ALONG_A_TILE
 
 
-class Inlined(NamedTuple):
+def before_the_loop(name: str, expression: str) -> Statement:
+    """A statement of a value that is the same in all lanes."""
+    return Statement(f"{name} = {expression}", name, frozenset(), frozenset())
+
+
+class Value(NamedTuple):
     """A value that a lane graph computes."""
 
     variable: CSEVariable
@@ -79,15 +94,23 @@ class LaneCode:
     """The statements of lane graphs that may share values.
 
     `prefix` begins their names. With `approximate`, functions need only be as exact as 16-bit inputs show. With
-    `nvidia`, comparisons are written for that compiler.
+    `nvidia`, comparisons are written for that compiler; they share what the code `beside` has written of indices.
     """
 
     def __init__(
-        self, arguments: Arguments, prefix: str, device: torch.device, *, approximate: bool, nvidia: bool
+        self,
+        arguments: Arguments,
+        prefix: str,
+        device: torch.device,
+        *,
+        approximate: bool,
+        nvidia: bool,
+        beside: LaneCode | None = None,
     ):
-        self.kernel = _LaneKernel(arguments, prefix, device, approximate, nvidia)
+        other: _LaneKernel | None = None if beside is None else beside.kernel
+        self.kernel: _LaneKernel = _LaneKernel(arguments, prefix, device, approximate, nvidia, other)
 
-    def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Inlined]:
+    def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Value]:
         """The lane graph's outputs on `lanes`. `inputs` are its captures and invariants."""
         kernel, device = self.kernel, self.kernel.device
         for value in inputs:
@@ -96,16 +119,15 @@ class LaneCode:
         scored = [name for name, lane in zip(program.lanes, lanes, strict=True) if SCORED in lane.axes]
         lowering = _Lowering(program, kernel, _decisive(graph(program.lane), scored))
         values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
-        with V.graph.set_current_device(device), self._writing():
+        with V.graph.set_current_device(device), self._printing():
             outputs = [_computed(result) for result in lowering.outputs(*values, *inputs)]
-        self.statements()  # brings `axes` up to date
-        return [Inlined(variable, kernel.axes[str(variable)]) for variable in outputs]
+        return [Value(variable, kernel.axes[str(variable)]) for variable in outputs]
 
-    def element(self, indices: Sequence[Inlined], size: Sequence[Any]) -> tuple[str, list[str]]:
+    def element(self, indices: Sequence[Value], size: Sequence[Any]) -> tuple[str, list[str]]:
         """The offset of an element of a contiguous tensor, and the comparisons that hold if it exists."""
         kernel, offset, step = self.kernel, sympy.S.Zero, sympy.S.One
         checks = []
-        with self._writing() as ops:
+        with self._printing() as ops:
             for index, length in zip(reversed(indices), reversed(size), strict=True):
                 symbol = ops.indirect_indexing(index.variable, length)
                 offset, step = offset + symbol * step, step * length
@@ -114,16 +136,23 @@ class LaneCode:
             return kernel.text(offset, wide), checks
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[_LaneOps]:
+    def _printing(self) -> Iterator[_LaneOps]:
         ops = _LaneOps(self.kernel, TritonOverrides())
         with V.set_kernel_handler(self.kernel), V.set_ops_handler(ops):
             yield ops
 
     def statements(self) -> list[Statement]:
         """All statements, in order."""
-        return self.kernel.statements()
+        return [*self.kernel.written.statements.values()]
 
-    def whole(self, condition: Inlined, mapped: bool = False) -> str | None:
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[list[Statement]]:
+        """Afterwards the list has the statements that were written meanwhile."""
+        before, found = len(self.kernel.written.statements), list[Statement]()
+        yield found
+        found += self.statements()[before:]
+
+    def whole(self, condition: Value, mapped: bool = False) -> str | None:
         """See whole_tiles.py. Heads and batches must be scalars."""
         axes = self.kernel.axes
 
@@ -241,20 +270,43 @@ def refusal(program: LaneProgram) -> str | None:
     return lanes.refusal(program, _LOWERINGS)
 
 
+class _Written(IndentedBuffer):
+    """Takes lines from Inductor's printer as statements, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statements: dict[str, Statement] = {}
+        self.axes: dict[str, frozenset[str]] = {}  # of statements, and of lanes
+
+    def writeline(self, line: Any) -> None:
+        name, _, expression = line.partition(" = ")
+        reads = self.axes.keys() & re.findall(r"[A-Za-z_]\w*", expression)
+        self.axes[name] = frozenset().union(*(self.axes[read] for read in reads))
+        self.statements[name] = Statement(line, name, self.axes[name], frozenset(reads))
+
+
 class _LaneKernel(Kernel):
     """The state behind Inductor's printer: names, statements, and what the tensors are called."""
 
     def __init__(
-        self, arguments: Arguments, prefix: str, device: torch.device, approximate: bool, nvidia: bool
+        self,
+        arguments: Arguments,
+        prefix: str,
+        device: torch.device,
+        approximate: bool,
+        nvidia: bool,
+        beside: _LaneKernel | None,
     ):
         super().__init__(increase_kernel_count=False)
         self.cse: CSE = CSE(name_prefix=prefix)
+        self.compute = self.written = _Written()
+        self.axes = self.written.axes
         self.arguments, self.device = arguments, device
         self.approximate, self.nvidia = approximate, nvidia
-        self.mantissas = False  # whether `as_mantissa` is used
+        self.beside = beside
+        self.uses_mantissas = False  # `as_mantissa`
         self.rough = approximate  # whether what is written now may be
         self.functions = Rough(nvidia)
-        self.axes: dict[str, frozenset[str]] = {}
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
         self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
@@ -262,14 +314,10 @@ class _LaneKernel(Kernel):
         self.made: dict[str, tuple[str, Any]] = {}  # the operation and operands of every value
         self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
 
-    def statements(self) -> list[Statement]:
-        found = []
-        for line in self.compute.getvalue().splitlines():
-            name, _, expression = line.partition(" = ")
-            words = re.findall(r"[A-Za-z_]\w*", expression)
-            self.axes[name] = frozenset().union(*(self.axes.get(word, frozenset()) for word in words))
-            found.append(Statement(line, self.axes[name]))
-        return found
+    @property
+    def mantissas(self) -> bool:
+        """Whether there are indices as floats by their bits, here or beside."""
+        return self.uses_mantissas or (self.beside is not None and self.beside.mantissas)
 
     def variable(self, lane: Lane) -> CSEVariable:
         bounds = ValueRanges.unknown()
@@ -283,6 +331,12 @@ class _LaneKernel(Kernel):
     def new(self, text: str, dtype: torch.dtype, bounds: ValueRanges | None = None) -> CSEVariable:
         bounds = ValueRanges.unknown() if bounds is None else bounds
         return self.cse.generate(self.compute, text, bounds=bounds, dtype=dtype, shape=())
+
+    def loading(self, text: str, dtype: torch.dtype, per_score: bool) -> CSEVariable:
+        """A statement that loads a captured value."""
+        found, statements = self.new(text, dtype), self.written.statements
+        statements[str(found)] = statements[str(found)]._replace(loads=not per_score, per_score=per_score)
+        return found
 
     def text(self, expression: sympy.Expr, wide: bool = False) -> str:
         """An index expression in Triton, in 64 bits if `wide`."""
@@ -354,7 +408,6 @@ class _LaneOps(CSEProxy):
             var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
         if known is not None:
             kernel.checks[str(var)] = known
-        kernel.axes.setdefault(str(var), frozenset())  # `text` takes names for lanes if they have axes
         return sympy.Symbol(str(var), integer=True)
 
     def load(self, name: str, index: sympy.Expr) -> CSEVariable:
@@ -367,11 +420,10 @@ class _LaneOps(CSEProxy):
         layout = V.graph.get_buffer(name).get_layout()
         extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
         pointers = f"{kernel.arguments.captures[name]} + ({kernel.text(index, not fits_int32(extent))})"
-        kernel.statements()
         axes = frozenset().union(*(kernel.axes[v] for v in variables))
         if kernel.nvidia and axes >= ALONG_A_TILE and dtype in (torch.float32, torch.float16, torch.bfloat16):
             in_range = f"_in_range({pointers}, {' & '.join(checks)}" if checks else f"({pointers}"
-            return kernel.new(f"per_score{in_range}, STAGED)", torch.float32)
+            return kernel.loading(f"per_score{in_range})", torch.float32, per_score=True)
         text = f"tl.load({pointers}"
         if checks:
             other = 'float("nan")' if dtype.is_floating_point else "0"
@@ -381,7 +433,7 @@ class _LaneOps(CSEProxy):
             text += ".to(tl.int1)"
         elif dtype in (torch.float16, torch.bfloat16):
             text, dtype = f"{text}.to(tl.float32)", torch.float32
-        return kernel.new(text, dtype)
+        return kernel.loading(text, dtype, per_score=False)
 
     lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
 
@@ -402,7 +454,6 @@ class _LaneOps(CSEProxy):
         """Operands of a comparison in 32 bits, if one of them is an index or the distance of two."""
         if not x.dtype == y.dtype == torch.int64:
             return x, y
-        self.kernel.statements()
         for one, other in ((x, y), (y, x)):
             operation, operands = self.kernel.made.get(str(one), ("", ()))
             if operation == "to_dtype" and self._is_distance(operands[0]) and not self._in_every_lane(other):
@@ -452,7 +503,7 @@ class _LaneOps(CSEProxy):
 
     def _as_mantissa(self, x: CSEVariable) -> CSEVariable:
         """For a difference: see `as_mantissa` in tiles.jinja."""
-        self.kernel.mantissas = True
+        self.kernel.uses_mantissas = True
         return self.kernel.new(f"as_mantissa({x})", torch.float32)
 
     def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
@@ -462,7 +513,6 @@ class _LaneOps(CSEProxy):
 
     def truediv(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
         """Rounded as in eager torch, unless a score is divided: the quotient may be an index."""
-        self.kernel.statements()
         scored = SCORED in self.kernel.axes[str(x)] | self.kernel.axes[str(y)]
         if scored or not x.dtype == y.dtype == torch.float32:
             return self._default("truediv", (x, y), {})

@@ -13,7 +13,6 @@ from .configs import (
     dq_cost,
     dv_cost,
     forward_cost,
-    one_pass_cost,
 )
 
 
@@ -190,19 +189,6 @@ DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16,
 DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}
 DV["blackwell"] = DV["hopper"]
 
-# The gradient of a tile of queries takes registers as well, so tiles are smaller.
-ONE_PASS: Table = {
-    **DKDV,
-    "ampere": {**DKDV["ampere"], 128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)]},
-    "hopper": {
-        **DKDV["hopper"],
-        64: [*ahead((64, 128, 8), (64, 64, 8))],
-        128: [*ahead((64, 64, 8)), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
-    },
-    "amd": {64: [Config(64, 64, 4, 1)], 128: [Config(32, 32, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
-}
-ONE_PASS["blackwell"] = ONE_PASS["hopper"]
-
 # A tile holds all queries of a call: their number sets block_m. More queries take more warps.
 DECODE: Table = {
     "exact": {
@@ -243,5 +229,4 @@ TABLES: dict[str, tuple[Table, Cost]] = {
     "backward_dkdv": (DKDV, dkdv_cost),
     "backward_dk": (DK, dk_cost),
     "backward_dv": (DV, dv_cost),
-    "backward_onepass": (ONE_PASS, one_pass_cost),
 }

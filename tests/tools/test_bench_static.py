@@ -117,7 +117,6 @@ def loop_of(products, blocks, head_dim, more=()):
         ("backward_dq", 4, "dq", 96, 4 / 3),
         ("torch_backward", 3, "dq", 96, 1),
         ("torch_backward", 4, "dkdv", 64, 1),
-        ("backward_onepass", 5, "backward", 80, 1),
     ],
 )
 def test_what_a_loop_computes(kind, products, work, flops_per_byte, repeated):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flex_inductor.lowerings.triton.configs import AXES, VARIANTS
 from flex_inductor.lowerings.triton.tables import TABLES
 
 from .cases import BACKWARD, FORWARD, Case, Side
@@ -12,12 +11,12 @@ from .measure import Result
 from .table import Bench
 
 STAGES = (1, 2, 3, 4)
+AXES = {"forward": ("descriptors",), "backward_dq": ("coalesced",)}
 TRIED_WITH_AXES = 2  # of the plain configs, the fastest
 PASS_OF = {
     "forward": FORWARD,
     "backward_dq": BACKWARD,
     "backward_dkdv": BACKWARD,
-    "backward_onepass": BACKWARD,
 }
 
 
@@ -51,12 +50,11 @@ def plain_configs(kernel: str, case: Case, device: str) -> Iterator[Side]:
 
 
 def axes_on(kernel: str, sides: Sequence[Side]) -> Iterator[Side]:
-    """Each of the sides with every combination of axes that the kernel has."""
+    """Each of the sides with every axis that the kernel has."""
     for side in sides:
-        for axes in VARIANTS.get(kernel, ()):
-            assert set(axes) <= set(AXES)
+        for axis in AXES.get(kernel, ()):
             sizes = (side.configs or {}).get(kernel, {})
-            yield Side(configs={kernel: {**sizes, **dict.fromkeys(axes, 1)}})
+            yield Side(configs={kernel: {**sizes, axis: 1}})
 
 
 def rows(bench: Bench, case: Case, kernel: str, sides: Sequence[Side]) -> list[tuple[Side, Result]]:

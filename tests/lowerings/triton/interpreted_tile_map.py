@@ -121,7 +121,6 @@ CASES = {  # parts, mask_mod, blocks, mod, dtype, kinds
     "temperature": (PARTS, None, (64, 64), TEMPERATURE, torch.float16, TWO_PASSES),
     # The second part's rows in memory are far beyond its keys, which their indices are not.
     "whole tiles": ([Part(64, 1), Part(40, 50, 8, 10)], causal, (64, 128), None, torch.float32, TWO_PASSES),
-    "one pass": (PARTS, causal, (16, 64), BIAS, torch.float32, ["forward", "backward_onepass"]),
     # Parts add to the same elements; beyond the queries of a tile there is no element to load.
     "apart": (PARTS, causal, (64, 32), WHOLE_BIAS, torch.float16, APART),
 }  # fmt: skip
@@ -212,7 +211,7 @@ def test_packed_sequences(lengths, kinds):
 
 WINDOWS = {
     "window": (lambda b, h, q, kv: (q >= kv - 9) & (q - kv <= 20), TWO_PASSES),
-    "chunks": (lambda b, h, q, kv: (q >= kv) & (q // 20 == kv // 20), ["forward", "backward_onepass"]),
+    "chunks": (lambda b, h, q, kv: (q >= kv) & (q // 20 == kv // 20), TWO_PASSES),
     "prefix": (lambda b, h, q, kv: (q >= kv) | (kv < 35), TWO_PASSES),
 }
 

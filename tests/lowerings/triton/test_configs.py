@@ -11,7 +11,6 @@ from torch._inductor import config as inductor_config
 
 import flex_inductor
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton import search
 from flex_inductor.lowerings.triton.configs import (
     Config,
     Shape,
@@ -20,8 +19,8 @@ from flex_inductor.lowerings.triton.configs import (
     forward_cost,
     known_device,
 )
-from flex_inductor.lowerings.triton.hinted_configs import hinted, without_effect
-from flex_inductor.lowerings.triton.tables import DECODE, DK, DKDV, DQ, DV, FORWARD, ONE_PASS, TABLES
+from flex_inductor.lowerings.triton.fitting import hinted, to_time, without_effect
+from flex_inductor.lowerings.triton.tables import DECODE, DK, DKDV, DQ, DV, FORWARD, TABLES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -32,7 +31,7 @@ class Reports(expecttest.TestCase):
     def test_the_table(self):
         """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
         lines = []
-        for table in (FORWARD, DECODE, DQ, DKDV, DK, DV, ONE_PASS):
+        for table in (FORWARD, DECODE, DQ, DKDV, DK, DV):
             lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
             for family, classes in table.items():
                 for head_dim, configs in classes.items():
@@ -187,31 +186,6 @@ backward_dv
   blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
   blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
   blackwell 256: 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
-  blackwell 1024: 16x16/8/1
-backward_onepass
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
-  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
-  exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 64x64/8/1, 32x32/4/2
-  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
-  ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/3, 64x64/8/3, 64x128/8/2, 64x64/8/2
-  hopper 128: 64x64/8/3, 64x64/8/2, 64x64/8/1, 32x32/4/2
-  hopper 256: 32x32/8/1, 32x16/4/1
-  hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
-  consumer 256: 32x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1
-  amd 128: 32x32/4/1
-  amd 1024: 16x16/4/1
-  blackwell 64: 64x128/8/3, 64x64/8/3, 64x128/8/2, 64x64/8/2
-  blackwell 128: 64x64/8/3, 64x64/8/2, 64x64/8/1, 32x32/4/2
-  blackwell 256: 32x32/8/1, 32x16/4/1
   blackwell 1024: 16x16/8/1""",
         )
 
@@ -319,10 +293,8 @@ def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     device, shape = known_device("sm_80"), Shape(64, 64, 2)
     kept, rejected = candidates(FORWARD, forward_cost, device, shape)
-    tiles = search.tiles(kept, [config for config, _ in rejected], forward_cost, device, shape)
-    wanted = {*tiles, *(config._replace(persistent=1) for config in tiles)}
-    found = tuned_kernel()[0].configs
-    assert len(found) == len(wanted) and all(config.launch(["persistent"]) in found for config in wanted)
+    wanted = to_time("forward", kept, [config for config, _ in rejected], forward_cost, device, shape)
+    assert tuned_kernel()[0].configs == [config.launch() for config in wanted]
 
 
 def tuned_kernel():
@@ -339,7 +311,7 @@ def test_what_the_autotuner_finds_is_kept_for_the_next_process(tmp_path, monkeyp
     kernel, choice = tuned_kernel()
     assert choice.why == f"first of {len(kernel.configs)} that fit; to be timed at the first call"
     fastest = Config(64, 64, 4, 3)
-    assert fastest.launch(["persistent"]) in kernel.configs[1:]
+    assert fastest.launch() in kernel.configs[1:]
     hook = pickle.loads(pickle.dumps(kernel.save_cache_hook))
     hook(triton.Config(fastest.constants(), num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
 

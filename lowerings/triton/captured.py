@@ -28,7 +28,7 @@ from ..lanes import Mod
 from ..problem import AttentionProblem
 from .kernel import empty
 from .kernel_builder import Builder, Inlined
-from .lanes import Statement, before_the_loop
+from .printer import Statement, before_the_loop
 
 aten = torch.ops.aten
 

@@ -32,7 +32,8 @@ from . import autotuner
 from .configs import LARGEST_TILE, Config, current_device
 from .fitting import Chosen, dot_precision, one_block, padded
 from .kernel import Arguments, KernelCall, Launch, Tensor, empty, launch
-from .lanes import SCORED, Lane, LaneCode, Statement, Value
+from .lanes import LaneCode, Value
+from .printer import SCORED, Lane, Statement
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634

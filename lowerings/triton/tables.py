@@ -132,8 +132,8 @@ def _read(text: str) -> dict[str, Table]:
 
 
 def _config(text: str) -> Config:
-    tile, warps, stages = text.split("/")
-    return Config(*map(int, tile.split("x")), int(warps), int(stages))
+    m, n, warps, stages = map(int, text.replace("x", "/").split("/"))
+    return Config(m, n, warps, stages)
 
 
 _COSTS: dict[str, Cost] = {

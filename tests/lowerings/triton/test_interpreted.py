@@ -23,7 +23,7 @@ def python(*args, **env):
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_numerics(chosen):
     """In one process: to start another and compile there for the first time takes as long as several tests."""
-    alone = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen]
+    alone = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen]
     result = python("-m", "pytest", *alone, *sorted(HERE.glob("interpreted_*.py")), TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-8000:]
     assert " skipped" not in result.stdout

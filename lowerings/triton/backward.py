@@ -131,16 +131,14 @@ def _dq(
         "sums": placed,
         "H": builder.size(problem.H),
     }
-    values["launch"] = launch = builder.launch(
-        f"tl.cdiv({builder.size(queries)}, BLOCK_M)", problem.H, batches
-    )
+    launched = builder.launch_tiles(queries, "m", problem.H, batches)
     measuring = any(total.how == "magnitude" for total in sums)
     kind = "backward_magnitudes" if measuring else "backward_dq"
     return builder.call(
         "backward_dq.jinja",
         chosen(problem, kind, inlined.counts + captured.counts(placed)),
         values,
-        lambda config: launch.grid(tiles(queries, config.block_m), problem.H, batches),
+        launched,
         [total.name for total in placed if total.how in ("atomics", "units")],
     )
 
@@ -185,12 +183,8 @@ def _dkdv(
         "wants": list(written),
         "heads": heads,
     }
-    values["launch"] = launch = builder.launch(f"tl.cdiv({builder.size(keys)}, BLOCK_N)", parts, batches)
     choices = builder.call(
-        "backward_dkdv.jinja",
-        made,
-        values,
-        lambda config: launch.grid(tiles(keys, config.block_n), parts, batches),
+        "backward_dkdv.jinja", made, values, builder.launch_tiles(keys, "n", parts, batches)
     )
     if summed:
         outputs = {name: _sum_parts(output, problem) for name, output in outputs.items()}

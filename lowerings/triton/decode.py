@@ -83,10 +83,9 @@ def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dic
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),
-        "launch": (launch := builder.launch(str(count), int(problem.H) // heads, _batches(problem))),
     }
-    grid = launch.grid(count, int(problem.H) // heads, _batches(problem))
-    choices = builder.call("decode.jinja", made, values, lambda config: grid)
+    launched = builder.launch(count, int(problem.H) // heads, _batches(problem))
+    choices = builder.call("decode.jinja", made, values, launched)
     if count > 1:
         _combine(problem, call, written, outputs, count)
     return choices
@@ -119,6 +118,5 @@ def _combine(
         "H": builder.size(problem.H),
         "ln_2": repr(LN_2),
     }
-    values["launch"] = launch = builder.launch(str(queries), problem.H, _batches(problem))
-    grid = launch.grid(queries, problem.H, _batches(problem))
-    builder.call("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, lambda config: grid)
+    launched = builder.launch(queries, problem.H, _batches(problem))
+    builder.call("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, launched)

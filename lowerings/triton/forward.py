@@ -13,7 +13,7 @@ from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import decode
 from .fitting import chosen
-from .kernel_builder import Builder, softmax_values, tiles, unwritten, walked
+from .kernel_builder import Builder, softmax_values, unwritten, walked
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -40,16 +40,9 @@ def _lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: di
         name: None if output is None else builder.tensor(name, output, written=True)
         for name, output in outputs.items()
     }
-    values["launch"] = launch = builder.launch(
-        f"tl.cdiv({builder.size(queries)}, BLOCK_M)", problem.H, batches
-    )
+    launched = builder.launch_tiles(queries, "m", problem.H, batches)
     values["walks"] = builder.walks(call, "keys")
-    return builder.call(
-        "forward.jinja",
-        chosen(problem, "forward", inlined.counts),
-        values,
-        lambda config: launch.grid(tiles(queries, config.block_m), problem.H, batches),
-    )
+    return builder.call("forward.jinja", chosen(problem, "forward", inlined.counts), values, launched)
 
 
 def _used_outputs() -> set[str]:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
 import sympy
@@ -33,7 +33,9 @@ from .configs import LARGEST_TILE, Config, current_device
 from .fitting import Chosen, dot_precision, one_block, padded
 from .kernel import Arguments, KernelCall, Launch, Tensor, empty, launch
 from .lanes import LaneCode, Value
-from .printer import SCORED, Lane, Statement
+from .printer import ALONG_A_TILE, SCORED, Lane, Statement
+
+Grid: TypeAlias = Callable[[Config], Sequence[Any]]
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
@@ -157,9 +159,17 @@ class Builder:
     def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
         return self.arguments.tensor(name, value, written=written)
 
-    def launch(self, firsts: str, second: Any, third: Any) -> Launch:
-        """How the kernel's instances are numbered."""
-        return launch(firsts, second, third, self.size)
+    def launch(self, first: Any, second: Any, third: Any) -> tuple[Launch, Grid]:
+        """How the kernel's instances are numbered, and their grid. `first` is a number of instances."""
+        found = launch(self.size(first), second, third, self.size)
+        return found, lambda config: found.grid(first, second, third)
+
+    def launch_tiles(self, length: Any, side: str, second: Any, third: Any) -> tuple[Launch, Grid]:
+        """The same, with an instance for each of the kernel's tiles along a length: side "m" or "n"."""
+        found = launch(f"tl.cdiv({self.size(length)}, BLOCK_{side.upper()})", second, third, self.size)
+        return found, lambda config: found.grid(
+            tiles(length, getattr(config, f"block_{side}")), second, third
+        )
 
     def inline(self) -> Inlined:
         """Write the call's mods here. The joint program may use the score_mod's values."""
@@ -179,8 +189,7 @@ class Builder:
     def spread(self, value: Value, dtype: str) -> str:
         """`value` with the shape of a tile."""
         text = value.name if value.dtype in (torch.bool, torch.float32) else f"{value.name}.to({dtype})"
-        whole = {"q_idx", "kv_idx"} <= value.axes
-        return text if whole else f"tl.broadcast_to({text}, {self.tile})"
+        return text if value.axes >= ALONG_A_TILE else f"tl.broadcast_to({text}, {self.tile})"
 
     def _lanes(self, names: Sequence[str]) -> list[Lane]:
         p = self.problem
@@ -318,7 +327,7 @@ class Builder:
         template: str,
         chosen: Chosen,
         values: dict[str, Any],
-        grid: Callable[[Config], Sequence[Any]],
+        launched: tuple[Launch, Grid],
         accumulated: Sequence[str] = (),
     ) -> list[Choice]:
         """Add the kernel to the graph; what was chosen for it is for the decision."""
@@ -331,10 +340,11 @@ class Builder:
                 parameters=", ".join(parameters),
                 decorators="\n".join([*_or_next(chosen), decorators]),
                 axes=chosen.axes,
+                launch=launched[0],
                 **values,
             )
 
-        KernelCall(render, self.arguments, chosen, grid, accumulated)
+        KernelCall(render, self.arguments, chosen, launched[1], accumulated)
         return [] if chosen.choice is None else [chosen.choice]
 
 

@@ -179,8 +179,8 @@ def test_calls_on_a_card():
     assert all(call.dtype == torch.float32 for call in card.CALLS[first:])
     calls = [call for call in card.CALLS if isinstance(call, card.Call)]
     assert {call.mask for call in calls} == {*card.MASKS} and {call.mod for call in calls} == {*card.MODS}
-    lacking = [call.title for call in card.CALLS if card.without(call, (9, 0), 2)]
-    assert lacking and all("specialized" in title for title in lacking)
+    lacking = [call.title for call in card.CALLS if card.without(call, (8, 0), 2)]
+    assert lacking and all("descriptors" in title for title in lacking)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

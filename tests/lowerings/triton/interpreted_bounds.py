@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "window", "no number is fixed", "few queries"))
+@pytest.mark.parametrize("case", slow_but(CASES, "no number is fixed", "few queries"))
 def test_bounds_give_what_runs_give(case, kinds):
     window, sizes, block, given = CASES[case]
     more = dict(given)
@@ -67,7 +67,7 @@ def test_bounds_give_what_runs_give(case, kinds):
     assert [d.call.endswith(" in runs") for d in decisions()] == [True] * 2
 
 
-@pytest.mark.parametrize("queries", [3, 90])
+@pytest.mark.parametrize("queries", slow_but([3, 90], 3))
 def test_documents_by_batch(queries, kinds):
     """Others do not compile again."""
     attend, sizes = interpret.compiled(attention_of(None), dynamic=False), Sizes(2, 2, 1, queries, 90)

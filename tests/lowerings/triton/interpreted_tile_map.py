@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import slow_but
 from support import assert_accurate, causal, judge, served_by
 
 from flex_inductor import Sequences, create_block_mask, decisions, varlen_attention
@@ -126,7 +127,7 @@ CASES = {  # parts, mask_mod, blocks, mod, dtype, kinds
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "a bias", "apart"))
 def test_packed_parts(case, kinds):
     parts, mask_mod, blocks, mod, dtype, expected = CASES[case]
     build, captures = (mod[0], (mod[1](),)) if mod else (None, ())
@@ -163,7 +164,7 @@ def test_pages_and_nothing_but_what_tiles_hold():
         judge(attention_of(inputs, causal, bias_of), dense_of([piece], bias_of), (query, *kv), (BIAS[1](),))
 
 
-@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize("queries", slow_but([1, 16], 16))
 def test_few_queries_of_many_sequences(queries, kinds):
     """All heads of a group in a tile, the keys of a sequence in two parts."""
     parts = [Part(1, 400, 399), Part(2, 40, 38), Part(1, 600, 599)]
@@ -216,7 +217,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", slow_but(WINDOWS, "prefix"))
 def test_bounds_of_sequences_give_what_runs_give(window, kinds):
     mask_mod, expected = WINDOWS[window]
     sequences = Sequences.from_lengths([70, 0, 50], [60, 9, 130])
@@ -278,7 +279,7 @@ def test_other_tiles_do_not_compile_again():
     assert counts == [1, 2, 2, 2] and {d.chosen for d in decisions()} == {"triton"}
 
 
-@pytest.mark.parametrize("mod", [BIAS, TEMPERATURE], ids=["units", "slots"])
+@pytest.mark.parametrize("mod", slow_but([BIAS, TEMPERATURE], BIAS), ids=["units", "slots"])
 def test_deterministic_gradients_of_captures(mod):
     build, captured = mod[0], mod[1]()
     inputs, masks = packed(causal, PARTS, (16, 32), HEAD, gap=3)

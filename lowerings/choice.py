@@ -55,8 +55,8 @@ def choose(
     time: Callable[[Sequence[Config]], list[float]] | None,
     estimate: Callable[[Any], str],
     more: Sequence[Config] = (),
-) -> list[Config]:
-    """One of `fitting`, best first, unless another is demanded; recorded among the problem's kernels.
+) -> tuple[list[Config], Choice]:
+    """One of `fitting`, best first, unless another is demanded, and the record of it for the decision.
 
     `time` gives seconds, and is called when tuning; without it all of `fitting` and `more` are returned, to be timed
     later. `estimate` says what a config takes.
@@ -79,8 +79,7 @@ def choose(
             if c != chosen[0]
         )
         others += left_out
-    problem.kernels.append(Choice(kernel, chosen[0]._asdict(), why, others, times.get(chosen[0])))
-    return chosen
+    return chosen, Choice(kernel, chosen[0]._asdict(), why, others, times.get(chosen[0]))
 
 
 def _tuned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,19 @@ import torch
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op import call_text, chunked
 from flex_inductor.op.call import QKV, wanted_gradients
+from flex_inductor.visits import FORMS
 
 from . import host_ops
+from .call import LoweredCall
+from .decision import Choice
 from .hints import unused_hints, unused_splits, wide_indices
 from .problem import AttentionProblem
 
 
 class ChunkedRoute:
     name = "chunked"
-    serves = frozenset((*chunked.SERVES, "bounds"))
+    serves = frozenset(chunked.SERVES)
+    forms = frozenset(FORMS)
 
     def available(self) -> tuple[bool, str]:
         return True, "plain torch operations in bounded memory"
@@ -30,11 +35,10 @@ class ChunkedRoute:
     def notes(self, problem: AttentionProblem) -> list[str]:
         return [*wide_indices(problem), *unused_hints(problem), *unused_splits(problem, decodes=False)]
 
-    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
-        call = inputs
+    def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:
         qkv, text, tensors = op_arguments(problem, call)
         if problem.direction == "forward":
-            return host_ops.call(torch.ops.flex_inductor.chunked_forward.default, *qkv, tensors, text)
+            return host_ops.call(torch.ops.flex_inductor.chunked_forward.default, *qkv, tensors, text), ()
         grads = host_ops.call(
             torch.ops.flex_inductor.chunked_backward.default,
             *qkv, call.out, call.lse, call.grad_out, call.grad_lse, tensors, text,
@@ -42,10 +46,10 @@ class ChunkedRoute:
         found = iter(grads)
         d_qkv = [next(found) if name in problem.outputs else None for name in QKV]
         wanted = wanted_gradients(call.joint and call.joint.graph_module, len(call.inputs.score_captures))
-        return (*d_qkv, tuple(next(found) if want else None for want in wanted))
+        return (*d_qkv, tuple(next(found) if want else None for want in wanted)), ()
 
 
-def op_arguments(problem: AttentionProblem, call: Any) -> tuple[tuple, str, list[Any]]:
+def op_arguments(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple, str, list[Any]]:
     """Arguments of the ops that take a call as text: query, key and value, the text, and its tensors."""
     mods = problem.programs
     if problem.programs.mask is not None or problem.schedule is not None:

@@ -15,6 +15,7 @@ from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_b
 from flex_inductor.visits import Bounds
 
 from . import registry
+from .call import LoweredCall
 from .decision_log import record
 from .observing import observer
 from .problem import AttentionProblem
@@ -32,22 +33,22 @@ def _forward(*args: Any) -> Any:
     call = AttentionCall.read(*args)
     outputs = tuple(name for name in ("lse", "max_scores") if getattr(call.options, name))
     with dynamo_timed("flex_inductor.lower"):
-        return _lower(call, "forward", outputs, None)
+        return _lower(call, "forward", outputs)
 
 
 @register_lowering(attention_backward, type_promotion_kind=None)
 def _backward(*args: Any) -> Any:
     call = BackwardCall.read(*args)
     with dynamo_timed("flex_inductor.lower"):
-        return _lower(call, "backward", call.wants, call.joint)
+        return _lower(call, "backward", call.wants)
 
 
-def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> Any:
+def _lower(op_call: AttentionCall | BackwardCall, direction: str, outputs: tuple[str, ...]) -> Any:
     from .buffers import realized  # it imports what imports this module
 
-    given = {name: getattr(call, name, None) for name in ("query", "key", "value", "grad_out")}
+    given = {name: getattr(op_call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}
-    call = call._replace(**tensors)
+    call = LoweredCall(**op_call._replace(**tensors)._asdict())
     inputs: Any = call.inputs
     schedule = inputs.schedule
     bounds = isinstance(schedule, Bounds)
@@ -62,8 +63,8 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
         heads_alike=schedule is None or bounds or schedule.kv_offsets.get_size()[1] == 1,
         lists_queries=schedule is not None and schedule.lists_queries,
         map_tiles=tuple(lines.get_size()[0] for lines in inputs.tile_map) if inputs.tile_map else None,
-        programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(joint), guarded=False),
-        inputs=(*inputs.given(), *(["bounds"] if bounds else [])),
+        programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(call.joint), guarded=False),
+        inputs=tuple(inputs.given()),
         score_captures=_metadata(inputs.score_captures),
         mask_captures=_metadata(inputs.mask_captures),
         outputs=outputs,
@@ -71,12 +72,12 @@ def _lower(call: Any, direction: str, outputs: tuple[str, ...], joint: Any) -> A
     )
     route, decision = registry.decide(problem, registry.ROUTES if inputs.ring is None else registry.RING)
     before = len(V.graph.operations)
-    outputs = route.lower(problem, call)
-    decision = decision._replace(kernels=tuple(problem.kernels))
+    results, kernels = route.lower(problem, call)
+    decision = decision._replace(kernels=tuple(kernels))
     observer().lowered(call, problem, decision, V.graph.operations[before:])
     if observer().records:
         _bring_along(V.graph, record(decision, V.graph.current_node.name, problem.options.number))
-    return verified(problem, call, outputs) if problem.options.verify else outputs
+    return verified(problem, call, results) if problem.options.verify else results
 
 
 def _bring_along(graph: GraphLowering, line: str) -> None:
@@ -91,7 +92,7 @@ def _bring_along(graph: GraphLowering, line: str) -> None:
     graph.init_wrapper_code = with_line  # type: ignore[method-assign]
 
 
-def _sizes(call: Any) -> dict[str, Any]:
+def _sizes(call: LoweredCall) -> dict[str, Any]:
     B, H, M, D = call.query.get_size()
     B_kv, K, N, V = call.value.get_size()
     return {"B": B, "B_kv": B_kv, "H": H, "K": K, "M": M, "N": N, "D": D, "V": V}

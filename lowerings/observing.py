@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from .call import LoweredCall
 from .decision import Decision
 from .problem import AttentionProblem
 
@@ -18,7 +19,7 @@ class Observer:
     records = True  # whether decisions are logged and written down
 
     def lowered(
-        self, call: Any, problem: AttentionProblem, decision: Decision, operations: Sequence[Any]
+        self, call: LoweredCall, problem: AttentionProblem, decision: Decision, operations: Sequence[Any]
     ) -> None:
         """A direction of a call has become these operations of Inductor's graph."""
 

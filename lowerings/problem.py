@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -10,8 +10,6 @@ import torch
 from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.mod_ir.split import Programs
 from flex_inductor.options import CallOptions
-
-from .decision import Choice
 
 Size: TypeAlias = Any  # int, or sympy.Expr where it is dynamic
 
@@ -46,7 +44,6 @@ class AttentionProblem:
     mask_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
     outputs: tuple[str, ...]  # forward: which of lse, max_scores; backward: which of query, key, value
     options: CallOptions
-    kernels: list[Choice] = field(default_factory=list, compare=False)  # what lowering the call made
 
     @property
     def scattered(self) -> bool:

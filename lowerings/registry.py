@@ -23,6 +23,8 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
     rejected: list[tuple[str, str]] = []
     for i, route in enumerate(routes):
         missing = [name for name in problem.inputs if name not in route.serves]
+        if problem.schedule not in (None, *route.forms) and "schedule" not in missing:
+            missing.append(f"a schedule in {problem.schedule}")
         usable, why = (False, f"does not serve {', '.join(missing)}") if missing else route.can_use(problem)
         if usable and demanded in ("", route.name):
             later = "not asked for" if demanded else f"{route.name} comes first"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from .call import LoweredCall
+from .decision import Choice
 from .problem import AttentionProblem
 
 
@@ -13,6 +15,7 @@ class Route(Protocol):
 
     name: str
     serves: frozenset[str]  # the optional inputs that it knows
+    forms: frozenset[str]  # of schedules
 
     def available(self) -> tuple[bool, str]:
         """Whether this machine can run the route at all, and why or why not."""
@@ -26,6 +29,6 @@ class Route(Protocol):
         """What the decision should say about hints that the route does not follow."""
         ...
 
-    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
-        """Inductor IR for the op's outputs, from the IR of its inputs."""
+    def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:
+        """Inductor IR for the op's outputs, and the config of each kernel that was made."""
         ...

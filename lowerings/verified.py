@@ -10,11 +10,12 @@ from torch._inductor.virtualized import V
 from flex_inductor.verify import check  # noqa: F401 - defines the ops
 
 from . import host_ops
+from .call import LoweredCall
 from .chunked import op_arguments
 from .problem import AttentionProblem
 
 
-def verified(problem: AttentionProblem, call: Any, outputs: Any) -> Any:
+def verified(problem: AttentionProblem, call: LoweredCall, outputs: Any) -> Any:
     """`outputs`, through an op that raises where they are wrong."""
 
     def checked(op: Any, *args: Any) -> Any:

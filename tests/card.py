@@ -82,15 +82,8 @@ def _in_turn(*kinds: Any) -> Iterator[tuple]:
 
 
 def _asked_for() -> Iterator[dict[str, dict[str, int]]]:
-    yield {"forward": {"persistent": 1}}
-    yield {kernel: {"descriptors": 1} for kernel in ("forward", *TWO_PASSES)}
-    yield {"forward": {"descriptors": 1, "persistent": 1}}
-    yield {"forward": {"descriptors": 1, "persistent": 1, "held": 1}}
-    yield {kernel: {"descriptors": 1, "specialized": 1} for kernel in ("forward", *TWO_PASSES)}
-    yield {kernel: {"staged": 1} for kernel in ("forward", *TWO_PASSES)}
+    yield {"forward": {"descriptors": 1}}
     yield {"backward_dq": {"coalesced": 1}}
-    yield {"backward_onepass": {}}
-    yield {"backward_onepass": {"descriptors": 1}}
     yield {"backward_dk": {}, "backward_dv": {}}
 
 
@@ -233,8 +226,6 @@ def without(call: Call | Place, capability: tuple[int, int], cards: int) -> str 
     if isinstance(call, Place):
         return None if call.cards <= cards else f"needs {call.cards} cards"
     axes = {axis for chosen in (call.configs or {}).values() for axis in chosen}
-    if "specialized" in axes and capability[0] != 10:
-        return "warps are specialized on sm_100 alone"
     if "descriptors" in axes and capability < (9, 0):
         return "tensor descriptors are there from sm_90 on"
     return None

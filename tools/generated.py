@@ -17,7 +17,7 @@ class GeneratedKernel:
     heuristic: str  # the decorator: user_autotune, pointwise, reduction, ...
     given: dict[str, Any]  # the decorator's arguments
     source: str
-    better: list[dict[str, int]] = field(default_factory=list)  # see lowerings/triton/fallback_configs.py
+    better: list[dict[str, int]] = field(default_factory=list)  # see lowerings/triton/autotuner.py
 
     @property
     def name(self) -> str:

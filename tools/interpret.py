@@ -9,7 +9,6 @@ through Inductor and executes its Triton kernels on CPU tensors, autograd includ
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import runpy
 import sys
@@ -67,11 +66,8 @@ class _Interpreted:
     """Replaces Inductor's autotuner: the interpreter runs the first config."""
 
     def __init__(self, kernel: Any):
-        from torch._inductor.runtime.triton_heuristics import config_from_dict
-
         self.kernel = kernel
         self.config = kernel.configs[0]
-        self.launchers = [types.SimpleNamespace(config=config_from_dict(self.config))]
 
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
         from torch._inductor.runtime.triton_heuristics import GridExpr
@@ -106,7 +102,6 @@ def prepare(namespace: dict[str, Any]) -> None:
 
     check_environment()
     _let_numbers_be_indices()
-    _let_descriptors_add()
     _keep_conditions()
     _patch_the_language_once()
     namespace["libdevice"] = _Libdevice()
@@ -179,23 +174,6 @@ def _patch_the_language_once() -> None:
         return patch(fn)
 
     interpreter._LangPatchScope, interpreter._patch_lang = Launch, patch_once
-
-
-@functools.cache
-def _let_descriptors_add() -> None:
-    """Triton's interpreter loads and stores by descriptor, but does not add."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    # A cache modifier and an eviction policy; one object that has both from Triton 3.9 on.
-    policies = len(inspect.signature(InterpreterBuilder.create_descriptor_load).parameters) - 3
-
-    def create_descriptor_reduce(builder: Any, kind: Any, descriptor: Any, value: Any, offsets: Any) -> Any:
-        assert kind.name == "ADD"
-        there = builder.create_descriptor_load(descriptor, offsets, *(None,) * policies)
-        total = TensorHandle(there.data + value.data, value.dtype)
-        return builder.create_descriptor_store(descriptor, total, offsets)
-
-    InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
 @functools.cache

@@ -9,6 +9,8 @@ from torch._inductor.lowering import full_like
 from torch._inductor.virtualized import V
 
 from ..buffers import realized
+from ..call import LoweredCall
+from ..decision import Choice
 from ..problem import AttentionProblem
 from . import lanes, template
 from .call import add_node, contiguous_layout, fixed_layout, inlinable, rendered, tiles, visited
@@ -18,7 +20,7 @@ ITEMS_OF_PART = 8  # rows of tiles of a sequence that several parts share
 LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
 
 
-def lower(problem: AttentionProblem, call: Any) -> Any:
+def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choice]]:
     score, mask, joint = inlinable(problem, call)
     walked, lists = visited(call, mask is not None)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
@@ -76,9 +78,9 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
     fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]
     layouts = [fixed_layout(fake) for fake in fakes]
     layouts += [contiguous_layout(torch.float32, sizes) for sizes in leaf_sizes]
-    results = add_node("backward", problem, render, tensors, mod_tensors, layouts)
+    results, choice = add_node("backward", problem, render, tensors, mod_tensors, layouts)
     found = dict(zip(wanted, results, strict=False))
     d_captures = (
         joint.mod.gradients(results[len(wanted) :]) if joint else [None] * len(call.inputs.score_captures)
     )
-    return (*(found.get(f"d_{name}") for name in ("query", "key", "value")), tuple(d_captures))
+    return (*(found.get(f"d_{name}") for name in ("query", "key", "value")), tuple(d_captures)), [choice]

@@ -17,7 +17,9 @@ from flex_inductor.visits.text import CPP, Walk, is_tensor, walks
 from flex_inductor.visits.window import ALL
 
 from ..buffers import layout_of, realized
+from ..call import LoweredCall
 from ..choice import choose
+from ..decision import Choice
 from ..lanes import graph, mods
 from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
@@ -45,7 +47,7 @@ class Inlined(NamedTuple):
     joint: lanes.Lanes | None
 
 
-def inlinable(problem: AttentionProblem, call: Any) -> Inlined:
+def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     if call.inputs.tile_map is not None:
         sizes = {}  # its indices are data
@@ -83,7 +85,7 @@ class _Reads:
         return "place.index", "place.count"
 
 
-def visited(call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
+def visited(call: LoweredCall, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
     """What is visited, and the tensors that say so, by name."""
     schedule, reads = call.inputs.schedule, _Reads()
     if schedule is None:
@@ -91,7 +93,7 @@ def visited(call: Any, masked: bool) -> tuple[list[Walk], dict[str, Any]]:
     return walks(schedule, "keys", masked, call.inputs.tile_map is not None, reads), reads.tensors
 
 
-def tiles(call: Any) -> dict[str, Any]:
+def tiles(call: LoweredCall) -> dict[str, Any]:
     """The call's map of tiles, if it has one."""
     tile_map = call.inputs.tile_map
     return {} if tile_map is None else dict(zip(template.TILES, map(realized, tile_map), strict=True))
@@ -108,7 +110,7 @@ def rendered(
     name: str,
     kernel: template.TemplateKernel,
     problem: AttentionProblem,
-    call: Any,
+    call: LoweredCall,
     tensors: dict[str, Any],
     outputs: Sequence[str],
     lists: dict[str, Any],
@@ -170,14 +172,14 @@ def add_node(
     tensors: dict[str, Any],
     mod_tensors: Sequence[Any],
     layouts: Sequence[ir.Layout],
-) -> list[ir.TensorBox]:
-    """Add the kernel that `render` writes for a config to the graph; returns its outputs."""
+) -> tuple[list[ir.TensorBox], Choice]:
+    """Add the kernel that `render` writes for a config to the graph; returns its outputs and that config."""
 
     def rendering(config: Any) -> Callable[[template.TemplateKernel], str]:
         return functools.partial(render, config)
 
     fitting, rejected = candidates(kernel, problem, Caches.of_this_machine())
-    (config,) = choose(
+    (config,), choice = choose(
         problem,
         kernel,
         fitting,
@@ -186,7 +188,7 @@ def add_node(
         functools.partial(tuner.times, problem, rendering, tensors, mod_tensors, layouts),
         lambda config: estimate(kernel, config, problem),
     )
-    return template.add_node(kernel, rendering(config), [*tensors.values(), *mod_tensors], layouts)
+    return template.add_node(kernel, rendering(config), [*tensors.values(), *mod_tensors], layouts), choice
 
 
 def fixed_layout(fake: torch.Tensor) -> ir.FixedLayout:

@@ -7,6 +7,8 @@ from typing import Any
 from torch._inductor.virtualized import V
 
 from ..buffers import realized
+from ..call import LoweredCall
+from ..decision import Choice
 from ..hints import splits_asked
 from ..problem import AttentionProblem
 from . import lanes, template
@@ -32,7 +34,7 @@ def is_decode(problem: AttentionProblem) -> bool:
     return in_one_block and known(queries * problem.H, MOST_DECODE_ROWS * problem.K)
 
 
-def lower(problem: AttentionProblem, call: Any) -> Any:
+def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choice]]:
     name = "decode" if is_decode(problem) else "forward"
     score, mask, _ = inlinable(problem, call)
     walked, lists = visited(call, mask is not None)
@@ -66,4 +68,5 @@ def lower(problem: AttentionProblem, call: Any) -> Any:
         )
 
     layouts = [fixed_layout(fake) for fake in V.graph.current_node.meta["val"]]
-    return add_node(name, problem, render, tensors, mod_tensors, layouts)
+    results, choice = add_node(name, problem, render, tensors, mod_tensors, layouts)
+    return results, [choice]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from flex_inductor.visits import FORMS
+
+from ..call import LoweredCall
+from ..decision import Choice
 from ..hints import unused_hints, unused_splits, wide_indices
 from ..problem import AttentionProblem
 from ..toolchain import missing_for_cpp
@@ -15,9 +20,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class CpuRoute:
     name = "cpu"
-    serves = frozenset(
-        ("score_captures", "mask_captures", "schedule", "bounds", "tile_map", "scattered", "partial")
-    )
+    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
+    forms = frozenset(FORMS)
 
     def available(self) -> tuple[bool, str]:
         from torch._inductor import config
@@ -71,11 +75,11 @@ class CpuRoute:
             *unused_splits(problem, is_decode(problem)),
         ]
 
-    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
+    def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:
         from . import backward, forward
 
         lower = forward.lower if problem.direction == "forward" else backward.lower
-        return lower(problem, inputs)
+        return lower(problem, call)
 
 
 def _name(dtype: torch.dtype) -> str:

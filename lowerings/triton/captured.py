@@ -13,6 +13,7 @@ Under torch.use_deterministic_algorithms results do not depend on the order:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from ..buffers import realized
 from ..lanes import Mod
 from ..problem import AttentionProblem
 from .kernel import empty
-from .kernel_builder import Builder, Inline
+from .kernel_builder import Builder, Inlined
+from .printer import Statement, before_the_loop
 
 aten = torch.ops.aten
 
@@ -61,15 +63,15 @@ class Placed(NamedTuple):
     pointed: str  # `inside`, and that the lane lies in its tensors, or None
 
 
-def sums(joint: Mod, problem: AttentionProblem, rows: str = "q_idx") -> list[Sum]:
-    """An accumulator for every leaf, for a kernel whose tiles have queries or keys for `rows`.
+def sums(joint: Mod, problem: AttentionProblem) -> list[Sum]:
+    """An accumulator for every leaf.
 
     `with_units` completes those that count in units.
     """
     found = []
     leaves = zip(joint.program.leaves, joint.leaf_sizes, _alone(joint, problem), strict=True)
     for leaf, size, alone in leaves:
-        where = _where(leaf, rows)
+        where = _where(leaf)
         if alone or not torch.are_deterministic_algorithms_enabled():
             buffer = zeros(size, torch.float32, problem)
             found.append(Sum("stores" if alone else "atomics", where, size, buffer))
@@ -82,11 +84,10 @@ def sums(joint: Mod, problem: AttentionProblem, rows: str = "q_idx") -> list[Sum
     return found
 
 
-def _where(leaf: Leaf, rows: str) -> str:
-    columns = "kv_idx" if rows == "q_idx" else "q_idx"
-    if columns in leaf.axes:
-        return "lane" if rows in leaf.axes else "column"
-    return "row" if rows in leaf.axes else "once"
+def _where(leaf: Leaf) -> str:
+    if "kv_idx" in leaf.axes:
+        return "lane" if "q_idx" in leaf.axes else "column"
+    return "row" if "q_idx" in leaf.axes else "once"
 
 
 def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
@@ -134,48 +135,52 @@ def _per_unit(magnitudes: Any) -> Any:
     return realized(lowerings[aten.add](per_unit, lowerings[aten.mul](total, 0.0)))
 
 
-def place(builder: Builder, joint: Inline, found: Sequence[Sum], program: LaneProgram) -> list[Placed]:
-    """The leaves as the template adds to them."""
+def place(
+    builder: Builder, inlined: Inlined, found: Sequence[Sum], program: LaneProgram
+) -> tuple[Inlined, list[Placed]]:
+    """The leaves as the template adds to them, and the mods with what is computed for that."""
+    joint = inlined.joint
+    assert joint is not None
     placed = []
     lengths = ("stop_m", "stop_n")
     if builder.tile_map is None:
         lengths = builder.size(builder.problem.M), builder.size(builder.problem.N)
-    inside = [f"({side} < {length})" for side, length in zip(("rows", "columns"), lengths, strict=True)]
-    row, column = inside if "q_idx" in builder.outer else inside[::-1]
-    inside_tile = {"lane": "live", "column": f"{column}[None, :]", "row": f"{row}[:, None]"}
+    inside_tile = {
+        "lane": "live",
+        "column": f"(columns < {lengths[1]})[None, :]",
+        "row": f"(rows < {lengths[0]})[:, None]",
+    }
     leaves = program.by_leaf(joint.outputs)
-    for i, (total, (_, value, indices)) in enumerate(zip(found, leaves, strict=True)):
-        if total.how == "nothing":
-            continue
-        name = builder.tensor(f"sum_{i}", total.buffer, written=True).name
-        offset, checks = builder.score_code.element(indices, total.size)
-        where = total.where
-        if total.how == "magnitude":
-            where = "row"
-        if total.places is not None:
-            builder.tensor(f"{name}_places", total.places, written=True)
-        if total.per_unit is not None:
-            builder.hoisted.append(
-                f"{name}_per_unit = tl.load({builder.tensor(f'{name}_units', total.per_unit).name})"
+    more: list[Statement] = []
+    with builder.score_code.writing() as statements:
+        for i, (total, (_, value, indices)) in enumerate(zip(found, leaves, strict=True)):
+            if total.how == "nothing":
+                continue
+            name = builder.tensor(f"sum_{i}", total.buffer, written=True).name
+            offset, checks = builder.score_code.element(indices, total.size)
+            where = "row" if total.how == "magnitude" else total.where
+            if total.places is not None:
+                builder.tensor(f"{name}_places", total.places, written=True)
+            if total.per_unit is not None:
+                unit = builder.tensor(f"{name}_units", total.per_unit).name
+                more.append(before_the_loop(f"{name}_per_unit", f"tl.load({unit})"))
+            in_place = builder.nvidia and (total.how, where) == ("atomics", "lane")
+            pointed = " & ".join([*checks, *([inside_tile[where]] if where in inside_tile else [])])
+            inside = " & ".join(checks)
+            spread = builder.spread(value, "tl.float32")
+            placed.append(
+                Placed(name, total.how, where, in_place, spread, offset, inside or "None", pointed or "None")
             )
-        builder.tile_values += where == "lane"  # its place in the leaf
-        in_place = builder.nvidia and (total.how, where) == ("atomics", "lane")
-        builder.score_adds += in_place
-        pointed = " & ".join([*checks, *([inside_tile[where]] if where in inside_tile else [])])
-        spread = builder.spread(value, "tl.float32")
-        placed.append(
-            Placed(
-                name,
-                total.how,
-                where,
-                in_place,
-                spread,
-                offset,
-                " & ".join(checks) or "None",
-                pointed or "None",
-            )
-        )
-    return placed
+    joint = joint._replace(statements=[*joint.statements, *statements, *more])
+    return inlined._replace(joint=joint), placed
+
+
+def counts(placed: Sequence[Placed]) -> Counter[str]:
+    """As Shape counts them: places in leaves that are kept, and what is added where the scores are."""
+    return Counter(
+        tile_values=sum(each.where == "lane" for each in placed),
+        score_adds=sum(each.in_place for each in placed),
+    )
 
 
 def total(total: Sum) -> Any:

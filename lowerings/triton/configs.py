@@ -17,14 +17,9 @@ class Config(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    descriptors: int = 0  # tiles that the loop walks are copied by tensor descriptors (TMA)
-    persistent: int = 0  # a fixed number of instances take tiles from a counter, those with most to do first
-    specialized: int = 0  # some warps load while others compute
-    held: int = 0  # what the instance holds is copied by a tensor descriptor too
-    staged: int = 0  # captured values for every score pass through shared memory, copied steps ahead
-    coalesced: int = (
-        0  # so does what every score adds to memory, to be added by neighbours in a warp side by side
-    )
+    descriptors: int = 0  # the forward's keys and values are copied by tensor descriptors (TMA)
+    # What every score adds to memory passes through shared memory, for neighbours in a warp to add side by side.
+    coalesced: int = 0
 
     def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
         """Constants of a kernel that is written with a choice along these axes."""
@@ -40,7 +35,7 @@ STACK_BYTES = 16  # of local memory a thread, outside of loops: too few to matte
 
 LARGEST_TILE = 256  # of either length
 
-AXES = ("descriptors", "persistent", "specialized", "held", "staged", "coalesced")
+AXES = ("descriptors", "coalesced")
 
 
 def axes_of(configs: Sequence[Config]) -> list[str]:
@@ -133,7 +128,7 @@ class Shape(NamedTuple):
     q_block: int | None = None  # the schedule's blocks, which a tile must divide; None for any tile
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
-    score_loads: int = 0  # those that need not pass through it, see Config.staged
+    score_loads: int = 0  # those that do not pass through it, see `per_score` in tiles.jinja
     score_adds: int = 0  # what every score adds to memory and need not pass through it, see Config.coalesced
     line_loads: int = 0  # those that vary along the walked side alone
     tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
@@ -214,14 +209,8 @@ def _operands(rows: int, shape: Shape, device: Device) -> int:
     return 0 if device.shared_operands else rows * width * shape.bytes // 4
 
 
-def one_pass_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
-    shared, registers = dkdv_cost(config, shape, device)
-    return shared, registers + config.block_m * shape.D
-
-
 def _captured(config: Config, shape: Shape, device: Device, walked: int) -> int:
-    staged = shape.tile_loads + shape.score_loads * config.staged
-    loaded = staged * config.block_m * config.block_n * 4 + shape.line_loads * walked * 8
+    loaded = shape.tile_loads * config.block_m * config.block_n * 4 + shape.line_loads * walked * 8
     return loaded * _ahead(config, device)
 
 
@@ -245,27 +234,6 @@ PRODUCTS: dict[Cost, tuple[int, int]] = {
     dkdv_cost: (2, 2),
     dk_cost: (2, 1),
     dv_cost: (1, 1),
-    one_pass_cost: (3, 2),
-}
-
-STAGED = "staged"  # of all kernels whose mods load a value for every score
-COALESCED = "coalesced"  # of all that add one for every score
-
-# The axes that tuning turns on together, where the card has them.
-VARIANTS: dict[str, Sequence[Sequence[str]]] = {
-    "forward": (
-        ("descriptors",),
-        ("persistent",),
-        ("descriptors", "persistent"),
-        ("descriptors", "held"),
-        ("descriptors", "persistent", "held"),
-        ("descriptors", "specialized"),
-    ),
-    **dict.fromkeys(
-        ("backward_dq", "backward_magnitudes", "backward_dkdv", "backward_dk", "backward_dv"),
-        (("descriptors",), ("descriptors", "specialized")),
-    ),
-    "backward_onepass": (("descriptors",),),
 }
 
 
@@ -298,8 +266,8 @@ def _adapted(config: Config, shape: Shape, device: Device) -> Config:
 
 def without_choice(kind: str, config: Config) -> str | None:
     """An axis of the config that a kind of kernel does not have."""
-    known = {STAGED, COALESCED, *(axis for axes in VARIANTS.get(kind, ()) for axis in axes)}
-    return next((axis for axis in axes_of([config]) if axis not in known), None)
+    has = {"descriptors": "forward", "coalesced": "backward_dq"}
+    return next((axis for axis in axes_of([config]) if has[axis] != kind), None)
 
 
 def misfit(config: Config, cost: Cost, device: Device, shape: Shape, rough: float = 1.0) -> str | None:
@@ -317,20 +285,14 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape, rough: floa
     for axis in AXES:
         if getattr(config, axis) not in (0, 1):
             return f"{axis} is 0 or 1, not {getattr(config, axis)}"
-    unmapped = [axis for axis in axes_of([config]) if axis not in (STAGED, COALESCED)]
-    if shape.mapped and unmapped:
-        return f"{unmapped[0]} is not for tiles that lie where a map says"
-    straight = [axis for axis in (STAGED, COALESCED) if getattr(config, axis)]
-    if straight and device.family == "amd":
-        return f"{straight[0]} is for NVIDIA's cards, which alone have the other way"
+    if config.coalesced and device.family == "amd":
+        return "coalesced is for NVIDIA's cards, which alone have the other way"
+    if config.descriptors and shape.mapped:
+        return "descriptors are not for tiles that lie where a map says"
     if config.descriptors and not device.describes:
         return f"{device.arch} has no tensor descriptors"
     if config.descriptors and not shape.aligned:
         return "descriptors need rows of whole, contiguous units of 16 bytes"
-    if config.held and not config.descriptors:
-        return "held is with descriptors alone"
-    if config.specialized and not (config.descriptors and device.family in ("blackwell", "interpreter")):
-        return "warps are specialized with descriptors on sm_100 alone"
     shared, a_thread = _taken(config, cost, device, shape)
     if shared > device.shared_bytes:
         return f"about {shared} bytes of shared memory of {device.shared_bytes}"

@@ -8,23 +8,16 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
+from ..call import LoweredCall
 from ..choice import demanded
+from ..decision import Choice
 from ..hints import splits_asked
 from ..lanes import Mods
 from ..problem import AttentionProblem
 from .configs import Config, current_device
-from .kernel import KernelCall, empty
-from .kernel_builder import (
-    LN_2,
-    Builder,
-    first_choice,
-    refused_config,
-    shape_of,
-    softmax_values,
-    tiles,
-    walked,
-)
-from .packed_heads import few, packed, queries_of
+from .fitting import Chosen, chosen, few, first_choice, packed, queries_of, refused_config, shape_of
+from .kernel import empty
+from .kernel_builder import LN_2, Builder, softmax_values, tiles, walked
 
 # Instances that a multiprocessor is kept busy with.
 INSTANCES_EACH = 2
@@ -39,7 +32,7 @@ def serves(problem: AttentionProblem) -> bool:
     config = first_choice("decode", problem)
     if refused_config("decode", config, problem) is not None:
         return False
-    heads = packed(problem, shape_of(problem, "decode"), current_device(problem.device)).heads
+    heads = packed(problem, shape_of(problem, "decode")).heads
     if splits(problem, config, heads) > 1 or (problem.map_tiles and queries_of(problem) % 16):
         return True
     tile = first_choice("forward", problem).block_m
@@ -70,15 +63,16 @@ def _batches(problem: AttentionProblem) -> Any:
     return problem.B if problem.map_tiles is None else problem.map_tiles[0]
 
 
-def lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, Any]) -> None:
+def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dict[str, Any]) -> list[Choice]:
     """Write `outputs`, None for what nobody reads."""
     builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
-    values = softmax_values(builder, call)
-    if values["mask_mod"] is not None:
-        values["mask_mod"] = values["mask_mod"]._replace(whole=None)  # a tile has rows of several heads
-    heads = packed(problem, builder.shape("decode"), current_device(problem.device)).heads
-    configs = builder.configs("decode")
-    count = splits(problem, configs[0], heads)
+    inlined = builder.inline()
+    if inlined.mask is not None:
+        inlined = inlined._replace(mask=inlined.mask._replace(whole=None))  # a tile has rows of several heads
+    values = softmax_values(builder, call, inlined)
+    heads = packed(problem, shape_of(problem, "decode", inlined.counts)).heads
+    made = chosen(problem, "decode", inlined.counts)
+    count = splits(problem, made.configs[0], heads)
     written = outputs if count == 1 else _parts(problem, count)
     values |= {
         name: None if buffer is None else builder.tensor(name, buffer, written=True)
@@ -89,19 +83,12 @@ def lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, A
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),
-        "launch": (launch := builder.launch(str(count), int(problem.H) // heads, _batches(problem))),
     }
-    KernelCall(
-        "decode",
-        lambda name: builder.render("decode.jinja", name, configs, values),
-        builder.arguments,
-        configs,
-        builder.axes,
-        lambda config: launch.grid(count, int(problem.H) // heads, _batches(problem)),
-        spare=builder.spare,
-    )
+    launched = builder.launch(count, int(problem.H) // heads, _batches(problem))
+    choices = builder.call("decode.jinja", made, values, launched)
     if count > 1:
         _combine(problem, call, written, outputs, count)
+    return choices
 
 
 def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
@@ -115,14 +102,14 @@ def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
 
 
 def _combine(
-    problem: AttentionProblem, call: Any, parts: dict[str, Any], outputs: dict[str, Any], count: int
+    problem: AttentionProblem, call: LoweredCall, parts: dict[str, Any], outputs: dict[str, Any], count: int
 ) -> None:
     builder = Builder(problem, Mods(), (), call.inputs.tile_map)
     queries = queries_of(problem)
     for name, buffer in parts.items():
         builder.tensor(name, buffer)
     values = {
-        **builder.common(),
+        **builder.common(builder.inline()),
         **{
             name: None if output is None else builder.tensor(name, output, written=True)
             for name, output in outputs.items()
@@ -131,13 +118,5 @@ def _combine(
         "H": builder.size(problem.H),
         "ln_2": repr(LN_2),
     }
-    values["launch"] = launch = builder.launch(str(queries), problem.H, _batches(problem))
-    config = Config(1, 1, 4, 1)
-    KernelCall(
-        "combine",
-        lambda name: builder.render("combine.jinja", name, [config], values),
-        builder.arguments,
-        [config],
-        builder.axes,
-        lambda config: launch.grid(queries, problem.H, _batches(problem)),
-    )
+    launched = builder.launch(queries, problem.H, _batches(problem))
+    builder.call("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, launched)

@@ -7,17 +7,18 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
+from ..call import LoweredCall
+from ..decision import Choice
 from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
-from . import decode, persistent
-from .configs import Config, axes_of
-from .kernel import KernelCall
-from .kernel_builder import Builder, softmax_values, tiles, unwritten, walked
+from . import decode
+from .fitting import chosen
+from .kernel_builder import Builder, softmax_values, unwritten, walked
 
 OUTPUTS = ("out", "lse", "max_scores")
 
 
-def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
+def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple[Any, ...], list[Choice]]:
     fakes = dict(zip(OUTPUTS, V.graph.current_node.meta["val"], strict=True))
     outputs = {
         name: unwritten(problem, fake, fake.dtype, 0.0 if name == "out" else -math.inf)
@@ -26,44 +27,22 @@ def lower(problem: AttentionProblem, call: Any) -> tuple[Any, ...]:
     used = _used_outputs()
     read = {name: output if name in used else None for name, output in outputs.items()}
     few = decode.serves(problem)
-    (decode.lower if few else _lower)(problem, call, mods(programs(problem), call.inputs), read)
-    return tuple(outputs.values())
+    choices = (decode.lower if few else _lower)(problem, call, mods(programs(problem), call.inputs), read)
+    return tuple(outputs.values()), choices
 
 
-def _lower(problem: AttentionProblem, call: Any, mods: Mods, outputs: dict[str, Any]) -> None:
+def _lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dict[str, Any]) -> list[Choice]:
     builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
     batches, queries, _ = walked(problem)
-    values = softmax_values(builder, call)
+    inlined = builder.inline()
+    values = softmax_values(builder, call, inlined)
     values |= {
         name: None if output is None else builder.tensor(name, output, written=True)
         for name, output in outputs.items()
     }
-    values["launch"] = launch = builder.launch(
-        f"tl.cdiv({builder.size(queries)}, BLOCK_M)", problem.H, batches
-    )
+    launched = builder.launch_tiles(queries, "m", problem.H, batches)
     values["walks"] = builder.walks(call, "keys")
-    configs = builder.configs("forward")
-    counted, before = "persistent" in axes_of(configs), None
-    if counted:
-        more, before = persistent.values(builder, call, values["walks"], configs)
-        values |= more
-
-    def grid(config: Config) -> tuple[Any, ...]:
-        if config.persistent:
-            return (persistent.instances(problem), 1, 1)
-        return launch.grid(tiles(queries, config.block_m), problem.H, batches)
-
-    KernelCall(
-        "forward",
-        lambda name: builder.render("forward.jinja", name, configs, values),
-        builder.arguments,
-        configs,
-        builder.axes,
-        grid,
-        accumulated=["taken"] if counted else (),
-        spare=builder.spare,
-        before=before,
-    )
+    return builder.call("forward.jinja", chosen(problem, "forward", inlined.counts), values, launched)
 
 
 def _used_outputs() -> set[str]:

@@ -19,6 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from ..observing import observer
 from .configs import Config
+from .fitting import Chosen
 
 INT_MAX = 2**31 - 1
 
@@ -133,37 +134,25 @@ def empty(size: Sequence[Any], stride: Sequence[Any] | None, dtype: torch.dtype,
     return empty_strided([*map(sympy.sympify, size)], stride, dtype=dtype, device=device)
 
 
-class Before(NamedTuple):
-    """A function that generated code calls before a launch, with the kernel, a constant and some of its arguments."""
-
-    function: Callable[..., None]
-    constant: str | None
-    names: list[str]
-
-
 class KernelCall(ir.ExternKernel):
-    """One launch. `render(name)` gives the source, with a constant for each of `axes`; the autotuner times `configs`
-    where there are several."""
+    """One launch. `render(name, decorators)` gives the source; the autotuner times configs where there are several."""
 
     def __init__(
         self,
-        kind: str,
-        render: Callable[[str], str],
+        render: Callable[[str, str], str],
         arguments: Arguments,
-        configs: Sequence[Config],
-        axes: Sequence[str],
+        chosen: Chosen,
         grid: Callable[[Config], Sequence[Any]],
         accumulated: Sequence[str] = (),
-        spare: Sequence[Config] = (),
-        before: Before | None = None,
     ):
         tensors = list(arguments.tensors.values())
         self.device = tensors[0].get_device()
         super().__init__(None, ir.NoneLayout(device=self.device), tensors, tuple(arguments.sizes))
-        self.kind, self.render, self.arguments = kind, render, arguments
-        self.configs, self.axes = configs, axes
-        self.grids = {config: [*map(sympy.sympify, grid(config))] for config in [*configs, *spare]}
-        self.before = before
+        self.kind, self.render, self.arguments = chosen.kind, render, arguments
+        self.configs, self.axes = chosen.configs, chosen.axes
+        self.grids = {
+            config: [*map(sympy.sympify, grid(config))] for config in [*chosen.configs, *chosen.spare]
+        }
         self.accumulated = list(accumulated)  # arguments that the kernel adds to
         self.mutation_outputs = [
             ir.MutationOutput(ir.NoneLayout(device=self.device), arguments.tensors[name], self)
@@ -185,8 +174,6 @@ class KernelCall(ir.ExternKernel):
         triton_meta, inductor_meta = self._triton_meta(), self._inductor_meta(launch_symbols)
         name = self._define(wrapper, triton_meta, inductor_meta)
         observer().kernel_defined(self, name)
-        if self.before is not None:
-            self._call_before(wrapper, name, *self.before)
         sizes = [*self.arguments.sizes, *launch_symbols]
         wrapper.generate_kernel_call(
             name,
@@ -199,13 +186,6 @@ class KernelCall(ir.ExternKernel):
             triton=True,
             device=self.device,
         )
-
-    def _call_before(
-        self, wrapper: Any, kernel: str, function: Callable[..., None], constant: str | None, names: list[str]
-    ) -> None:
-        wrapper.add_import_once(f"from {function.__module__} import {function.__name__}")
-        tensors = (self.arguments.tensors[name].codegen_reference() for name in names)
-        wrapper.writeline(f"{function.__name__}({', '.join([kernel, repr(constant), *tensors])})")
 
     def _launch_symbols(self) -> dict[sympy.Symbol, sympy.Symbol]:
         symbols = {s for grid in self.grids.values() for axis in grid for s in axis.free_symbols}
@@ -230,15 +210,12 @@ class KernelCall(ir.ExternKernel):
         }
 
     def _inductor_meta(self, launch_symbols: dict[sympy.Symbol, sympy.Symbol]) -> dict[str, Any]:
+        by_tile = {tuple(config.constants().items()): grid for config, grid in self.grids.items()}
         grids: list[dict[str, Any]] = []
-        for config, grid in self.grids.items():
-            sizes = config.constants(
-                ["persistent"] if "persistent" in self.axes else []
-            )  # what it depends on
-            if all(known["config"] != sizes for known in grids):
-                axes = [sympy_subs(axis, launch_symbols) for axis in grid]
-                python, cpp = [*map(pexpr, axes)], [*map(cexpr, axes)]
-                grids.append({"config": sizes, "python": python, "cpp": cpp, "python_slow": python})
+        for tile, grid in by_tile.items():
+            axes = [sympy_subs(axis, launch_symbols) for axis in grid]
+            python, cpp = [*map(pexpr, axes)], [*map(cexpr, axes)]
+            grids.append({"config": dict(tile), "python": python, "cpp": cpp, "python_slow": python})
         return {
             **TritonKernel.inductor_meta_common(),
             "grid_type": "PrecomputedGrid",
@@ -252,7 +229,7 @@ class KernelCall(ir.ExternKernel):
 
     def _define(self, wrapper: Any, triton_meta: dict[str, Any], inductor_meta: dict[str, Any]) -> str:
         """The kernel's name in the generated module, which has one definition for equal kernels."""
-        key = (self.render("kernel"), str(triton_meta), str(inductor_meta))
+        key = (self.render("kernel", ""), str(triton_meta), str(inductor_meta))
         known = wrapper.user_defined_kernel_cache
         if key not in known:
             name = f"flex_inductor_{self.kind}_{len(known)}"
@@ -260,7 +237,7 @@ class KernelCall(ir.ExternKernel):
             source = "\n".join(
                 [
                     TritonKernel.gen_common_triton_imports(),
-                    self.render(name).replace("<HEURISTICS>", self._heuristics(triton_meta, inductor_meta)),
+                    self.render(name, self._heuristics(triton_meta, inductor_meta)),
                 ]
             )
             assert "'''" not in source

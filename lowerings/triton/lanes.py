@@ -1,15 +1,8 @@
-"""Lane graphs as Triton statements, by Inductor's lowerings and its Triton printer.
-
-Every value knows the lane axes it varies along, so that what does not change in a kernel's loop is
-computed before it. A load whose index may leave the tensor is masked by that comparison: a dead lane may
-hold any index, and a live one with an index out of range reads NaN (0 from integers).
-"""
+"""Lane graphs as Triton statements, by Inductor's lowerings and the printer in printer.py."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +10,9 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.codegen.common import CSE, CSEProxy, CSEVariable, Kernel
-from torch._inductor.codegen.triton import TritonOverrides, texpr
-from torch._inductor.codegen.triton_utils import should_unwrap_unspec_arg
+from torch._inductor.codegen.common import CSEVariable
+from torch._inductor.codegen.triton import TritonOverrides
 from torch._inductor.lowering import lowerings
-from torch._inductor.utils import sympy_subs, triton_type
 from torch._inductor.virtualized import OpsValue, V
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -30,37 +21,14 @@ from flex_inductor.mod_ir.program import LaneProgram
 
 from .. import lanes
 from ..lanes import LaneLowering, conversions, graph
-from .fast_functions import OF_MULTIPLES, OTHERS, Rough
 from .kernel import INT_MAX, Arguments, fits_int32
+from .printer import ALONG_A_TILE, SCORED, Lane, LaneKernel, LaneOps, Statement
 from .whole_tiles import LANES, MAPPED_LANES, whole
 
 aten = torch.ops.aten
 
 
-INT_MIN = -INT_MAX - 1
-
-SCORED = "score"  # an axis of all that depends on a score or its gradient
-
-
-ALONG_A_TILE = frozenset(("q_idx", "kv_idx"))
-
-
-class Lane(NamedTuple):
-    """A lane argument: a variable of the kernel, the axes it varies along, and its least upper bound."""
-
-    name: str
-    axes: frozenset[str]
-    dtype: torch.dtype
-    below: sympy.Expr | None = None  # an index lies in [0, below)
-    bounds: ValueRanges | None = None  # of an index instead, where a map says what it is
-
-
-class Statement(NamedTuple):
-    text: str
-    axes: frozenset[str]
-
-
-class Inlined(NamedTuple):
+class Value(NamedTuple):
     """A value that a lane graph computes."""
 
     variable: CSEVariable
@@ -79,15 +47,23 @@ class LaneCode:
     """The statements of lane graphs that may share values.
 
     `prefix` begins their names. With `approximate`, functions need only be as exact as 16-bit inputs show. With
-    `nvidia`, comparisons are written for that compiler.
+    `nvidia`, comparisons are written for that compiler; they share what the code `beside` has written of indices.
     """
 
     def __init__(
-        self, arguments: Arguments, prefix: str, device: torch.device, *, approximate: bool, nvidia: bool
+        self,
+        arguments: Arguments,
+        prefix: str,
+        device: torch.device,
+        *,
+        approximate: bool,
+        nvidia: bool,
+        beside: LaneCode | None = None,
     ):
-        self.kernel = _LaneKernel(arguments, prefix, device, approximate, nvidia)
+        other: LaneKernel | None = None if beside is None else beside.kernel
+        self.kernel: LaneKernel = LaneKernel(arguments, prefix, device, approximate, nvidia, other)
 
-    def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Inlined]:
+    def inline(self, program: LaneProgram, lanes: Sequence[Lane], inputs: Sequence[Any]) -> list[Value]:
         """The lane graph's outputs on `lanes`. `inputs` are its captures and invariants."""
         kernel, device = self.kernel, self.kernel.device
         for value in inputs:
@@ -96,16 +72,15 @@ class LaneCode:
         scored = [name for name, lane in zip(program.lanes, lanes, strict=True) if SCORED in lane.axes]
         lowering = _Lowering(program, kernel, _decisive(graph(program.lane), scored))
         values = [_value(kernel.variable(lane), lane.dtype, device) for lane in lanes]
-        with V.graph.set_current_device(device), self._writing():
+        with V.graph.set_current_device(device), self._printing():
             outputs = [_computed(result) for result in lowering.outputs(*values, *inputs)]
-        self.statements()  # brings `axes` up to date
-        return [Inlined(variable, kernel.axes[str(variable)]) for variable in outputs]
+        return [Value(variable, kernel.axes[str(variable)]) for variable in outputs]
 
-    def element(self, indices: Sequence[Inlined], size: Sequence[Any]) -> tuple[str, list[str]]:
+    def element(self, indices: Sequence[Value], size: Sequence[Any]) -> tuple[str, list[str]]:
         """The offset of an element of a contiguous tensor, and the comparisons that hold if it exists."""
         kernel, offset, step = self.kernel, sympy.S.Zero, sympy.S.One
         checks = []
-        with self._writing() as ops:
+        with self._printing() as ops:
             for index, length in zip(reversed(indices), reversed(size), strict=True):
                 symbol = ops.indirect_indexing(index.variable, length)
                 offset, step = offset + symbol * step, step * length
@@ -114,16 +89,23 @@ class LaneCode:
             return kernel.text(offset, wide), checks
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[_LaneOps]:
-        ops = _LaneOps(self.kernel, TritonOverrides())
+    def _printing(self) -> Iterator[LaneOps]:
+        ops = LaneOps(self.kernel, TritonOverrides())
         with V.set_kernel_handler(self.kernel), V.set_ops_handler(ops):
             yield ops
 
     def statements(self) -> list[Statement]:
         """All statements, in order."""
-        return self.kernel.statements()
+        return [*self.kernel.written.statements.values()]
 
-    def whole(self, condition: Inlined, mapped: bool = False) -> str | None:
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[list[Statement]]:
+        """Afterwards the list has the statements that were written meanwhile."""
+        before, found = len(self.kernel.written.statements), list[Statement]()
+        yield found
+        found += self.statements()[before:]
+
+    def whole(self, condition: Value, mapped: bool = False) -> str | None:
         """See whole_tiles.py. Heads and batches must be scalars."""
         axes = self.kernel.axes
 
@@ -137,7 +119,7 @@ class LaneCode:
 class _Lowering(LaneLowering):
     """Computes each node's value when it meets it, so that nothing is computed twice."""
 
-    def __init__(self, program: LaneProgram, kernel: _LaneKernel, decisive: set[fx.Node]):
+    def __init__(self, program: LaneProgram, kernel: LaneKernel, decisive: set[fx.Node]):
         super().__init__(program, _LOWERINGS)
         self.kernel, self.decisive = kernel, decisive
 
@@ -239,265 +221,3 @@ _LOWERINGS: dict[Any, Callable[..., Any]] = {
 def refusal(program: LaneProgram) -> str | None:
     """Why the program cannot be inlined, or None if it can."""
     return lanes.refusal(program, _LOWERINGS)
-
-
-class _LaneKernel(Kernel):
-    """The state behind Inductor's printer: names, statements, and what the tensors are called."""
-
-    def __init__(
-        self, arguments: Arguments, prefix: str, device: torch.device, approximate: bool, nvidia: bool
-    ):
-        super().__init__(increase_kernel_count=False)
-        self.cse: CSE = CSE(name_prefix=prefix)
-        self.arguments, self.device = arguments, device
-        self.approximate, self.nvidia = approximate, nvidia
-        self.mantissas = False  # whether `as_mantissa` is used
-        self.rough = approximate  # whether what is written now may be
-        self.functions = Rough(nvidia)
-        self.axes: dict[str, frozenset[str]] = {}
-        self.below: dict[str, sympy.Expr] = {}
-        self.constants: dict[str, Any] = {}
-        self.sums: dict[str, tuple[str, CSEVariable, CSEVariable]] = {}  # of integers, and differences
-        self.multiples: dict[str, tuple[str, float]] = {}  # products with a number -> what it multiplies, it
-        self.made: dict[str, tuple[str, Any]] = {}  # the operation and operands of every value
-        self.checks: dict[str, str] = {}  # index variables -> the comparison that keeps them in range
-
-    def statements(self) -> list[Statement]:
-        found = []
-        for line in self.compute.getvalue().splitlines():
-            name, _, expression = line.partition(" = ")
-            words = re.findall(r"[A-Za-z_]\w*", expression)
-            self.axes[name] = frozenset().union(*(self.axes.get(word, frozenset()) for word in words))
-            found.append(Statement(line, self.axes[name]))
-        return found
-
-    def variable(self, lane: Lane) -> CSEVariable:
-        bounds = ValueRanges.unknown()
-        if lane.below is not None:
-            last = lane.below - 1
-            bounds = lane.bounds or ValueRanges(0, last if last.is_Integer else int_oo)
-            self.below[lane.name] = lane.below
-        self.axes[lane.name] = lane.axes
-        return CSEVariable(lane.name, bounds, lane.dtype, ())
-
-    def new(self, text: str, dtype: torch.dtype, bounds: ValueRanges | None = None) -> CSEVariable:
-        bounds = ValueRanges.unknown() if bounds is None else bounds
-        return self.cse.generate(self.compute, text, bounds=bounds, dtype=dtype, shape=())
-
-    def text(self, expression: sympy.Expr, wide: bool = False) -> str:
-        """An index expression in Triton, in 64 bits if `wide`."""
-        lanes = sorted(s.name for s in expression.free_symbols if s.name in self.axes)
-        sizes = [s for s in expression.free_symbols if s.name not in self.axes]
-        names = {s: sympy.Symbol(self.arguments.size(s), integer=True) for s in sizes}
-        text = texpr(sympy_subs(expression, names))
-        for name in lanes if wide else ():
-            text = re.sub(rf"\b{name}\b", f"{name}.to(tl.int64)", text)
-        return text
-
-
-def _comparison(name: str) -> Callable[[Any, CSEVariable, CSEVariable], CSEVariable]:
-    def compare(self: _LaneOps, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        x, y = self.narrowed(x, y)
-        return self._default(name, (self.alone(x, y), self.alone(y, x)), {})
-
-    return compare
-
-
-def _exact_in_fp32(x: CSEVariable) -> bool:
-    return x.bounds.lower >= -(2**24) and x.bounds.upper <= 2**24
-
-
-def _in_a_mantissa(x: CSEVariable) -> bool:
-    return x.dtype == torch.int32 and x.bounds.lower >= 0 and x.bounds.upper < 2**23
-
-
-_BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
-
-
-class _LaneOps(CSEProxy):
-    kernel: _LaneKernel
-
-    def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = super()._default(name, args, kwargs)
-        self.kernel.made.setdefault(str(found), (name, args))
-        return found
-
-    def _bound_variable(self, name: str, *args: Any, **kwargs: Any) -> ValueRanges:
-        """Ranges of indices: an index that cannot leave its tensor needs no check."""
-        variables = [a for a in args if isinstance(a, CSEVariable)]
-        if name not in _BOUNDED or kwargs.get("use_compute_types") is False:
-            return ValueRanges.unknown()
-        if any(v.dtype is None or v.dtype.is_floating_point for v in variables):
-            return ValueRanges.unknown()
-        if name == "constant" and not isinstance(args[0], int):
-            return ValueRanges.unknown()
-        bounds = [a.bounds if isinstance(a, CSEVariable) else a for a in args]
-        return getattr(self.vr_analysis, name)(*bounds)
-
-    def indirect_indexing(
-        self, var: CSEVariable, size: Any, check: bool = True, wrap_neg: bool = True
-    ) -> sympy.Symbol:
-        kernel, size = self.kernel, sympy.sympify(size)
-        low = var.bounds.lower >= 0
-        below = kernel.below.get(str(var))
-        if below is not None:
-            high = V.graph.sizevars.statically_known_leq(below, size)
-        else:
-            high = size.is_Integer and var.bounds.upper < size
-        limit = kernel.text(size)
-        if not low:
-            var = kernel.new(f"tl.where({var} < 0, {var} + {limit}, {var})", var.dtype)
-        compared = var if low and high else self.alone(var)
-        comparisons = ([] if low else [f"({compared} >= 0)"]) + ([] if high else [f"({compared} < {limit})"])
-        known = str(kernel.new(" & ".join(comparisons), torch.bool)) if comparisons else None
-        if var.dtype == torch.int64 and fits_int32(size):
-            var = kernel.new(f"{var}.to(tl.int32)", torch.int32)
-        if known is not None:
-            kernel.checks[str(var)] = known
-        kernel.axes.setdefault(str(var), frozenset())  # `text` takes names for lanes if they have axes
-        return sympy.Symbol(str(var), integer=True)
-
-    def load(self, name: str, index: sympy.Expr) -> CSEVariable:
-        kernel = self.kernel
-        dtype = V.graph.get_dtype(name)
-        if should_unwrap_unspec_arg(name):  # a 0-d CPU tensor: its value is passed
-            return kernel.new(f"{kernel.arguments.captures[name]} + 0", dtype)
-        variables = sorted(s.name for s in index.free_symbols if s.name in kernel.axes)
-        checks = [kernel.checks[v] for v in variables if v in kernel.checks]
-        layout = V.graph.get_buffer(name).get_layout()
-        extent = sum(((n - 1) * s for n, s in zip(layout.size, layout.stride, strict=True)), layout.offset)
-        pointers = f"{kernel.arguments.captures[name]} + ({kernel.text(index, not fits_int32(extent))})"
-        kernel.statements()
-        axes = frozenset().union(*(kernel.axes[v] for v in variables))
-        if kernel.nvidia and axes >= ALONG_A_TILE and dtype in (torch.float32, torch.float16, torch.bfloat16):
-            in_range = f"_in_range({pointers}, {' & '.join(checks)}" if checks else f"({pointers}"
-            return kernel.new(f"per_score{in_range}, STAGED)", torch.float32)
-        text = f"tl.load({pointers}"
-        if checks:
-            other = 'float("nan")' if dtype.is_floating_point else "0"
-            text += f", mask={' & '.join(checks)}, other={other}"
-        text += ")"
-        if dtype == torch.bool:
-            text += ".to(tl.int1)"
-        elif dtype in (torch.float16, torch.bfloat16):
-            text, dtype = f"{text}.to(tl.float32)", torch.float32
-        return kernel.new(text, dtype)
-
-    lt, le, gt, ge, eq, ne = map(_comparison, ("lt", "le", "gt", "ge", "eq", "ne"))  # type: ignore[assignment]
-
-    def alone(self, x: CSEVariable, other: CSEVariable | None = None) -> CSEVariable:
-        """`x`, to be compared, with `other` or a number: see `each_alone` in tiles.jinja."""
-        if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
-            return x
-        bits = other is not None and self.kernel.mantissas and _in_a_mantissa(x) and _in_a_mantissa(other)
-        # The score has both as mantissas already, and these compare as the indices do.
-        if bits and str(other) not in self.kernel.constants:
-            found = self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
-        else:
-            found = self.kernel.new(f"each_alone({x})", x.dtype, x.bounds)
-        self.kernel.made[str(found)] = ("alone", (x,))
-        return found
-
-    def narrowed(self, x: CSEVariable, y: CSEVariable) -> tuple[CSEVariable, CSEVariable]:
-        """Operands of a comparison in 32 bits, if one of them is an index or the distance of two."""
-        if not x.dtype == y.dtype == torch.int64:
-            return x, y
-        self.kernel.statements()
-        for one, other in ((x, y), (y, x)):
-            operation, operands = self.kernel.made.get(str(one), ("", ()))
-            if operation == "to_dtype" and self._is_distance(operands[0]) and not self._in_every_lane(other):
-                limited = f"tl.minimum(tl.maximum({other}, {INT_MIN}), {INT_MAX}).to(tl.int32)"
-                pair = operands[0], self.kernel.new(limited, torch.int32)
-                return pair if one is x else pair[::-1]
-        return x, y
-
-    def _is_distance(self, x: Any) -> bool:
-        """Whether `x` is an index or a difference of two, so that INT_MIN and INT_MAX can stand for numbers beyond."""
-        operation, operands = self.kernel.made.get(str(x), ("", ()))
-        if operation == "sub":
-            return all(str(operand) in self.kernel.below for operand in operands)
-        return str(x) in self.kernel.below
-
-    def _in_every_lane(self, x: CSEVariable) -> bool:
-        return self.kernel.axes[str(x)] >= ALONG_A_TILE
-
-    def add(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        return self._sum("add", x, y)
-
-    def sub(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        return self._sum("sub", x, y)
-
-    def _sum(self, name: str, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        found = self._default(name, (x, y), {})
-        if found.dtype == torch.int32:
-            self.kernel.sums[str(found)] = (name, x, y)
-        return found
-
-    def mul(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        found = self._default("mul", (x, y), {})
-        for one, other in ((x, y), (y, x)):
-            factor = self.kernel.constants.get(str(other), 0)
-            if found.dtype == torch.float32 and 2.0**-64 < abs(factor) < 2.0**64:
-                self.kernel.multiples[str(found)] = (str(one), factor)
-        return found
-
-    def to_dtype(self, x: CSEVariable, dtype: torch.dtype, *args: Any, **kwargs: Any) -> CSEVariable:
-        """A sum of integers that fp32 holds exactly is converted summand by summand, most of them outside the loop."""
-        name, *parts = self.kernel.sums.get(str(x), ("",))
-        if dtype == torch.float32 and name == "sub" and all(map(_in_a_mantissa, parts)):
-            return self._default("sub", tuple(map(self._as_mantissa, parts)), {})
-        if dtype == torch.float32 and name and all(map(_exact_in_fp32, [x, *parts])):
-            return self._default(name, tuple(self.to_dtype(part, dtype) for part in parts), {})
-        return self._default("to_dtype", (x, dtype, *args), kwargs)
-
-    def _as_mantissa(self, x: CSEVariable) -> CSEVariable:
-        """For a difference: see `as_mantissa` in tiles.jinja."""
-        self.kernel.mantissas = True
-        return self.kernel.new(f"as_mantissa({x})", torch.float32)
-
-    def constant(self, value: Any, dtype: torch.dtype) -> CSEVariable:
-        variable = self._default("constant", (value, dtype), {})
-        self.kernel.constants[str(variable)] = value
-        return variable
-
-    def truediv(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        """Rounded as in eager torch, unless a score is divided: the quotient may be an index."""
-        self.kernel.statements()
-        scored = SCORED in self.kernel.axes[str(x)] | self.kernel.axes[str(y)]
-        if scored or not x.dtype == y.dtype == torch.float32:
-            return self._default("truediv", (x, y), {})
-        return self.kernel.new(f"tl.div_rn({x}, {y})", torch.float32)
-
-    def pow(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
-        exponent = self.kernel.constants.get(str(y), 0)
-        if not self.kernel.rough or x.dtype != torch.float32 or float(exponent).is_integer():
-            return self._default("pow", (x, y), {})
-        return self.kernel.new(self.kernel.functions.power(str(x), exponent), torch.float32)
-
-    def masked(self, mask: CSEVariable, body: Callable[[], Any], other: Any) -> CSEVariable:
-        """Inductor inlines only what reads nothing: `body` may be computed where it does not count."""
-        value = body()
-        value = value.value if isinstance(value, OpsValue) else value
-        return self._default("where", (mask, value, self.constant(other, value.dtype)), {})
-
-    def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
-        """Of positions, as of torch.arange in a mod, or of sizes alone."""
-        expr = sympy.sympify(expr)
-        text = self.kernel.text(expr, wide=True)
-        if not any(symbol.name in self.kernel.axes for symbol in expr.free_symbols):
-            text = f"tl.full([], {text}, tl.int64)"
-        return self.kernel.new(f"({text}).to({triton_type(dtype)})", dtype)
-
-    value_expr = index_expr
-
-
-def _roughly(name: str, self: _LaneOps, x: CSEVariable) -> CSEVariable:
-    kernel = self.kernel
-    if not kernel.rough or x.dtype != torch.float32:
-        return self._default(name, (x,), {})
-    arguments = kernel.multiples.get(str(x), (str(x),)) if name in OF_MULTIPLES else (str(x),)
-    return kernel.new(getattr(kernel.functions, name)(*arguments), torch.float32)
-
-
-for _name in (*OF_MULTIPLES, *OTHERS):
-    setattr(_LaneOps, _name, functools.partialmethod(functools.partial(_roughly, _name)))

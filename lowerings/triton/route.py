@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from flex_inductor.visits import FORMS
+
+from ..call import LoweredCall
+from ..decision import Choice
 from ..problem import AttentionProblem
 from ..toolchain import missing_for_triton
 
@@ -14,9 +19,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
-    serves = frozenset(
-        ("score_captures", "mask_captures", "schedule", "bounds", "tile_map", "scattered", "partial")
-    )
+    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
+    forms = frozenset(FORMS)
 
     def available(self) -> tuple[bool, str]:
         if not torch.cuda.is_available():
@@ -32,8 +36,7 @@ class TritonRoute:
         from ..hints import unused_splits
         from . import decode
         from .backward import kinds as of_keys
-        from .hinted_configs import without_effect
-        from .kernel_builder import refused_hint
+        from .fitting import refused_hint, without_effect
 
         kinds = ("forward",) if problem.direction == "forward" else ("backward_dq", *of_keys(problem))
         refused = [refused_hint(kind, problem) for kind in kinds]
@@ -43,10 +46,10 @@ class TritonRoute:
         notes += unused_splits(problem, decodes)
         return [*(reason for reason in refused if reason is not None), *notes]
 
-    def lower(self, problem: AttentionProblem, inputs: Any) -> Any:
+    def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:
         from . import backward, forward
 
-        return (forward if problem.direction == "forward" else backward).lower(problem, inputs)
+        return (forward if problem.direction == "forward" else backward).lower(problem, call)
 
 
 def _refusal(problem: AttentionProblem) -> str | None:
@@ -79,7 +82,7 @@ def _refusal(problem: AttentionProblem) -> str | None:
     from .. import choice
     from ..lanes import first_refusal, programs
     from .configs import Config
-    from .kernel_builder import first_choice, refused_config
+    from .fitting import first_choice, refused_config
     from .lanes import refusal
     from .tables import TABLES
 

@@ -1,9 +1,8 @@
-"""Tile sizes and launch parameters by card family and head dim, best first."""
+"""Tile sizes and launch parameters by kind of kernel, card family and largest head dim, best first."""
 
 from __future__ import annotations
 
 from .configs import (
-    LAST,
     Config,
     Cost,
     Table,
@@ -13,235 +12,138 @@ from .configs import (
     dq_cost,
     dv_cost,
     forward_cost,
-    one_pass_cost,
 )
 
+# Queries x keys / warps / stages. With three stages two tiles of a tensor are copied while one is computed, with two
+# none: they are for calls that leave less memory or fewer registers.
+_TEXT = """
+forward
+    interpreter 1024: 32x32/4/1 16x32/4/1 32x16/4/1 16x16/4/1
+    exact 64: 64x32/8/2 32x32/4/2 64x64/8/2 32x64/4/2
+    exact 128: 32x64/8/2 64x16/8/2 32x16/8/2 64x32/8/2
+    exact 256: 32x32/8/1 32x16/8/2 64x16/8/1 16x16/4/1
+    exact 1024: 16x16/8/1
+    ampere 64: 128x128/8/3 128x128/8/2 128x64/4/3 128x64/8/3 64x64/4/3
+    ampere 128: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 128x128/8/3 64x64/4/3 128x128/8/2 64x64/4/2
+    ampere 256: 32x64/4/3 64x128/8/1 64x64/8/1 64x32/4/3 64x32/4/2 32x32/4/3 32x32/4/2
+    ampere/hopper/blackwell 1024: 32x16/8/1
+    hopper 64: 128x128/8/3 128x64/8/3 128x128/8/2 128x64/8/2 64x64/4/3
+    hopper 128: 128x128/8/3 128x64/8/3 128x128/8/2 128x64/8/2 64x64/4/3
+    hopper 256: 128x32/8/3 128x64/8/2 128x32/8/2 64x64/4/3 64x64/8/2 64x32/8/3 64x32/8/2
+    blackwell 64: 128x64/8/3 128x64/8/2 128x128/8/3 64x64/4/3
+    blackwell 128: 128x64/8/3 128x64/8/2 128x32/8/3 128x128/8/3 128x128/8/2 64x64/4/3
+    blackwell 256: 128x32/8/3 64x64/8/2 64x32/8/3 64x32/8/2
+    consumer 64: 64x64/4/3 128x32/4/3 64x32/4/3
+    consumer 128: 64x32/4/3 64x64/4/2 32x32/4/3 32x32/4/2
+    consumer 256: 64x32/8/1 32x32/4/1
+    consumer/amd 1024: 16x16/4/1
+    amd 64: 128x64/4/1 64x64/4/1
+    amd 128: 128x64/4/1 64x64/4/1
+    amd 256: 64x32/4/1 32x32/4/1
 
-def ahead(*tiles: tuple[int, int, int]) -> list[Config]:
-    """Tiles (and warps) with three stages, which copy two tiles of a tensor while one is computed, then with two, which
-    copy none meanwhile: for calls that leave less memory or fewer registers."""
-    return [Config(*tile, stages) for stages in (3, 2) for tile in tiles]
+# A tile holds all queries of a call: their number sets its rows. More of them take more warps.
+decode
+    interpreter 1024: 16x32/4/1
+    exact 64: 16x64/4/2 16x32/4/2 16x64/8/2 16x32/8/2
+    exact 128: 16x32/4/2 16x32/8/2
+    exact 256: 16x16/4/2 16x16/8/2
+    exact 1024: 16x16/8/1
+    ampere 128: 16x64/4/3 16x64/4/2 16x64/8/3 16x64/8/2
+    ampere 256: 16x32/4/3 16x32/4/2 16x32/4/1 16x32/8/3 16x32/8/2 16x32/8/1
+    ampere/hopper/blackwell/consumer 1024: 16x16/4/1 16x16/8/1
+    hopper/blackwell 128: 16x64/4/4 16x64/4/3 16x64/8/3
+    hopper/blackwell 256: 16x64/4/3 16x32/4/3 16x64/4/2 16x32/4/2 16x64/8/3 16x32/8/3 16x64/8/2 16x32/8/2
+    consumer 128: 16x32/4/3 16x32/4/2 16x32/8/2
+    consumer/amd 256: 16x32/4/1 16x16/4/1
+    amd 128: 16x64/4/1
+    amd 1024: 16x16/4/1
+
+backward_dq, backward_magnitudes
+    interpreter 1024: 32x32/4/1 16x32/4/1 32x16/4/1 16x16/4/1
+    exact 64: 64x32/8/2 32x64/8/2 32x32/8/2 32x32/4/2
+    exact 128: 32x32/8/2 64x16/8/2 16x32/8/2 64x32/8/2
+    exact 256: 32x16/8/2 16x16/4/2 16x32/8/2 32x32/8/2
+    exact 1024: 16x16/8/2
+    ampere 64: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 64x32/4/3 64x32/4/2
+    ampere 128: 128x32/8/3 64x32/4/3 128x32/8/2 64x32/4/2 32x32/4/3 32x32/4/2 128x64/8/3 64x64/4/3 128x64/8/2 64x64/4/2
+    ampere 256: 64x32/4/3 64x64/8/1 32x32/8/1 32x16/4/1
+    ampere/hopper/blackwell 1024: 16x16/8/1
+    hopper/blackwell 64: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 128x128/8/3 64x64/4/3 128x128/8/2 64x64/4/2
+    hopper/blackwell 128: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 64x64/4/3 32x32/4/3 64x64/4/2 32x32/4/2
+    hopper 256: 128x32/8/3 128x32/8/2 32x32/8/1 32x16/4/1
+    blackwell 256: 128x32/8/2 64x32/8/3 64x32/8/2 32x32/8/1 32x16/4/1
+    consumer 64: 64x32/4/3 32x32/4/3 64x32/4/2 32x32/4/2
+    consumer 128: 32x32/4/3 32x32/4/2 32x32/4/1
+    consumer 256: 32x32/4/1 16x16/4/1
+    consumer/amd 1024: 16x16/4/1
+    amd 64: 128x64/4/1 128x32/4/1 64x64/4/1 32x32/4/1
+    amd 128: 128x32/4/1 64x32/4/1 32x32/4/1
+    amd 256: 128x16/4/1 64x16/4/1
+
+backward_dkdv
+    interpreter 1024: 32x32/4/1 16x32/4/1 32x16/4/1 16x16/4/1
+    exact 64: 16x64/8/2 32x32/8/2 64x32/4/2 32x64/4/1
+    exact 128: 32x32/8/2 16x32/8/2 16x64/8/2 32x64/8/1
+    exact 256: 16x32/8/2 32x16/8/2 16x16/4/2 16x16/8/2
+    exact 1024: 16x16/8/2
+    ampere 64: 64x128/8/3 64x128/8/2 64x64/4/3 32x64/4/3 64x64/4/2 32x64/4/2
+    ampere 128: 32x64/4/3 32x64/4/2 64x64/8/3 32x32/4/3 64x64/8/2 32x32/4/2 64x64/4/3 64x64/4/2 32x128/8/2
+    ampere 256: 32x64/8/1 32x32/8/1 32x16/4/1
+    ampere/hopper/blackwell 1024: 16x16/8/1
+    hopper/blackwell 64: 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 64x64/4/3 64x64/4/2
+    hopper 128: 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 32x32/4/3 32x32/4/2
+    hopper/blackwell 256: 32x32/8/1 32x16/4/1
+    # With a map both sums leave tensor memory after every run: 64 keys where 128 have no registers for that.
+    blackwell 128: 64x128/8/3 32x128/8/3 64x64/8/3 64x128/8/2 32x128/8/2 32x32/4/3 32x32/4/2
+    consumer 64: 32x64/4/3 32x32/4/3 32x64/4/2 32x32/4/2
+    consumer 128: 32x32/4/3 32x32/4/2 32x32/4/1
+    consumer 256: 32x32/4/1 16x16/4/1
+    consumer/amd 1024: 16x16/4/1
+    amd 128: 32x128/4/1 16x128/4/1 16x64/4/1 32x32/4/1
+
+# In a kernel each for wide heads.
+backward_dk like backward_dkdv
+    ampere 256: 32x64/4/3 64x64/8/1 32x64/8/1 32x32/8/1 32x16/4/1
+    hopper/blackwell 256: 32x128/8/3 32x128/8/2 64x64/8/1 32x32/8/1 32x16/4/1
+    blackwell 128: 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 32x32/4/3 32x32/4/2
+    amd 256: 16x128/4/1 16x64/4/1
+
+backward_dv like backward_dk
+    ampere 256: 32x64/4/3 64x64/8/1 64x128/8/1 32x64/8/1 32x32/8/1 32x16/4/1
+    hopper/blackwell 256: 32x128/8/3 64x128/8/2 32x128/8/2 32x32/8/1 32x16/4/1
+    consumer 256: 32x64/4/1 16x16/4/1
+    amd 256: 32x128/4/1 16x64/4/1
+"""
 
 
-FORWARD: Table = {
-    "interpreter": {1024: LAST},
-    "exact": {
-        64: [Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(64, 64, 8, 2), Config(32, 64, 4, 2)],
-        128: [Config(32, 64, 8, 2), Config(64, 16, 8, 2), Config(32, 16, 8, 2), Config(64, 32, 8, 2)],
-        256: [Config(32, 32, 8, 1), Config(32, 16, 8, 2), Config(64, 16, 8, 1), Config(16, 16, 4, 1)],
-        1024: [Config(16, 16, 8, 1)],
-    },
-    "ampere": {
-        64: [*ahead((128, 128, 8)), Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
-        128: [*ahead((128, 64, 8), (128, 32, 8)), *ahead((128, 128, 8), (64, 64, 4))],
-        256: [
-            Config(32, 64, 4, 3),
-            Config(64, 128, 8, 1),
-            Config(64, 64, 8, 1),
-            *ahead((64, 32, 4)),
-            *ahead((32, 32, 4)),
-        ],
-        1024: [Config(32, 16, 8, 1)],
-    },
-    "hopper": {
-        64: [*ahead((128, 128, 8), (128, 64, 8)), Config(64, 64, 4, 3)],
-        128: [*ahead((128, 128, 8), (128, 64, 8)), Config(64, 64, 4, 3)],
-        256: [
-            Config(128, 32, 8, 3),
-            Config(128, 64, 8, 2),
-            Config(128, 32, 8, 2),
-            Config(64, 64, 4, 3),
-            Config(64, 64, 8, 2),
-            *ahead((64, 32, 8)),
-        ],
-        1024: [Config(32, 16, 8, 1)],
-    },
-    "consumer": {
-        64: [Config(64, 64, 4, 3), Config(128, 32, 4, 3), Config(64, 32, 4, 3)],
-        128: [Config(64, 32, 4, 3), Config(64, 64, 4, 2), *ahead((32, 32, 4))],
-        256: [Config(64, 32, 8, 1), Config(32, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-    "amd": {
-        64: [Config(128, 64, 4, 1), Config(64, 64, 4, 1)],
-        128: [Config(128, 64, 4, 1), Config(64, 64, 4, 1)],
-        256: [Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-FORWARD["blackwell"] = {
-    **FORWARD["hopper"],
-    64: [Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(128, 128, 8, 3), Config(64, 64, 4, 3)],
-    128: [
-        Config(128, 64, 8, 3),
-        Config(128, 64, 8, 2),
-        Config(128, 32, 8, 3),
-        *ahead((128, 128, 8)),
-        Config(64, 64, 4, 3),
-    ],
-    256: [Config(128, 32, 8, 3), Config(64, 64, 8, 2), *ahead((64, 32, 8))],
-}
+def _read(text: str) -> dict[str, Table]:
+    tables: dict[str, Table] = {}
+    for kernel in text.strip().split("\n\n"):
+        header, *rows = (line.strip() for line in kernel.splitlines() if "#" not in line)
+        kinds, _, like = header.partition(" like ")
+        table = {family: {**widths} for family, widths in tables.get(like, {}).items()}
+        for row in rows:
+            where, tiles = row.split(": ")
+            families, width = where.split()
+            for family in families.split("/"):
+                table.setdefault(family, {})[int(width)] = [*map(_config, tiles.split())]
+        tables |= dict.fromkeys(kinds.split(", "), table)
+    return tables
 
-# For d(query): a tile of queries walks tiles of keys.
-DQ: Table = {
-    "interpreter": {1024: LAST},
-    "exact": {
-        64: [Config(64, 32, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2), Config(32, 32, 4, 2)],
-        128: [Config(32, 32, 8, 2), Config(64, 16, 8, 2), Config(16, 32, 8, 2), Config(64, 32, 8, 2)],
-        256: [Config(32, 16, 8, 2), Config(16, 16, 4, 2), Config(16, 32, 8, 2), Config(32, 32, 8, 2)],
-        1024: [Config(16, 16, 8, 2)],
-    },
-    "ampere": {
-        64: [*ahead((128, 64, 8), (128, 32, 8)), *ahead((64, 32, 4))],
-        128: [*ahead((128, 32, 8), (64, 32, 4)), *ahead((32, 32, 4)), *ahead((128, 64, 8), (64, 64, 4))],
-        256: [Config(64, 32, 4, 3), Config(64, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-        1024: [Config(16, 16, 8, 1)],
-    },
-    "hopper": {
-        64: [*ahead((128, 64, 8), (128, 32, 8)), *ahead((128, 128, 8), (64, 64, 4))],
-        128: [*ahead((128, 64, 8), (128, 32, 8)), *ahead((64, 64, 4), (32, 32, 4))],
-        256: [*ahead((128, 32, 8)), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-        1024: [Config(16, 16, 8, 1)],
-    },
-    "consumer": {
-        64: [*ahead((64, 32, 4), (32, 32, 4))],
-        128: [*ahead((32, 32, 4)), Config(32, 32, 4, 1)],
-        256: [Config(32, 32, 4, 1), Config(16, 16, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-    "amd": {
-        64: [Config(128, 64, 4, 1), Config(128, 32, 4, 1), Config(64, 64, 4, 1), Config(32, 32, 4, 1)],
-        128: [Config(128, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
-        256: [Config(128, 16, 4, 1), Config(64, 16, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-DQ["blackwell"] = {
-    **DQ["hopper"],
-    256: [Config(128, 32, 8, 2), *ahead((64, 32, 8)), *DQ["hopper"][256][2:]],
-}
 
-# For d(key) and d(value): a tile of keys walks tiles of queries.
-DKDV: Table = {
-    **DQ,
-    "exact": {
-        64: [Config(16, 64, 8, 2), Config(32, 32, 8, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 1)],
-        128: [Config(32, 32, 8, 2), Config(16, 32, 8, 2), Config(16, 64, 8, 2), Config(32, 64, 8, 1)],
-        256: [Config(16, 32, 8, 2), Config(32, 16, 8, 2), Config(16, 16, 4, 2), Config(16, 16, 8, 2)],
-        1024: [Config(16, 16, 8, 2)],
-    },
-    "ampere": {
-        **DQ["ampere"],
-        64: [*ahead((64, 128, 8)), *ahead((64, 64, 4), (32, 64, 4))],
-        128: [
-            *ahead((32, 64, 4)),
-            *ahead((64, 64, 8), (32, 32, 4)),
-            *ahead((64, 64, 4)),
-            Config(32, 128, 8, 2),
-        ],
-        256: [Config(32, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-    },
-    "hopper": {
-        **DQ["hopper"],
-        64: [*ahead((64, 128, 8), (32, 128, 8)), *ahead((64, 64, 4))],
-        128: [*ahead((64, 128, 8), (32, 128, 8)), *ahead((32, 32, 4))],
-        256: [Config(32, 32, 8, 1), Config(32, 16, 4, 1)],
-    },
-    "consumer": {**DQ["consumer"], 64: [*ahead((32, 64, 4), (32, 32, 4))]},
-    "amd": {
-        128: [Config(32, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1), Config(32, 32, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-# With a map both sums leave tensor memory after every run: 64 keys where 128 have no registers for that.
-DKDV["blackwell"] = {
-    **DKDV["hopper"],
-    128: [*DKDV["hopper"][128][:2], Config(64, 64, 8, 3), *DKDV["hopper"][128][2:]],
+def _config(text: str) -> Config:
+    m, n, warps, stages = map(int, text.replace("x", "/").split("/"))
+    return Config(m, n, warps, stages)
+
+
+_COSTS: dict[str, Cost] = {
+    "forward": forward_cost,
+    "decode": decode_cost,
+    "backward_dq": dq_cost,
+    "backward_magnitudes": dq_cost,
+    "backward_dkdv": dkdv_cost,
+    "backward_dk": dk_cost,
+    "backward_dv": dv_cost,
 }
 
-# d(key) and d(value) in a kernel each, for wide heads.
-DK: Table = {
-    **DKDV,
-    "ampere": {
-        **DKDV["ampere"],
-        256: [Config(32, 64, 4, 3), Config(64, 64, 8, 1), *DKDV["ampere"][256]],
-    },
-    "hopper": {**DKDV["hopper"], 256: [*ahead((32, 128, 8)), Config(64, 64, 8, 1), *DKDV["hopper"][256]]},
-}
-DK["amd"] = {**DKDV["amd"], 256: [Config(16, 128, 4, 1), Config(16, 64, 4, 1)]}
-DK["blackwell"] = DK["hopper"]
-DV: Table = {
-    **DKDV,
-    "ampere": {
-        **DKDV["ampere"],
-        256: [Config(32, 64, 4, 3), Config(64, 64, 8, 1), Config(64, 128, 8, 1), *DKDV["ampere"][256]],
-    },
-    "hopper": {
-        **DKDV["hopper"],
-        256: [
-            Config(32, 128, 8, 3),
-            Config(64, 128, 8, 2),
-            Config(32, 128, 8, 2),
-            *DKDV["hopper"][256],
-        ],
-    },
-}
-DV["consumer"] = {**DKDV["consumer"], 256: [Config(32, 64, 4, 1), Config(16, 16, 4, 1)]}
-DV["amd"] = {**DKDV["amd"], 256: [Config(32, 128, 4, 1), Config(16, 64, 4, 1)]}
-DV["blackwell"] = DV["hopper"]
-
-# The gradient of a tile of queries takes registers as well, so tiles are smaller.
-ONE_PASS: Table = {
-    **DKDV,
-    "ampere": {**DKDV["ampere"], 128: [Config(64, 64, 8, 1), Config(32, 32, 4, 2)]},
-    "hopper": {
-        **DKDV["hopper"],
-        64: [*ahead((64, 128, 8), (64, 64, 8))],
-        128: [*ahead((64, 64, 8)), Config(64, 64, 8, 1), Config(32, 32, 4, 2)],
-    },
-    "amd": {64: [Config(64, 64, 4, 1)], 128: [Config(32, 32, 4, 1)], 1024: [Config(16, 16, 4, 1)]},
-}
-ONE_PASS["blackwell"] = ONE_PASS["hopper"]
-
-# A tile holds all queries of a call: their number sets block_m. More queries take more warps.
-DECODE: Table = {
-    "exact": {
-        64: [Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 64, 8, 2), Config(16, 32, 8, 2)],
-        128: [Config(16, 32, 4, 2), Config(16, 32, 8, 2)],
-        256: [Config(16, 16, 4, 2), Config(16, 16, 8, 2)],
-        1024: [Config(16, 16, 8, 1)],
-    },
-    "interpreter": {1024: [Config(16, 32, 4, 1)]},
-    "ampere": {
-        128: [Config(16, 64, 4, 3), Config(16, 64, 4, 2), Config(16, 64, 8, 3), Config(16, 64, 8, 2)],
-        256: [*ahead((16, 32, 4)), Config(16, 32, 4, 1), *ahead((16, 32, 8)), Config(16, 32, 8, 1)],
-        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
-    },
-    "hopper": {
-        128: [Config(16, 64, 4, 4), Config(16, 64, 4, 3), Config(16, 64, 8, 3)],
-        256: [*ahead((16, 64, 4), (16, 32, 4)), *ahead((16, 64, 8), (16, 32, 8))],
-        1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
-    },
-    "amd": {
-        128: [Config(16, 64, 4, 1)],
-        256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
-        1024: [Config(16, 16, 4, 1)],
-    },
-}
-DECODE["blackwell"] = DECODE["hopper"]
-DECODE["consumer"] = {
-    128: [Config(16, 32, 4, 3), Config(16, 32, 4, 2), Config(16, 32, 8, 2)],
-    256: [Config(16, 32, 4, 1), Config(16, 16, 4, 1)],
-    1024: [Config(16, 16, 4, 1), Config(16, 16, 8, 1)],
-}
-
-TABLES: dict[str, tuple[Table, Cost]] = {
-    "forward": (FORWARD, forward_cost),
-    "decode": (DECODE, decode_cost),
-    "backward_dq": (DQ, dq_cost),
-    "backward_magnitudes": (DQ, dq_cost),
-    "backward_dkdv": (DKDV, dkdv_cost),
-    "backward_dk": (DK, dk_cost),
-    "backward_dv": (DV, dv_cost),
-    "backward_onepass": (ONE_PASS, one_pass_cost),
-}
+TABLES: dict[str, tuple[Table, Cost]] = {kind: (table, _COSTS[kind]) for kind, table in _read(_TEXT).items()}

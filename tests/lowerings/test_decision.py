@@ -17,6 +17,7 @@ class Fixed:
     """A route with one answer."""
 
     serves = frozenset(("score_captures", "schedule"))
+    forms = frozenset(("lists",))
 
     def __init__(self, name, usable, why):
         self.name, self.answer = name, (usable, why)
@@ -29,7 +30,8 @@ class Fixed:
 
 
 class Problem:
-    def __init__(self, route=None, inputs=()):
+    def __init__(self, route=None, inputs=(), schedule="lists"):
+        self.schedule = schedule
         self.options, self.inputs = CallOptions(route=route or ""), ("score_captures", *inputs)
 
     def describe(self):
@@ -75,16 +77,16 @@ note:     BLOCK_M: too large, 32 used""",
 
     def test_what_no_route_serves(self):
         with self.assertRaises(errors.FlexError) as raised:
-            decide(Problem(inputs=("partial",)), ROUTES)
+            decide(Problem(inputs=("partial",), schedule="runs"), ROUTES)
         self.assertExpectedInline(
             str(raised.exception),
             """\
 no route can serve this call, each for its own reason.
 call:     forward float32 on cpu
 chosen:   none
-rejected: fused: does not serve partial
-rejected: split: does not serve partial
-rejected: last: does not serve partial""",
+rejected: fused: does not serve partial, a schedule in runs
+rejected: split: does not serve partial, a schedule in runs
+rejected: last: does not serve partial, a schedule in runs""",
         )
 
     def test_demanded_route(self):

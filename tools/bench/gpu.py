@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from flex_inductor.lowerings.triton.configs import VARIANTS
 from flex_inductor.lowerings.triton.tables import TABLES
 
 from . import gpu_calls
@@ -31,12 +30,12 @@ PREPARING, TIMING = 150.0, 10.0  # seconds that a side may take
 FIRST_BATCH, BATCH = 1, 6  # cases that are compiled side by side before they are timed one by one
 COLUMNS = ("side", "ms", "over ours", "rate", "share", "aim")
 STAGES = (1, 2, 3, 4)
+AXES = {"forward": ("descriptors",), "backward_dq": ("coalesced",)}
 TRIED_WITH_AXES = 2  # of the plain configs, the fastest
 PASS_OF = {
     "forward": FORWARD,
     "backward_dq": BACKWARD,
     "backward_dkdv": BACKWARD,
-    "backward_onepass": BACKWARD,
 }
 
 
@@ -197,10 +196,10 @@ def plain_configs(kernel: str, case: Case, device: str) -> Iterator[Side]:
 
 
 def axes_on(kernel: str, sides: Sequence[Side]) -> Iterator[Side]:
-    """Each of the sides with every combination of axes that the kernel has."""
+    """Each of the sides with every axis that the kernel has."""
     for side in sides:
-        for axes in VARIANTS.get(kernel, ()):
-            yield Side.of(kernel, **side.sizes(kernel), **dict.fromkeys(axes, 1))
+        for axis in AXES.get(kernel, ()):
+            yield Side.of(kernel, **side.sizes(kernel), **{axis: 1})
 
 
 def _fastest(bench: Bench, case: Case, kernel: str, sides: Sequence[Side]) -> list[tuple[Side, Any]]:

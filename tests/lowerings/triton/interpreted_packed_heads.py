@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_but
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge, served_by
 
 from flex_inductor import RunSchedule, decisions
@@ -16,10 +17,14 @@ CASES = {  # score_mod, sizes, mask, dtype, rows of a tile
     "one KV batch": ("alibi", GROUP._replace(batch=2, kv_batch=1, queries=2), "per_batch", torch.float32, 16),
     "wide heads": ("alibi", GROUP._replace(heads=4, queries=5, head_dim=130), "causal", torch.float32, 32),
 }  # fmt: skip
+QUICK = [("all rows in use", "lists"), ("a schedule for each head", "lists"), ("odd queries", "runs")]
 
 
-@pytest.mark.parametrize("case, form", [*((case, "lists") for case in CASES), ("odd queries", "runs")])
-def test_as_right_as_dense_attention(case, form, kinds):
+@pytest.mark.parametrize(
+    "call", slow_but([*((case, "lists") for case in CASES), ("odd queries", "runs")], *QUICK), ids=str
+)
+def test_as_right_as_dense_attention(call, kinds):
+    case, form = call
     mod, sizes, mask, dtype, rows = CASES[case]
     captures, schedule = MODS[mod].captures(sizes), MASKS[mask](sizes)
     if form == "runs":

@@ -6,6 +6,7 @@ The scores are the queries: one key, 1, of one dimension. Their maximum is what 
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import slow_but
 from support import Sizes, attention_of, dense_of, judge, served_by
 
 from flex_inductor import AuxRequest, flex_attention
@@ -78,7 +79,7 @@ def test_derivatives():
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", slow_but([torch.float16, torch.float32], torch.float16))
 def test_as_right_as_dense_attention(dtype):
     def build(strength):
         def score_mod(score, b, h, q_idx, kv_idx):

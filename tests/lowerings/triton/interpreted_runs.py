@@ -40,7 +40,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "for each head", "empty rows", "few queries, several runs"))
+@pytest.mark.parametrize("case", slow_but(CASES, "empty rows", "few queries, several runs"))
 def test_runs_give_what_lists_give(case, kinds):
     sizes, mask = CASES[case][0], CASES[case][1](CASES[case][0])
     runs = RunSchedule.from_block_mask(mask)

@@ -46,12 +46,12 @@ def judge_interpreted(mod, sizes, mask, layout="contiguous", scale=None):
         judge(attend, dense_of(build, scale), inputs, captures, MASKS[mask](sizes))
 
 
-@pytest.mark.parametrize("shape", slow_but(SHAPES, "narrow heads", "one query", "odd heads"))
+@pytest.mark.parametrize("shape", slow_but(SHAPES, "one query", "odd heads"))
 def test_shapes(shape):
     judge_interpreted("position_bias", *SHAPES[shape])
 
 
-@pytest.mark.parametrize("shape", slow_but(FEW_QUERIES, "most of a group", "a schedule for each head"))
+@pytest.mark.parametrize("shape", slow_but(FEW_QUERIES, "most of a group"))
 def test_few_queries_split_the_keys(shape, kinds):
     judge_interpreted("position_bias", *FEW_QUERIES[shape])
     assert kinds == ["decode", "combine", "backward_dq", "backward_dkdv"]
@@ -118,12 +118,12 @@ def test_lengths_that_change_compile_once():
     build, captures = MODS["relative_bias"].build, MODS["relative_bias"].captures
     attend = interpret.compiled(attention_of(build), dynamic=True)
     compiled = []
-    for sizes in (SMALL, SMALL._replace(batch=3, queries=20, keys=34), SMALL._replace(queries=64, keys=96)):
+    for sizes in (SMALL, SMALL._replace(batch=3, queries=20, keys=34)):
         decisions(clear=True)
         inputs = sizes.inputs(torch.float32)
         judge(attend, dense_of(build), inputs, captures(sizes), MASKS["causal"](sizes))
         compiled.append([decision.chosen for decision in decisions()])
-    assert compiled[0] == ["triton", "triton"] and compiled[-1] == []
+    assert compiled == [["triton", "triton"], []]
 
 
 def test_groups_that_share_an_instance(monkeypatch):

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import slow_but
 from support import assert_accurate, causal, judge, served_by
 
 from flex_inductor import Sequences, create_block_mask, decisions, varlen_attention
@@ -121,13 +122,12 @@ CASES = {  # parts, mask_mod, blocks, mod, dtype, kinds
     "temperature": (PARTS, None, (64, 64), TEMPERATURE, torch.float16, TWO_PASSES),
     # The second part's rows in memory are far beyond its keys, which their indices are not.
     "whole tiles": ([Part(64, 1), Part(40, 50, 8, 10)], causal, (64, 128), None, torch.float32, TWO_PASSES),
-    "one pass": (PARTS, causal, (16, 64), BIAS, torch.float32, ["forward", "backward_onepass"]),
     # Parts add to the same elements; beyond the queries of a tile there is no element to load.
     "apart": (PARTS, causal, (64, 32), WHOLE_BIAS, torch.float16, APART),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "a bias", "apart"))
 def test_packed_parts(case, kinds):
     parts, mask_mod, blocks, mod, dtype, expected = CASES[case]
     build, captures = (mod[0], (mod[1](),)) if mod else (None, ())
@@ -164,7 +164,7 @@ def test_pages_and_nothing_but_what_tiles_hold():
         judge(attention_of(inputs, causal, bias_of), dense_of([piece], bias_of), (query, *kv), (BIAS[1](),))
 
 
-@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize("queries", slow_but([1, 16], 16))
 def test_few_queries_of_many_sequences(queries, kinds):
     """All heads of a group in a tile, the keys of a sequence in two parts."""
     parts = [Part(1, 400, 399), Part(2, 40, 38), Part(1, 600, 599)]
@@ -212,12 +212,12 @@ def test_packed_sequences(lengths, kinds):
 
 WINDOWS = {
     "window": (lambda b, h, q, kv: (q >= kv - 9) & (q - kv <= 20), TWO_PASSES),
-    "chunks": (lambda b, h, q, kv: (q >= kv) & (q // 20 == kv // 20), ["forward", "backward_onepass"]),
+    "chunks": (lambda b, h, q, kv: (q >= kv) & (q // 20 == kv // 20), TWO_PASSES),
     "prefix": (lambda b, h, q, kv: (q >= kv) | (kv < 35), TWO_PASSES),
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", slow_but(WINDOWS, "prefix"))
 def test_bounds_of_sequences_give_what_runs_give(window, kinds):
     mask_mod, expected = WINDOWS[window]
     sequences = Sequences.from_lengths([70, 0, 50], [60, 9, 130])
@@ -279,7 +279,7 @@ def test_other_tiles_do_not_compile_again():
     assert counts == [1, 2, 2, 2] and {d.chosen for d in decisions()} == {"triton"}
 
 
-@pytest.mark.parametrize("mod", [BIAS, TEMPERATURE], ids=["units", "slots"])
+@pytest.mark.parametrize("mod", slow_but([BIAS, TEMPERATURE], BIAS), ids=["units", "slots"])
 def test_deterministic_gradients_of_captures(mod):
     build, captured = mod[0], mod[1]()
     inputs, masks = packed(causal, PARTS, (16, 32), HEAD, gap=3)

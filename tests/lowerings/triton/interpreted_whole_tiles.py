@@ -31,7 +31,7 @@ def sources(monkeypatch):
     render, found = KernelCall._define, []
 
     def noting(call, *args):
-        found.append(call.render("kernel"))
+        found.append(call.render("kernel", ""))
         return render(call, *args)
 
     monkeypatch.setattr(KernelCall, "_define", noting)

@@ -11,17 +11,15 @@ from torch._inductor import config as inductor_config
 
 import flex_inductor
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton import search
 from flex_inductor.lowerings.triton.configs import (
     Config,
     Shape,
     candidates,
     describe,
-    forward_cost,
     known_device,
 )
-from flex_inductor.lowerings.triton.hinted_configs import hinted, without_effect
-from flex_inductor.lowerings.triton.tables import DECODE, DK, DKDV, DQ, DV, FORWARD, ONE_PASS, TABLES
+from flex_inductor.lowerings.triton.fitting import hinted, to_time, without_effect
+from flex_inductor.lowerings.triton.tables import TABLES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
@@ -29,194 +27,8 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942
 class Reports(expecttest.TestCase):
     maxDiff = None
 
-    def test_the_table(self):
-        """Tile, warps and stages, best first, by kind of kernel, card family and largest head dim."""
-        lines = []
-        for table in (FORWARD, DECODE, DQ, DKDV, DK, DV, ONE_PASS):
-            lines.append(", ".join(kind for kind, (used, _) in TABLES.items() if used is table))
-            for family, classes in table.items():
-                for head_dim, configs in classes.items():
-                    found = ", ".join(f"{c.block_m}x{c.block_n}/{c.warps}/{c.stages}" for c in configs)
-                    lines.append(f"  {family} {head_dim}: {found}")
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-forward
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 64x32/8/2, 32x32/4/2, 64x64/8/2, 32x64/4/2
-  exact 128: 32x64/8/2, 64x16/8/2, 32x16/8/2, 64x32/8/2
-  exact 256: 32x32/8/1, 32x16/8/2, 64x16/8/1, 16x16/4/1
-  exact 1024: 16x16/8/1
-  ampere 64: 128x128/8/3, 128x128/8/2, 128x64/4/3, 128x64/8/3, 64x64/4/3
-  ampere 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
-  ampere 256: 32x64/4/3, 64x128/8/1, 64x64/8/1, 64x32/4/3, 64x32/4/2, 32x32/4/3, 32x32/4/2
-  ampere 1024: 32x16/8/1
-  hopper 64: 128x128/8/3, 128x64/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
-  hopper 128: 128x128/8/3, 128x64/8/3, 128x128/8/2, 128x64/8/2, 64x64/4/3
-  hopper 256: 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 64x64/8/2, 64x32/8/3, 64x32/8/2
-  hopper 1024: 32x16/8/1
-  consumer 64: 64x64/4/3, 128x32/4/3, 64x32/4/3
-  consumer 128: 64x32/4/3, 64x64/4/2, 32x32/4/3, 32x32/4/2
-  consumer 256: 64x32/8/1, 32x32/4/1
-  consumer 1024: 16x16/4/1
-  amd 64: 128x64/4/1, 64x64/4/1
-  amd 128: 128x64/4/1, 64x64/4/1
-  amd 256: 64x32/4/1, 32x32/4/1
-  amd 1024: 16x16/4/1
-  blackwell 64: 128x64/8/3, 128x64/8/2, 128x128/8/3, 64x64/4/3
-  blackwell 128: 128x64/8/3, 128x64/8/2, 128x32/8/3, 128x128/8/3, 128x128/8/2, 64x64/4/3
-  blackwell 256: 128x32/8/3, 64x64/8/2, 64x32/8/3, 64x32/8/2
-  blackwell 1024: 32x16/8/1
-decode
-  exact 64: 16x64/4/2, 16x32/4/2, 16x64/8/2, 16x32/8/2
-  exact 128: 16x32/4/2, 16x32/8/2
-  exact 256: 16x16/4/2, 16x16/8/2
-  exact 1024: 16x16/8/1
-  interpreter 1024: 16x32/4/1
-  ampere 128: 16x64/4/3, 16x64/4/2, 16x64/8/3, 16x64/8/2
-  ampere 256: 16x32/4/3, 16x32/4/2, 16x32/4/1, 16x32/8/3, 16x32/8/2, 16x32/8/1
-  ampere 1024: 16x16/4/1, 16x16/8/1
-  hopper 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
-  hopper 256: 16x64/4/3, 16x32/4/3, 16x64/4/2, 16x32/4/2, 16x64/8/3, 16x32/8/3, 16x64/8/2, 16x32/8/2
-  hopper 1024: 16x16/4/1, 16x16/8/1
-  amd 128: 16x64/4/1
-  amd 256: 16x32/4/1, 16x16/4/1
-  amd 1024: 16x16/4/1
-  blackwell 128: 16x64/4/4, 16x64/4/3, 16x64/8/3
-  blackwell 256: 16x64/4/3, 16x32/4/3, 16x64/4/2, 16x32/4/2, 16x64/8/3, 16x32/8/3, 16x64/8/2, 16x32/8/2
-  blackwell 1024: 16x16/4/1, 16x16/8/1
-  consumer 128: 16x32/4/3, 16x32/4/2, 16x32/8/2
-  consumer 256: 16x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1, 16x16/8/1
-backward_dq, backward_magnitudes
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 64x32/8/2, 32x64/8/2, 32x32/8/2, 32x32/4/2
-  exact 128: 32x32/8/2, 64x16/8/2, 16x32/8/2, 64x32/8/2
-  exact 256: 32x16/8/2, 16x16/4/2, 16x32/8/2, 32x32/8/2
-  exact 1024: 16x16/8/2
-  ampere 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x32/4/3, 64x32/4/2
-  ampere 128: 128x32/8/3, 64x32/4/3, 128x32/8/2, 64x32/4/2, 32x32/4/3, 32x32/4/2, 128x64/8/3, 64x64/4/3, 128x64/8/2, 64x64/4/2
-  ampere 256: 64x32/4/3, 64x64/8/1, 32x32/8/1, 32x16/4/1
-  ampere 1024: 16x16/8/1
-  hopper 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
-  hopper 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 32x32/4/3, 64x64/4/2, 32x32/4/2
-  hopper 256: 128x32/8/3, 128x32/8/2, 32x32/8/1, 32x16/4/1
-  hopper 1024: 16x16/8/1
-  consumer 64: 64x32/4/3, 32x32/4/3, 64x32/4/2, 32x32/4/2
-  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
-  consumer 256: 32x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
-  amd 64: 128x64/4/1, 128x32/4/1, 64x64/4/1, 32x32/4/1
-  amd 128: 128x32/4/1, 64x32/4/1, 32x32/4/1
-  amd 256: 128x16/4/1, 64x16/4/1
-  amd 1024: 16x16/4/1
-  blackwell 64: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 128x128/8/3, 64x64/4/3, 128x128/8/2, 64x64/4/2
-  blackwell 128: 128x64/8/3, 128x32/8/3, 128x64/8/2, 128x32/8/2, 64x64/4/3, 32x32/4/3, 64x64/4/2, 32x32/4/2
-  blackwell 256: 128x32/8/2, 64x32/8/3, 64x32/8/2, 32x32/8/1, 32x16/4/1
-  blackwell 1024: 16x16/8/1
-backward_dkdv
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
-  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
-  exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2, 64x64/4/3, 64x64/4/2, 32x128/8/2
-  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
-  ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
-  hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  hopper 256: 32x32/8/1, 32x16/4/1
-  hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
-  consumer 256: 32x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
-  amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
-  amd 1024: 16x16/4/1
-  blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
-  blackwell 128: 64x128/8/3, 32x128/8/3, 64x64/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  blackwell 256: 32x32/8/1, 32x16/4/1
-  blackwell 1024: 16x16/8/1
-backward_dk
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
-  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
-  exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2, 64x64/4/3, 64x64/4/2, 32x128/8/2
-  ampere 256: 32x64/4/3, 64x64/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
-  ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
-  hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  hopper 256: 32x128/8/3, 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
-  hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
-  consumer 256: 32x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
-  amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
-  amd 1024: 16x16/4/1
-  amd 256: 16x128/4/1, 16x64/4/1
-  blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
-  blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  blackwell 256: 32x128/8/3, 32x128/8/2, 64x64/8/1, 32x32/8/1, 32x16/4/1
-  blackwell 1024: 16x16/8/1
-backward_dv
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
-  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
-  exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 32x64/4/3, 32x64/4/2, 64x64/8/3, 32x32/4/3, 64x64/8/2, 32x32/4/2, 64x64/4/3, 64x64/4/2, 32x128/8/2
-  ampere 256: 32x64/4/3, 64x64/8/1, 64x128/8/1, 32x64/8/1, 32x32/8/1, 32x16/4/1
-  ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
-  hopper 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  hopper 256: 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
-  hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
-  consumer 256: 32x64/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
-  amd 128: 32x128/4/1, 16x128/4/1, 16x64/4/1, 32x32/4/1
-  amd 1024: 16x16/4/1
-  amd 256: 32x128/4/1, 16x64/4/1
-  blackwell 64: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 64x64/4/3, 64x64/4/2
-  blackwell 128: 64x128/8/3, 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/4/3, 32x32/4/2
-  blackwell 256: 32x128/8/3, 64x128/8/2, 32x128/8/2, 32x32/8/1, 32x16/4/1
-  blackwell 1024: 16x16/8/1
-backward_onepass
-  interpreter 1024: 32x32/4/1, 16x32/4/1, 32x16/4/1, 16x16/4/1
-  exact 64: 16x64/8/2, 32x32/8/2, 64x32/4/2, 32x64/4/1
-  exact 128: 32x32/8/2, 16x32/8/2, 16x64/8/2, 32x64/8/1
-  exact 256: 16x32/8/2, 32x16/8/2, 16x16/4/2, 16x16/8/2
-  exact 1024: 16x16/8/2
-  ampere 64: 64x128/8/3, 64x128/8/2, 64x64/4/3, 32x64/4/3, 64x64/4/2, 32x64/4/2
-  ampere 128: 64x64/8/1, 32x32/4/2
-  ampere 256: 32x64/8/1, 32x32/8/1, 32x16/4/1
-  ampere 1024: 16x16/8/1
-  hopper 64: 64x128/8/3, 64x64/8/3, 64x128/8/2, 64x64/8/2
-  hopper 128: 64x64/8/3, 64x64/8/2, 64x64/8/1, 32x32/4/2
-  hopper 256: 32x32/8/1, 32x16/4/1
-  hopper 1024: 16x16/8/1
-  consumer 64: 32x64/4/3, 32x32/4/3, 32x64/4/2, 32x32/4/2
-  consumer 128: 32x32/4/3, 32x32/4/2, 32x32/4/1
-  consumer 256: 32x32/4/1, 16x16/4/1
-  consumer 1024: 16x16/4/1
-  amd 64: 64x64/4/1
-  amd 128: 32x32/4/1
-  amd 1024: 16x16/4/1
-  blackwell 64: 64x128/8/3, 64x64/8/3, 64x128/8/2, 64x64/8/2
-  blackwell 128: 64x64/8/3, 64x64/8/2, 64x64/8/1, 32x32/4/2
-  blackwell 256: 32x32/8/1, 32x16/4/1
-  blackwell 1024: 16x16/8/1""",
-        )
-
     def test_nothing_fits(self):
-        kept, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(1024, 1024, 4))
+        kept, rejected = candidates(*TABLES["forward"], known_device("sm_86"), Shape(1024, 1024, 4))
         assert kept == [Config(16, 16, 4, 1)]
         self.assertExpectedInline(
             "\n".join(f"{describe(config)}: {reason}" for config, reason in rejected),
@@ -254,7 +66,7 @@ gfx942 backward_dkdv: 32x128, 4 warps, 1 stages; 32x128, 4 warps, 1 stages; 16x1
 
 
 def test_what_is_rejected_says_why():
-    _, rejected = candidates(FORWARD, forward_cost, known_device("sm_86"), Shape(128, 128, 4, 16, 128))
+    _, rejected = candidates(*TABLES["forward"], known_device("sm_86"), Shape(128, 128, 4, 16, 128))
     assert [f"{describe(config)}: {reason}" for config, reason in rejected] == [
         "64x32, 4 warps, 3 stages: a tile of 64 does not divide the schedule's query blocks of 16",
         "64x64, 4 warps, 2 stages: a tile of 64 does not divide the schedule's query blocks of 16",
@@ -263,7 +75,7 @@ def test_what_is_rejected_says_why():
         "32x32, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
         "32x16, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
     ]
-    _, rejected = candidates(FORWARD, forward_cost, known_device("sm_90"), Shape(128, 128, 4))
+    _, rejected = candidates(*TABLES["forward"], known_device("sm_90"), Shape(128, 128, 4))
     assert rejected[0] == (Config(128, 128, 8, 3), "about 458752 bytes of shared memory of 232448")
 
 
@@ -318,11 +130,9 @@ def test_a_hint_is_honoured_or_noted():
 def test_max_autotune_gives_the_tuner_every_config_that_fits(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     device, shape = known_device("sm_80"), Shape(64, 64, 2)
-    kept, rejected = candidates(FORWARD, forward_cost, device, shape)
-    tiles = search.tiles(kept, [config for config, _ in rejected], forward_cost, device, shape)
-    wanted = {*tiles, *(config._replace(persistent=1) for config in tiles)}
-    found = tuned_kernel()[0].configs
-    assert len(found) == len(wanted) and all(config.launch(["persistent"]) in found for config in wanted)
+    kept, rejected = candidates(*TABLES["forward"], device, shape)
+    wanted = to_time("forward", kept, [config for config, _ in rejected], TABLES["forward"][1], device, shape)
+    assert tuned_kernel()[0].configs == [config.launch() for config in wanted]
 
 
 def tuned_kernel():
@@ -339,7 +149,7 @@ def test_what_the_autotuner_finds_is_kept_for_the_next_process(tmp_path, monkeyp
     kernel, choice = tuned_kernel()
     assert choice.why == f"first of {len(kernel.configs)} that fit; to be timed at the first call"
     fastest = Config(64, 64, 4, 3)
-    assert fastest.launch(["persistent"]) in kernel.configs[1:]
+    assert fastest.launch() in kernel.configs[1:]
     hook = pickle.loads(pickle.dumps(kernel.save_cache_hook))
     hook(triton.Config(fastest.constants(), num_warps=4, num_stages=3), 1000, found_by_coordesc=False)
 

@@ -12,7 +12,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime.triton_heuristics import GridExpr, config_from_dict
 
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton.fallback_configs import or_next
+from flex_inductor.lowerings.triton.autotuner import or_next
 from flex_inductor.lowerings.triton.in_place import ADDITION, adds_once
 from flex_inductor.tools.inspector import attention_kernels, kind
 from flex_inductor.tools.resources import compile_untuned, machine_code

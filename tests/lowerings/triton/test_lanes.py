@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flex_inductor.lowerings.lanes import with_reciprocals
 from flex_inductor.lowerings.triton.kernel import Arguments
-from flex_inductor.lowerings.triton.lanes import SCORED, Lane, LaneCode
+from flex_inductor.lowerings.triton.lanes import LaneCode
+from flex_inductor.lowerings.triton.printer import SCORED, Lane
 from flex_inductor.mod_ir.split import split
 
 

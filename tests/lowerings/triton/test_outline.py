@@ -58,7 +58,7 @@ class Outlines(expecttest.TestCase):
         self.assertExpectedInline(
             outlines(mask_mod=sliding_window, compact=True)["forward"],
             """\
-q = load_tile(query_head)
+q = load_tile(query)
 mask_0 = each_alone(q_idx)
 mask_4 = tl.full([], 20, tl.int32)
 # Blocks of keys where mask_mod decides.
@@ -95,7 +95,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             outlines(mask_mod=causal)["forward"],
             """\
-q = load_tile(query_head)
+q = load_tile(query)
 mask_0 = each_alone(q_idx)
 # Blocks of keys where mask_mod decides.
 last = tl.load(counts) * TILES
@@ -126,7 +126,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             found["forward"],
             """\
-q = load_tile(query_head)
+q = load_tile(query)
 score_0 = tl.load(captured_0 + (h))
 score_3 = as_mantissa(q_idx)
 # All keys.
@@ -148,7 +148,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             found["forward"],
             """\
-q = load_tile(query_head)
+q = load_tile(query)
 score_0 = tl.full([], 0.03333333333333333, tl.float32)
 score_3 = tl.full([], 30.0, tl.float32)
 # All keys.
@@ -169,7 +169,7 @@ store_tile(out, acc)""",
         self.assertExpectedInline(
             found["forward"],
             """\
-q = load_tile(query_head)
+q = load_tile(query)
 mask_0 = tl.load(captured_0 + (q_idx))
 # Blocks of keys where mask_mod decides.
 last = tl.load(counts) * TILES
@@ -289,7 +289,7 @@ for step in range(0, last):
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
     score_2 = score_0 + score_1
-    score_3 = per_score(captured_0 + (score_2), STAGED)
+    score_3 = per_score(captured_0 + (score_2))
     score_4 = score + score_3
     mask_1 = each_alone(kv_idx)
     mask_2 = mask_0 >= mask_1
@@ -306,7 +306,7 @@ for step in range(0, last):
     score = tl.dot(q, tl.trans(k))
     score_0 = q_idx - kv_idx
     score_2 = score_0 + score_1
-    score_3 = per_score(captured_0 + (score_2), STAGED)
+    score_3 = per_score(captured_0 + (score_2))
     score_4 = score + score_3
     v = load_tile(value_head)
     d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
@@ -333,7 +333,7 @@ for head in range(0, 1):
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
-        score_3 = per_score(captured_0 + (score_2), STAGED)
+        score_3 = per_score(captured_0 + (score_2))
         score_4 = score + score_3
         mask_0 = each_alone(q_idx)
         mask_2 = mask_0 >= mask_1
@@ -352,7 +352,7 @@ for head in range(0, 1):
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
         score_2 = score_0 + score_1
-        score_3 = per_score(captured_0 + (score_2), STAGED)
+        score_3 = per_score(captured_0 + (score_2))
         score_4 = score + score_3
         d_out = load_tile(d_out_head)
         dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)

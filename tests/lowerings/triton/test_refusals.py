@@ -83,24 +83,15 @@ def test_mods_that_compute_tensors():
         (
             {"backward": {"block_m": 64}},
             "has no kernel 'backward' to configure, only forward, decode, backward_dq, backward_magnitudes, "
-            "backward_dkdv, backward_dk, backward_dv, backward_onepass",
+            "backward_dkdv, backward_dk, backward_dv",
         ),
         (
             {"forward": {"rows": 64}},
-            "configs['forward'] has no 'rows', only block_m, block_n, warps, stages, descriptors, persistent, "
-            "specialized, held, staged, coalesced",
+            "configs['forward'] has no 'rows', only block_m, block_n, warps, stages, descriptors, coalesced",
         ),
-        ({"forward": {"held": 1}}, "configs['forward']: held is with descriptors alone"),
-        ({"forward": {"persistent": 2}}, "configs['forward']: persistent is 0 or 1, not 2"),
-        ({"decode": {"persistent": 1}}, "configs['decode']: the kernel has no choice of persistent"),
-        (
-            {"backward_dq": {"persistent": 1}},
-            "configs['backward_dq']: the kernel has no choice of persistent",
-        ),
-        (
-            {"forward": {"specialized": 1}},
-            "configs['forward']: warps are specialized with descriptors on sm_100 alone",
-        ),
+        ({"forward": {"descriptors": 2}}, "configs['forward']: descriptors is 0 or 1, not 2"),
+        ({"decode": {"descriptors": 1}}, "configs['decode']: the kernel has no choice of descriptors"),
+        ({"forward": {"coalesced": 1}}, "configs['forward']: the kernel has no choice of coalesced"),
         (
             {"forward": {"block_m": 48}},
             "configs['forward']: a tile of 48 is not a power of two from 16 to 256",
@@ -115,12 +106,3 @@ def test_configs_asked_for(configs, message):
 def test_descriptors_of_rows_that_are_not_aligned():
     message = "configs['forward']: descriptors need rows of whole, contiguous units of 16 bytes"
     refused(message, Sizes(queries=64, keys=64, value_dim=6), configs={"forward": {"descriptors": 1}})
-
-
-def test_one_pass_is_not_deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        reason = "adds to d(query) by atomics, which use_deterministic_algorithms rules out"
-        refused(f"configs['backward_onepass']: {reason}", configs={"backward_onepass": {}})
-    finally:
-        torch.use_deterministic_algorithms(False)

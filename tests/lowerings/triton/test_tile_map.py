@@ -71,8 +71,7 @@ def test_few_queries_are_decoded_in_tiles_of_any_size():
 @pytest.mark.parametrize(
     "blocks, configs, reason",
     [
-        ((128, 128), {"forward": {"descriptors": 1}}, "descriptors is not for tiles that lie where a map says"),
-        ((128, 128), {"forward": {"persistent": 1}}, "persistent is not for tiles that lie where a map says"),
+        ((128, 128), {"forward": {"descriptors": 1}}, "descriptors are not for tiles that lie where a map says"),
         ((16, 64), {"forward": {"block_m": 32}}, "a tile of 32 does not divide the schedule's query blocks of 16"),
         ((100, 64), None, "schedule blocks of 100x64, which are not multiples of 16"),
         ((5, 40), None, "schedule blocks of 5x40, which are not multiples of 16"),

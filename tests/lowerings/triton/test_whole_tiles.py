@@ -12,7 +12,8 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flex_inductor.lowerings.triton.kernel import Arguments
-from flex_inductor.lowerings.triton.lanes import Lane, LaneCode
+from flex_inductor.lowerings.triton.lanes import LaneCode
+from flex_inductor.lowerings.triton.printer import Lane
 from flex_inductor.mod_ir.split import split
 
 LENGTH, TILE_M, TILE_N = 256, 16, 32

@@ -1,5 +1,7 @@
 """What a kernel does on a card with fewer resources than its config takes. Stand-ins take the place of the compiler and the loader."""
 
+import copy
+import functools
 import pickle
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -10,15 +12,22 @@ import torch._inductor.runtime.triton_heuristics as heuristics
 import triton
 from torch._inductor.codecache import PyCodeCache
 
-import flex_inductor
 from flex_inductor import FlexError, flex_attention
+from flex_inductor.tools.inspector import attention_kernels
 
 
-def autotuner(target="sm_80", **options):
-    """Inductor's own for a forward, as its generated module makes it and another process hands it on."""
+@functools.cache
+def source(**hints):
+    """A forward's name and generated module."""
     q = torch.randn(1, 2, 256, 64, dtype=torch.float16)
-    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target=target, **options).kernels
-    made = getattr(PyCodeCache.load(kernel.source), kernel.name)
+    (kernel,) = attention_kernels(flex_attention, q, q, q, target="sm_80", kernel_options=hints or None)
+    return kernel.name, kernel.source
+
+
+def autotuner(**hints):
+    """Inductor's own for a forward, as its generated module makes it and another process hands it on."""
+    name, text = source(**hints)
+    made = copy.copy(getattr(PyCodeCache.load(text), name))
     left_out = made.prepare_for_pickle()
     received = pickle.loads(pickle.dumps(made))
     made.restore_after_unpickle(left_out)
@@ -137,7 +146,7 @@ def test_one_that_cannot_run_is_no_better(spills, card, monkeypatch):
 
 def test_a_hint_is_not_left(spills):
     spills[128, 128] = 50
-    assert tiles(launched(autotuner(kernel_options={"BLOCK_N": 128, "num_warps": 4}))) == (128, 128)
+    assert tiles(launched(autotuner(BLOCK_N=128, num_warps=4))) == (128, 128)
 
 
 def test_other_errors_are_left_alone(card, monkeypatch):
@@ -154,7 +163,8 @@ def test_descriptors_have_memory_in_every_thread(monkeypatch):
         return triton.runtime._allocation._allocator.get()(64, 16, None)
 
     monkeypatch.setattr(heuristics.CachingAutotuner, "run", run)
-    kernel = autotuner("sm_90", options={"configs": {"forward": {"descriptors": 1}}})
+    kernel = autotuner()
+    kernel.inductor_meta = {**kernel.inductor_meta, "declared_constexpr_names": ["DESCRIPTORS"]}
     kernel.device_props = types.SimpleNamespace(type="cpu")
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(kernel.run, stream=0).result().nbytes == 64

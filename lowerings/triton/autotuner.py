@@ -1,5 +1,5 @@
-"""What replaces a config that cannot be compiled, or for which the card lacks shared memory or registers: the next one
-that should fit.
+"""What a kernel of generated code does at its first call: it keeps the config that is fastest, and goes on to the next
+one that should fit where one cannot be compiled, or the card lacks shared memory or registers for it.
 
 How many registers a config takes is only known once it is compiled. If it needs local memory, the next two are
 compiled as well, and the one that needs least is taken. So are its layouts: where they rule out additions in place,
@@ -10,28 +10,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch._inductor.runtime.triton_compat import PTXASError
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_from_dict, config_to_dict
 
-from .. import errors
-from .configs import STACK_BYTES, axes_of, describe, launched_with
+from flex_inductor import fingerprint
+
+from .. import errors, winners
+from .configs import STACK_BYTES, describe, launched_with
 from .in_place import adds_twice
-from .search import on_the_fastest
 
 log = logging.getLogger("flex_inductor")
-
 
 BETTER = 2  # configs that are tried where the first takes more
 
 
-def or_next(kind: str, spare: Sequence[dict[str, int]], asked_for: bool) -> Callable[[Any], Any]:
+def or_next(
+    kind: str,
+    spare: Sequence[dict[str, int]],
+    asked_for: bool,
+    timed_as: tuple[str, str] | None = None,
+) -> Callable[[Any], Any]:
     """Decorates a kernel of generated code: if its config cannot run, its autotuner tries the `spare` ones in order.
 
-    A config that takes local memory is also compared with the next ones, unless the user `asked_for` it.
+    A config that takes local memory is also compared with the next ones, unless the user `asked_for` it. Of several
+    configs the fastest is kept for this class of problems and device.
     """
 
     def decorate(kernel: Any) -> Any:
@@ -42,11 +48,25 @@ def or_next(kind: str, spare: Sequence[dict[str, int]], asked_for: bool) -> Call
                 config.kwargs.update(dict.fromkeys({"COALESCED"} & config.kwargs.keys(), 1))
         kernel.kind, kernel.spare, kernel.tried = kind, [*spare], []
         kernel.better = [] if asked_for else [*spare[:BETTER]]
-        if isinstance(kernel, WithSpare):
-            kernel.split()
+        if timed_as is not None:
+            kernel.save_cache_hook = _Keep(*timed_as, getattr(kernel, "save_cache_hook", None))
         return kernel
 
     return decorate
+
+
+class _Keep(NamedTuple):
+    """Called by the autotuner with the winner. It is pickled with the kernel."""
+
+    problem: str
+    device: str
+    before: Callable | None  # what Inductor does with the winner itself
+
+    def __call__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if self.before is not None:
+            self.before(config, *args, **kwargs)
+        found = launched_with(config)._asdict()
+        winners.keep(winners.Winner(self.problem, self.device, fingerprint.FINGERPRINT, found, []))
 
 
 class CompilerGaveUp(PTXASError):
@@ -63,13 +83,6 @@ class WithSpare(CachingAutotuner):
     spare: list[dict[str, int]]
     better: list[dict[str, int]]
     tried: list[tuple[str, str]]
-    later: list[Any]  # configs that are timed in a second step, see search.py
-
-    def split(self) -> None:
-        """Of several configs keep those for later that differ from the first in an axis."""
-        axes = [axes_of([launched_with(config)]) for config in self.configs]
-        self.later = [config for config, own in zip(self.configs, axes, strict=True) if own != axes[0]]
-        self.configs = [config for config, own in zip(self.configs, axes, strict=True) if own == axes[0]]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         # Descriptors take memory from Triton's allocator, which each thread has to set. Inductor sets it only at a
@@ -114,39 +127,20 @@ class WithSpare(CachingAutotuner):
                 _local_bytes(best[0][0]),
                 _text(config),
             )
-            other = self._loaded([config])
+            other = self._loaded(config)
             if other[0]:
                 best = min(best, other, key=lambda it: _local_bytes(it[0][0]))
             self.launchers, self.compile_results = best
-        if len(self.launchers) == 1 and self.later:  # the first step has found its tile
-            self._add_later(self.launchers[0].config)
 
-    def benchmark_all_configs(self, *args: Any, **kwargs: Any) -> dict[Any, float]:
-        timings = super().benchmark_all_configs(*args, **kwargs)
-        if self.later:
-            first, count = [*self.launchers], len(self.launchers)
-            self._add_later(min(timings, key=timings.__getitem__).config)
-            self.launchers = self.launchers[count:]
-            timings |= super().benchmark_all_configs(*args, **kwargs)
-            self.launchers = first + self.launchers
-        return timings
-
-    def _add_later(self, fastest: Any) -> None:
-        """Make launchers for the second step too."""
-        step, self.later = on_the_fastest(self.later, fastest, launched_with), []
-        before = self.launchers, self.compile_results
-        found = self._loaded(step) if step else ([], [])
-        self.launchers, self.compile_results = (a + b for a, b in zip(before, found, strict=True))
-
-    def _loaded(self, configs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Launchers and binaries for those of other configs that can run."""
-        self.launchers, self.compile_results, self.configs = [], [], configs
+    def _loaded(self, config: Any) -> tuple[list[Any], list[Any]]:
+        """The launcher and the binary of another config, if it can run."""
+        self.launchers, self.compile_results, self.configs = [], [], [config]
         self._load_source()
         try:
             super()._precompile_worker()
             super()._make_launchers()
         except RuntimeError as error:
-            log.info("%s: %s: %s", self.kind, "; ".join(map(_text, configs)), error)
+            log.info("%s: %s: %s", self.kind, _text(config), error)
             return [], []
         return self.launchers, self.compile_results
 

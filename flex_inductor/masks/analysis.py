@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .errors import MaskModError, size_needed
+from .errors import fails_somewhere, size_needed
 from .refine import tile_runs
 from .runs import Runs
 from .tables import Extent
@@ -31,17 +31,12 @@ def analysed(
     if window is not None:
         bounds = bounds_of(window, extent.block, 0)
         return runs_in_window(bounds, extent, device), bounds.grids
-    program = known.program
-    program = program or trace_mask(mask_mod, device)
-    if read := [name for name in unstated if name in program.reads]:
-        raise size_needed(program.name, read)
-    grids = (extent.batch if "b" in program.reads else 1, extent.heads if "h" in program.reads else 1)
+    mask = known.mask or trace_mask(mask_mod, device)
+    if read := [name for name in unstated if name in mask.reads]:
+        raise size_needed(mask.name, read)
+    grids = (extent.batch if "b" in mask.reads else 1, extent.heads if "h" in mask.reads else 1)
     try:
-        return tile_runs(program, extent), grids
+        return tile_runs(mask, extent), grids
     except (RuntimeError, IndexError, ValueError) as error:
         sizes = zip(INDEX_NAMES, (extent.batch, extent.heads, *extent.lengths), strict=True)
-        where = ", ".join(f"{name} < {size}" for name, size in sizes)
-        raise MaskModError(
-            f"mask_mod {program.name}: fails at some {where}: {error}. "
-            "A captured tensor needs an entry for every index it is read at."
-        ) from error
+        raise fails_somewhere(mask.name, dict(sizes), error) from error

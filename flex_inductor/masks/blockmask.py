@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from .. import errors as call_errors
 from ..compat import outside_graphs
 from .analysis import analysed
 from .errors import MaskArgumentError
@@ -19,7 +20,7 @@ from .lists import block_mask_of, lists_from_runs, without_full
 from .ordinary import ordinary_tensors
 from .schedule import RunSchedule
 from .tables import Extent
-from .trace import check_signature
+from .trace import INDEX_NAMES
 from .window import seen
 from .window_schedule import WindowSchedule, bounds_of
 
@@ -106,7 +107,7 @@ def check_arguments(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any
 ) -> tuple[Extent, torch.device]:
     if not torch.compiler.is_dynamo_compiling():
-        check_signature(mask_mod)
+        call_errors.check_arity("mask_mod", mask_mod, INDEX_NAMES)
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in sizes.items():
         least = 1 if name in ("B", "H") else 0

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..mod_ir.arguments import INDEX_DTYPE
+from ..mod_ir.recorder import READS
 from .captured_bounds import Pyramid, readable
 from .equal_values import contains, meetings_of
 from .interval_rules import bound
 from .intervals import INT_DTYPES, Interval
 from .tables import Extent, build_tables
-from .trace import INDEX_NAMES, MaskProgram, Ref, Step
+from .trace import MaskGraph, dtype_of, is_joint
 
 aten = torch.ops.aten
 
@@ -38,44 +39,45 @@ class Rectangles:
 
 
 class MaskBounds:
-    """Runs a mask program on intervals. Values of one side come from tables, those of both sides by rules."""
+    """Runs a mask's graph on intervals. Values of one side come from tables, those of both sides by rules."""
 
-    def __init__(self, program: MaskProgram, extent: Extent) -> None:
-        self.program = program
+    def __init__(self, mask: MaskGraph, extent: Extent) -> None:
+        self.mask = mask
         self.extent = extent
-        needed = program.needed([program.output])
-        self.joint = [i for i in needed if program.steps[i].is_joint]
-        used = {i for j in self.joint for i in program.steps[j].refs} | {program.output}
-        one_sided = [i for i in sorted(used) if i >= len(INDEX_NAMES) and not program.steps[i].is_joint]
-        self.tables = build_tables(program, one_sided, extent)
-        self.constants = {i: self._constant(i) for i in one_sided if not program.steps[i].reads}
-        self.pyramids: dict[int, Pyramid] = {}
+        needed = mask.needed([mask.output])
+        self.joint = [node for node in needed if is_joint(node)]
+        used = {node for joint in self.joint for node in joint.all_input_nodes} | {mask.output}
+        one_sided = [n for n in needed if n in used and not is_joint(n) and n.op != "placeholder"]
+        self.tables = build_tables(mask, one_sided, extent)
+        self.constants = {node: self._constant(node) for node in one_sided if not node.meta[READS]}
+        self.pyramids: dict[fx.Node, Pyramid] = {}
 
-    def _constant(self, i: int) -> Any:
-        zero = torch.zeros((), dtype=torch.int64, device=self.program.device)
-        return self.program.function(i)(zero, zero, zero, zero)
+    def _constant(self, node: fx.Node) -> Any:
+        zero = torch.zeros((), dtype=torch.int64, device=self.mask.device)
+        return self.mask.function(node)(zero, zero, zero, zero)
 
     @functools.cached_property
-    def meetings(self) -> dict[int, Tensor]:
-        return meetings_of(self.program, self.extent)
+    def meetings(self) -> dict[fx.Node, Tensor]:
+        return meetings_of(self.mask, self.extent)
 
     def over(self, rectangles: Rectangles, look_up: bool = False) -> tuple[Tensor, Tensor]:
         """(true everywhere, true somewhere) as far as can be told, one pair for each rectangle.
 
         With `look_up`, which is for single tiles, comparisons of equal values are decided by equal_values.py.
         """
-        env: dict[int, Interval] = dict(enumerate(self._indices(rectangles)))
-        for i, table in self.tables.items():
-            tile = rectangles.kv if "kv" in self.program.steps[i].reads else rectangles.q
-            env[i] = table.at(rectangles.scale, rectangles.b, rectangles.h, tile)
-        for i in self.joint:
-            step = self.program.steps[i]
-            if step.is_scalar and step.dtype is not None:
-                env[i] = self._bound(i, step, step.dtype, env)
-                if look_up and i in self.meetings:
-                    meets = contains(self.meetings[i], rectangles.q * self.extent.tiles[1] + rectangles.kv)
-                    env[i] = Interval.boolean(env[i].lo, env[i].hi & meets)
-        answer = env[self.program.output]
+        known: dict[fx.Node, Interval] = dict(zip(self.mask.indices, self._indices(rectangles), strict=True))
+        for node, table in self.tables.items():
+            tile = rectangles.kv if "kv" in node.meta[READS] else rectangles.q
+            known[node] = table.at(rectangles.scale, rectangles.b, rectangles.h, tile)
+        for node in self.joint:
+            dtype = dtype_of(node)
+            if dtype is None:
+                continue
+            found = known[node] = self._bound(node, dtype, known)
+            if look_up and node in self.meetings:
+                meets = contains(self.meetings[node], rectangles.q * self.extent.tiles[1] + rectangles.kv)
+                known[node] = Interval.boolean(found.lo, found.hi & meets)
+        answer = known[self.mask.output]
         count = len(rectangles)
         return answer.lo.expand(count), answer.hi.expand(count)
 
@@ -90,28 +92,27 @@ class MaskBounds:
             made.append(Interval(start, end, INDEX_DTYPE, 0, length - 1))
         return made
 
-    def _bound(self, i: int, step: Step, dtype: torch.dtype, env: dict[int, Interval]) -> Interval:
-        device = self.program.device
-        if step.target is aten.index.Tensor:
-            read = self._gather(i, step, env)
-            return read if read is not None else Interval.unknown(dtype, device)
-        if any(j not in env for j in step.refs):
-            return Interval.unknown(dtype, device)
-        args = [env[a.step] if isinstance(a, Ref) else a for a in step.args]
-        kwargs = {k: env[v.step] if isinstance(v, Ref) else v for k, v in step.kwargs.items()}
-        return bound(step.target, dtype, device, *args, **kwargs)
+    def _bound(self, node: fx.Node, dtype: torch.dtype, known: dict[fx.Node, Interval]) -> Interval:
+        device = self.mask.device
+        found = None
+        if node.target is aten.index.Tensor:
+            found = self._gather(node, known)
+        elif all(source in known for source in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            found = bound(node.target, dtype, device, *args, **kwargs)
+        return Interval.unknown(dtype, device) if found is None else found
 
-    def _gather(self, i: int, step: Step, env: dict[int, Interval]) -> Interval | None:
-        source, places = step.args
-        values = self.constants.get(source.step) if isinstance(source, Ref) else None
-        indices = [env[p.step] for p in places if isinstance(p, Ref) and p.step in env]
+    def _gather(self, node: fx.Node, known: dict[fx.Node, Interval]) -> Interval | None:
+        source, places = node.args
+        values = self.constants.get(source)
+        indices = [known[place] for place in places if place in known]
         if not isinstance(values, Tensor) or not len(indices) == len(places) == values.dim():
             return None
         if any(index.dtype not in INT_DTYPES for index in indices):
             return None
-        ranged = tuple(bool(self.program.steps[p.step].reads & {"q", "kv"}) for p in places)
+        ranged = tuple(bool(place.meta[READS] & {"q", "kv"}) for place in places)
         if not readable(values, ranged):
             return None
-        if i not in self.pyramids:
-            self.pyramids[i] = Pyramid(values, ranged)
-        return self.pyramids[i].over(indices)
+        if node not in self.pyramids:
+            self.pyramids[node] = Pyramid(values, ranged)
+        return self.pyramids[node].over(indices)

@@ -263,7 +263,11 @@ def _register() -> None:
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))
 
     compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
-    trace_rules.add("flex_inductor.masks.trace")  # runs as it is, also inside a function that Dynamo compiles
+    for name in (
+        "masks.trace",
+        "mod_ir.recorder",
+    ):  # run as they are, also inside a function that Dynamo compiles
+        trace_rules.add(f"flex_inductor.{name}")
 
 
 def _room_in_graph(tx: Any, tiles: Any) -> Any:

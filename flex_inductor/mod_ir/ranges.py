@@ -35,6 +35,12 @@ class Order(NamedTuple):
 NUMBERS = Order(min, max)
 
 
+def operation(target: Any) -> str:
+    """The name of an aten op, whatever its overload, by which rules are found."""
+    schema = getattr(target, "_schema", None)
+    return "" if schema is None else schema.name.removeprefix("aten::")
+
+
 def add(_: Order, x: Range, y: Range) -> Range:
     return Range(x.least + y.least, x.most + y.most)
 

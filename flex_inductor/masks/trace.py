@@ -110,8 +110,8 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskGraph:
             return mask_mod(*indices)
 
     def recorded(*indices: Tensor) -> Any:
-        with run:
-            return flat(*indices)
+        with LaneIndexing(), run:  # which sees indexing as it is written
+            return mask_mod(*indices)
 
     def capture_name(tensor: Tensor) -> str:
         return dict(names_in(mask_mod)).get(id(tensor), "a tensor")

@@ -141,6 +141,14 @@ def test_documents_that_follow_each_other(beside):
                 assert torch.equal(ours, theirs), (name, queries, keys)
 
 
+def test_a_mask_of_documents_is_traced_once(monkeypatch):
+    """What it captures may be other tensors on the next call."""
+    ids = DOCUMENTS["ascending"]
+    create_block_mask(document(ids), 3, None, 70, 100, "cpu", compact=True)
+    monkeypatch.setattr("flex_inductor.masks.window.trace_mask", None)
+    create_block_mask(document(ids.clone()), 3, None, 70, 100, "cpu", compact=True)
+
+
 def document(ids):
     return lambda b, h, q, kv: ids[q] == ids[kv] if ids.dim() == 1 else ids[b, q] == ids[b, kv]
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..masks.analysis import analysed
-from ..masks.blockmask import check_arguments
+from ..masks.analysis.tiles import analysed
 from ..masks.library import document
+from ..masks.library.blockmask import check_arguments
 from ..masks.ordinary import ordinary_tensors
-from ..masks.runs import Runs, preceding
+from ..masks.runs import Extent, Runs, preceding
 from ..masks.schedule import RunSchedule, extent_of, runs_of_block_mask
-from ..masks.tables import Extent
 from ..sequences import SequenceMask, Sequences
 from . import planning_errors as errors
 

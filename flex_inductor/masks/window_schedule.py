@@ -16,11 +16,10 @@ from ..mod_ir.replay import Unchanging
 from ..op.schedule import RowBounds, SequenceBounds
 from ..op.tile_map import TileMap
 from ..windows import ON_TENSORS, Window
+from .analysis.window import MOST
 from .ordinary import ordinary_tensors
-from .runs import FULL, PARTIAL, Runs, merged
+from .runs import FULL, PARTIAL, Extent, Runs, merged
 from .schedule import TENSORS, RunSchedule
-from .tables import Extent
-from .window import MOST
 
 BLOCK = 128
 

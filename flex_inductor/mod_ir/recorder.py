@@ -124,7 +124,8 @@ class Recorder(TorchDispatchMode):
     def _is(self, tensor: Tensor, node: fx.Node, reads: frozenset[str]) -> None:
         self._nodes[id(tensor)] = node
         self._met.append(tensor)
-        node.meta.setdefault("val", tensor)
+        # A graph is freed late: it must not keep values.
+        node.meta.setdefault("val", torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         node.meta[READS] = reads
 
 

@@ -12,9 +12,9 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flex_inductor import RunSchedule, and_masks, flex_attention, masks, or_masks, take_over
 from flex_inductor.masks import library
-from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
-from flex_inductor.masks.combine import intersect
 from flex_inductor.masks.errors import FlexError, MaskArgumentError, MaskModError
+from flex_inductor.masks.library.blockmask import HAS_WRITE_ORDER, create_block_mask
+from flex_inductor.masks.library.combine import intersect
 
 TABLE = torch.arange(64)
 ELSEWHERE = torch.zeros(64, device="meta")

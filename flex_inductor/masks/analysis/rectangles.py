@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..mod_ir.arguments import INDEX_DTYPE
-from ..mod_ir.recorder import READS
+from ...mod_ir.arguments import INDEX_DTYPE
+from ...mod_ir.recorder import READS
+from ..runs import Extent
 from .captured_bounds import Pyramid, readable
 from .equal_values import contains, meetings_of
 from .interval_rules import bound
 from .intervals import INT_DTYPES, Interval
-from .tables import Extent, build_tables
+from .tables import build_tables
 from .trace import MaskGraph, dtype_of, is_joint
 
 aten = torch.ops.aten

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bounds import MaskBounds, Rectangles
-from .runs import FULL, PARTIAL, Runs, counted, merged
-from .tables import Extent
+from ..runs import FULL, PARTIAL, Extent, Runs, counted, merged
+from .rectangles import MaskBounds, Rectangles
 from .trace import MaskGraph
 
 SPLIT = 4

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mod_ir import ranges
-from ..mod_ir.ranges import Order, Range
+from ...mod_ir import ranges
+from ...mod_ir.ranges import Order, Range
 from .intervals import (
     FLOAT_DTYPES,
     INT_DTYPES,

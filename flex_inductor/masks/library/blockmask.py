@@ -11,18 +11,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from .. import errors as call_errors
-from ..compat import outside_graphs
-from .analysis import analysed
-from .errors import MaskArgumentError
-from .in_graph import lists_in_trace, traced_block_lists
-from .lists import block_mask_of, lists_from_runs, without_full
-from .ordinary import ordinary_tensors
-from .schedule import RunSchedule
-from .tables import Extent
-from .trace import INDEX_NAMES
-from .window import seen
-from .window_schedule import WindowSchedule, bounds_of
+from ... import errors as call_errors
+from ...compat import outside_graphs
+from ..analysis.tiles import analysed
+from ..analysis.trace import INDEX_NAMES
+from ..analysis.window import seen
+from ..errors import MaskArgumentError
+from ..in_graph import lists_in_trace, traced_block_lists
+from ..lists import block_mask_of, lists_from_runs, without_full
+from ..ordinary import ordinary_tensors
+from ..runs import Extent
+from ..schedule import RunSchedule
+from ..window_schedule import WindowSchedule, bounds_of
 
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..mod_ir.ranges import operation
-from ..mod_ir.replay import is_alone, keep, replayed
-from ..windows import ALL, Window
-from .documents import may_be_ids, table_of
+from ...mod_ir.ranges import operation
+from ...mod_ir.replay import is_alone, keep, replayed
+from ...windows import ALL, Window
 from .trace import INDEX_NAMES, MaskGraph, dtype_of, trace_mask
 
 _SEEN = "seen"  # what is kept of a trace
+_IDS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Captured(NamedTuple):
@@ -147,7 +147,9 @@ def limits_of(lane: fx.Graph) -> Window:
 
 def _window_of(mask: MaskGraph, captures: Sequence[Tensor]) -> Window | None:
     places = {id(tensor): place for place, tensor in enumerate(captures)}
-    captured = {n: places[id(tensor)] for n, tensor in mask.captures.items() if id(tensor) in places}
+    captured = {
+        node: (places[id(tensor)], tensor) for node, tensor in mask.captures.items() if id(tensor) in places
+    }
     return _Reader(mask.graph, captured).window(mask.output)
 
 
@@ -169,8 +171,10 @@ def _by_captures(window: Window) -> Window | None:
 class _Reader:
     """Finds windows in a graph of aten ops."""
 
-    def __init__(self, graph: fx.Graph, captured: Mapping[fx.Node, int], at_most: bool = False):
-        """`captured` are tensors with their places among what the function captures. With `at_most`, of conditions
+    def __init__(
+        self, graph: fx.Graph, captured: Mapping[fx.Node, tuple[int, Tensor]], at_most: bool = False
+    ):
+        """`captured` are what the function captures, with their places among that. With `at_most`, of conditions
         joined by `and` those that are windows are enough."""
         indices = graph.find_nodes(op="placeholder")[: len(INDEX_NAMES)]
         self.indices: dict[object, str] = dict(zip(indices, INDEX_NAMES, strict=True))
@@ -248,9 +252,9 @@ class _Reader:
         names = [self.indices.get(index, "") for index in indices]
         if table not in self.captured or names[:-1] not in ([], ["b"]) or names[-1] not in ("q", "kv"):
             return "", None
-        ids = table.meta["val"]
-        known = ids.dim() == len(names) and may_be_ids(ids)
-        return (names[-1], Documents(self.captured[table], len(names) == 2)) if known else ("", None)
+        place, ids = self.captured[table]
+        known = ids.dim() == len(names) and type(ids) is Tensor and ids.dtype in _IDS
+        return (names[-1], Documents(place, len(names) == 2)) if known else ("", None)
 
     def _quotient(self, at: object) -> tuple[str, int]:
         """Of q // size or kv // size the index and the size; 0 for what is neither."""
@@ -273,7 +277,7 @@ class _Reader:
         if dtype_of(value) not in (torch.int32, torch.int64) or value.kwargs:
             return None
         if value in self.captured:
-            return _Sum(0, 0, 0, 1, (self.captured[value], False))
+            return _Sum(0, 0, 0, 1, (self.captured[value][0], False))
         name = operation(value.target)
         if name == "index":
             return self._entry_of_batch(*value.args)
@@ -290,7 +294,8 @@ class _Reader:
     def _entry_of_batch(self, table: fx.Node, at: Sequence[object]) -> _Sum | None:
         if table not in self.captured or [self.indices.get(index) for index in at] != ["b"]:
             return None
-        return _Sum(0, 0, 0, 1, (self.captured[table], True)) if table.meta["val"].dim() == 1 else None
+        place, entries = self.captured[table]
+        return _Sum(0, 0, 0, 1, (place, True)) if entries.dim() == 1 else None
 
 
 def _at_least_zero(found: _Sum | None) -> Window | None:
@@ -301,3 +306,35 @@ def _at_least_zero(found: _Sum | None) -> Window | None:
     if (found.q, found.kv) == (-1, 1):
         return Window(left=found.distance)
     return None
+
+
+def table_of(ids: Tensor, positions: int) -> Tensor | None:
+    """Where the document of each position begins and ends, int32 [rows, positions, 2].
+
+    None where there are too few ids, or a document goes on after another one.
+    """
+    if ids.size(1) < positions or not positions:
+        return None
+    ids = ids[:, :positions]
+    begins = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    begin = begins.flatten().nonzero().squeeze(1)
+    row = begin // positions
+    if _any_twice(row, ids.flatten()[begin]):
+        return None
+    tokens = torch.cat((begin[1:], begin.new_tensor([ids.numel()]))) - begin
+    begin = begin - row * positions
+    table = torch.stack((begin, begin + tokens), 1).to(torch.int32)
+    return table.repeat_interleave(tokens, 0, output_size=ids.numel()).view(*ids.shape, 2)
+
+
+def _any_twice(row: Tensor, document: Tensor) -> bool:
+    """Whether a row has a document in two places."""
+    document = document.long()
+    same_row = row[1:] == row[:-1]
+    if not bool((same_row & (document[1:] < document[:-1])).any()):
+        return False  # mostly: they ascend
+    order = document.argsort(stable=True)
+    order = order[row[order].argsort(stable=True)]
+    row, document = row[order], document[order]
+    return bool(((row[1:] == row[:-1]) & (document[1:] == document[:-1])).any())

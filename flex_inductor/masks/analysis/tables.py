@@ -8,30 +8,15 @@ between calls: a capture changed in place cannot leave a stale table behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, fx
 
-from ..mod_ir.recorder import READS
+from ...mod_ir.recorder import READS
+from ..runs import Extent
 from .intervals import FLOAT_DTYPES, INT_DTYPES, Interval, Number
 from .trace import MaskGraph, dtype_of
 
 POINTS_AT_ONCE = 1 << 18
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The index space of a mask, in tokens and in tiles."""
-
-    batch: int
-    heads: int
-    lengths: tuple[int, int]
-    block: tuple[int, int]
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return (-(-self.lengths[0] // self.block[0]), -(-self.lengths[1] // self.block[1]))
 
 
 class Table:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import errors as call_errors
-from ..mod_ir.arguments import INDEX_DTYPE
-from ..mod_ir.capture import names_in
-from ..mod_ir.indexing import LaneIndexing
-from ..mod_ir.recorder import READS, Recorder
-from ..mod_ir.replay import Recording
-from ..mod_ir.source_lines import line_raising
-from . import errors
+from ... import errors as call_errors
+from ...mod_ir.arguments import INDEX_DTYPE
+from ...mod_ir.capture import names_in
+from ...mod_ir.indexing import LaneIndexing
+from ...mod_ir.recorder import READS, Recorder
+from ...mod_ir.replay import Recording
+from ...mod_ir.source_lines import line_raising
+from .. import errors
 
 INDEX_NAMES = ("b", "h", "q", "kv")
 
@@ -162,11 +162,11 @@ def _untraceable(
     call_errors.check_mod_result(name, value[0] if isinstance(value, Tensor) else value)
     graph = fx.Graph()
     indices = [graph.placeholder(name) for name in INDEX_NAMES]
-    for node, index, example in zip(indices, INDEX_NAMES, four[:, 0], strict=True):
-        node.meta.update({"val": example, READS: frozenset([index])})
+    for node, index in zip(indices, INDEX_NAMES, strict=True):
+        node.meta[READS] = frozenset([index])
     whole = graph.call_function(flat, tuple(indices))
     reads = {"q", "kv", *(index for index in "bh" if _varies_with(flat, index, device))}
-    whole.meta.update({"val": value[0], READS: frozenset(reads)})
+    whole.meta.update({"val": value[0].to("meta"), READS: frozenset(reads)})
     graph.output(whole)
     return MaskGraph(graph, {}, name_of(mask_mod), device)
 

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from .errors import fails_somewhere, size_needed
+from ..errors import fails_somewhere, size_needed
+from ..runs import Extent, Runs
+from ..window_schedule import bounds_of, runs_in_window
 from .refine import tile_runs
-from .runs import Runs
-from .tables import Extent
 from .trace import INDEX_NAMES, trace_mask
 from .window import Seen, seen
-from .window_schedule import bounds_of, runs_in_window
 
 
 def analysed(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ..mod_ir.recorder import READS
+from ...mod_ir.recorder import READS
+from ..runs import Extent, counted
 from .intervals import INT_DTYPES
-from .runs import counted
-from .tables import POINTS_AT_ONCE, Extent
+from .tables import POINTS_AT_ONCE
 from .trace import INDEX_NAMES, MaskGraph, dtype_of
 
 aten = torch.ops.aten

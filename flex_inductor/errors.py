@@ -162,11 +162,12 @@ _SIGNATURES = {
 
 
 def not_callable(name: str, value: Any) -> FlexTypeError:
-    hint = ""
-    if name == "score_mod" and isinstance(value, _block_mask_type()):
-        hint = " Pass the BlockMask as block_mask=."
+    or_none, hint = "", ""
+    if name == "score_mod":
+        or_none = ", or None"
+        hint = " Pass the BlockMask as block_mask=." if isinstance(value, _block_mask_type()) else ""
     return FlexTypeError(
-        f"{name} must be a function, {_SIGNATURES[name]}, or None, but is a {type(value).__name__}.{hint}"
+        f"{name} must be a function, {_SIGNATURES[name]}{or_none}, but is a {type(value).__name__}.{hint}"
     )
 
 
@@ -187,10 +188,14 @@ def score_result(value: Any) -> FlexTypeError:
     )
 
 
-def mask_result(value: Any) -> FlexTypeError:
-    hint = " Compare (for example q_idx >= kv_idx) or call .bool()." if isinstance(value, Tensor) else ""
+def mask_result(name: str, value: Any) -> FlexTypeError:
+    hint = ""
+    if isinstance(value, Tensor):
+        hint = " Compare (for example q_idx >= kv_idx) or call .bool()."
+    elif isinstance(value, bool):
+        hint = " A constant is torch.ones((), dtype=torch.bool), on the device of the indices."
     return FlexTypeError(
-        f"mask_mod must return one bool, a 0-d torch.bool tensor, but returned {described(value)}."
+        f"{name} must return one bool, a 0-d torch.bool tensor, but returned {described(value)}."
         f"{_index_hint(value) or hint}"
     )
 
@@ -212,11 +217,12 @@ def described(value: Any) -> str:
 
 
 def check_mod_result(name: str, value: Any) -> None:
-    scalar = isinstance(value, Tensor) and value.dim() == 0
-    if name == "mask_mod" and not (scalar and value.dtype == torch.bool):
-        raise mask_result(value)
-    if name == "score_mod" and not (scalar and value.dtype.is_floating_point):
+    """`name` is score_mod, or mask_mod and maybe what the function is called."""
+    dtype = value.dtype if isinstance(value, Tensor) and value.dim() == 0 else None
+    if name == "score_mod" and not (dtype and dtype.is_floating_point):
         raise score_result(value)
+    if name != "score_mod" and dtype != torch.bool:
+        raise mask_result(name, value)
 
 
 def check_arity(name: str, mod: Any, lanes: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from flex_inductor.masks import refine, tables
-from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.analysis import refine, tables
+from flex_inductor.masks.library.blockmask import create_block_mask
 from flex_inductor.masks.lists import LISTS
 
 

@@ -8,8 +8,8 @@ import torch
 
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.lowerings import registry
-from flex_inductor.masks import interval_rules
-from flex_inductor.masks.bounds import MaskBounds
+from flex_inductor.masks.analysis import interval_rules
+from flex_inductor.masks.analysis.rectangles import MaskBounds
 from tests.support import Sizes, attention_of, dense_of, judge
 
 PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from flex_inductor.masks import library
-from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.draw import draw_mask
 from flex_inductor.masks.errors import FlexError
+from flex_inductor.masks.library.blockmask import create_block_mask
 
 from .files import at_least_one, to_write
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..masks.cut import cut_runs
-from ..masks.runs import PARTIAL, Runs, counted, merged, split
+from ..masks.runs import PARTIAL, Extent, Runs, counted, merged, split
 from ..masks.schedule import RunSchedule
-from ..masks.tables import Extent
 from ..op import Inputs
 from ..op.ring import HALVES
 from ..visits import BlockRuns, TileMap

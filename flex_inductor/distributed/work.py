@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from ..masks.blockmask import create_block_mask
 from ..masks.library import document
+from ..masks.library.blockmask import create_block_mask
 from ..masks.ordinary import ordinary_tensors
 from ..masks.planned import PlannedMask
 from ..masks.runs import preceding

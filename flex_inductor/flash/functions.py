@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import and_masks
 from .. import errors as call_errors
 from ..attention import flex_attention, refused
 from ..masks import create_block_mask
-from ..masks.window import MOST
+from ..masks.analysis.window import MOST
 from ..masks.window_schedule import schedule_of
 from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention

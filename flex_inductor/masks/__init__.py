@@ -1,8 +1,5 @@
 """Block masks: built from the mask's own expression, combined, drawn, and a library of masks."""
 
-from .algebra import not_mask, offset
-from .blockmask import create_block_mask
-from .combine import intersect, unite
 from .draw import draw_mask, load_ipython_extension
 from .library import (
     block_diffusion,
@@ -18,6 +15,9 @@ from .library import (
     sliding_window,
     tree,
 )
+from .library.algebra import not_mask, offset
+from .library.blockmask import create_block_mask
+from .library.combine import intersect, unite
 from .schedule import RunSchedule
 
 __all__ = [

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from .blockmask import create_block_mask
+from .analysis.trace import name_of
 from .errors import FlexError, MaskArgumentError
+from .library.blockmask import create_block_mask
 from .runs import FULL, PARTIAL, density
 from .schedule import RunSchedule
-from .trace import name_of
 
 FORMATS = (".png", ".svg")
 EMPTY_COLOUR, PARTIAL_COLOUR, FULL_COLOUR = "#f4f4f2", "#f2a541", "#2f6690"

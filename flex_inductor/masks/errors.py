@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..errors import FlexError, FlexTypeError, FlexValueError
 
-__all__ = ["FlexError", "MaskArgumentError", "MaskModError", "made_of_examples", "size_needed"]
+__all__ = ["FlexError", "MaskArgumentError", "MaskModError"]
 
 
 class MaskArgumentError(FlexValueError):
@@ -14,7 +15,7 @@ class MaskArgumentError(FlexValueError):
 
 
 class MaskModError(FlexTypeError):
-    """The mask_mod itself is not a function of (b, h, q_idx, kv_idx) to one boolean."""
+    """The mask_mod cannot be evaluated for all (b, h, q_idx, kv_idx)."""
 
 
 def size_needed(mask_mod: str, read: Sequence[str]) -> MaskArgumentError:
@@ -32,4 +33,24 @@ def made_of_examples() -> MaskArgumentError:
         "a mask made inside of torch.func.vmap depends on a tensor that differs between the examples, which would need "
         "a mask for each. Make one outside, with a batch for each example and a mask_mod that reads b, and call "
         "attention on the whole batch."
+    )
+
+
+def capture_elsewhere(mask_mod: str, capture: str, device: Any, expected: Any) -> MaskModError:
+    return MaskModError(
+        f"{mask_mod}: captures `{capture}`, which is on {device}, but the mask is built on {expected}. Move it there, "
+        f"or pass device={str(device)!r}."
+    )
+
+
+def cannot_be_evaluated(mask_mod: str, error: Exception) -> MaskModError:
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return MaskModError(f"{mask_mod}: cannot be evaluated: {reason}")
+
+
+def fails_somewhere(mask_mod: str, sizes: Mapping[str, int], error: Exception) -> MaskModError:
+    where = ", ".join(f"{name} < {size}" for name, size in sizes.items())
+    return MaskModError(
+        f"mask_mod {mask_mod}: fails at some {where}: {error}. "
+        "A captured tensor needs an entry for every index it is read at."
     )

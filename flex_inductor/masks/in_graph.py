@@ -27,10 +27,10 @@ from ..mod_ir.capture import lift
 from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.trace import fake_like, numbers_known
 from ..mod_ir.tracer import Tracer
-from .analysis import analysed
+from .analysis.tiles import analysed
 from .lists import lists_from_runs
 from .ordinary import ordinary_tensors
-from .tables import Extent
+from .runs import Extent
 
 # Lists whose length changes have room for at least so many tiles: where a size may be 1, torch compiles a second
 # time, and refuses to export.
@@ -263,7 +263,8 @@ def _register() -> None:
             return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, call, {}))
 
     compat.register_dynamo_variable(traced_block_lists, BlockListsVariable)
-    trace_rules.add("flex_inductor.masks.trace")  # runs as it is, also inside a function that Dynamo compiles
+    for name in ("masks.analysis.trace", "mod_ir.recorder"):
+        trace_rules.add(f"flex_inductor.{name}")  # runs as it is, also inside a function that Dynamo compiles
 
 
 def _room_in_graph(tx: Any, tiles: Any) -> Any:

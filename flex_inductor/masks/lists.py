@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from .runs import FULL, PARTIAL, Runs, column_lists, merged, to_grid, transposed
-from .tables import Extent
+from .runs import FULL, PARTIAL, Extent, Runs, column_lists, merged, to_grid, transposed
 
 SMALL_GRID = 1 << 12  # tiles
 Listed = list[tuple[Tensor, Tensor]]  # counts and indices, for each kind of tile

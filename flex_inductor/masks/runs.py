@@ -16,6 +16,20 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
+class Extent:
+    """The index space of a mask, in tokens and in tiles."""
+
+    batch: int
+    heads: int
+    lengths: tuple[int, int]
+    block: tuple[int, int]
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return (-(-self.lengths[0] // self.block[0]), -(-self.lengths[1] // self.block[1]))
+
+
+@dataclass(frozen=True)
 class Runs:
     """Sorted by (line, start); neighbours of one kind are one run. `kind` is PARTIAL or FULL."""
 

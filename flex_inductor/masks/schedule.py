@@ -25,13 +25,12 @@ from torch.utils import _pytree as pytree
 
 from .. import compat
 from ..visits import BlockRuns, Schedule
-from .algebra import offset
 from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
+from .library.algebra import offset
 from .lists import block_mask_from_runs
 from .ordinary import ordinary_tensors
-from .runs import FULL, PARTIAL, Runs, density, from_grid, merged, split, transposed
-from .tables import Extent
+from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, transposed
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 TENSORS = tuple(f"{side}_{part}" for side in SIDES for part in ("offsets", "runs"))

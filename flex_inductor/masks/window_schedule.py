@@ -15,11 +15,10 @@ from ..mod_ir.arguments import INDEX_DTYPE
 from ..mod_ir.replay import Unchanging
 from ..visits import Bounds, TileMap
 from ..visits.window import Window
+from .analysis.window import MOST
 from .ordinary import ordinary_tensors
-from .runs import FULL, PARTIAL, Runs, merged
+from .runs import FULL, PARTIAL, Extent, Runs, merged
 from .schedule import TENSORS, RunSchedule
-from .tables import Extent
-from .window import MOST
 
 BLOCK = 128
 

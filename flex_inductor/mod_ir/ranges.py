@@ -9,7 +9,7 @@ Rules hold for integers of any size. Whoever applies one checks that nothing wra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -33,6 +33,12 @@ class Order(NamedTuple):
 
 
 NUMBERS = Order(min, max)
+
+
+def operation(target: Any) -> str:
+    """The name of an aten op, whatever its overload, by which rules are found."""
+    schema = getattr(target, "_schema", None)
+    return "" if schema is None else schema.name.removeprefix("aten::")
 
 
 def add(_: Order, x: Range, y: Range) -> Range:
@@ -124,7 +130,7 @@ def difference(x: Truth, y: Truth) -> Truth:
     return disjunction(conjunction(x, negation(y)), conjunction(negation(x), y))
 
 
-# By the name that aten and Inductor have for an operation.
+# By the name that aten and Inductor have for an operation; "same" and "quotient" are ours.
 ARITHMETIC: dict[str, Callable[..., Range]] = {
     "add": add,
     "sub": sub,
@@ -135,6 +141,8 @@ ARITHMETIC: dict[str, Callable[..., Range]] = {
     "maximum": maximum,
     "clamp": clamp,
     "remainder": remainder,
+    "quotient": lambda _, x, y: quotient(x, y.most),
+    "same": lambda _, x: x,
 }
 COMPARISONS: dict[str, Callable[[Range, Range], Truth]] = {
     "ge": greater_equal,
@@ -150,3 +158,30 @@ CONNECTIVES: dict[str, Callable[..., Truth]] = {
     "or": disjunction,
     "xor": difference,
 }
+
+
+class Walk(NamedTuple):
+    """From a value back to those whose ranges are known, and forward by the rules.
+
+    Values may be nodes of a graph, variables of a kernel, or anything else of which three functions can tell.
+    """
+
+    order: Order
+    known: Callable[[Any], Range | None]  # the range of what a walk begins at
+    made: Callable[[Any], tuple[str, Sequence[Any]]]  # the operation that gives a value, and its operands
+    exact: Callable[
+        ..., Sequence[Any] | None
+    ]  # the operands' ranges as they count; None where the result may wrap
+
+    def range(self, value: Any) -> Range | None:
+        found = self.known(value)
+        if found is not None:
+            return found
+        name, operands = self.made(value)
+        if name not in ARITHMETIC:
+            return None
+        ranges = [None if operand is None else self.range(operand) for operand in operands]
+        if any(r is None and operand is not None for r, operand in zip(ranges, operands, strict=True)):
+            return None
+        counting = self.exact(value, name, operands, ranges)
+        return None if counting is None else ARITHMETIC[name](self.order, *counting)

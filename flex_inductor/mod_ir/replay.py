@@ -37,14 +37,14 @@ class Known(NamedTuple):
     place: int
 
 
-class Step:
+class Point:
     """One point in the runs of mods: what has been called so far is the way to it."""
 
     __slots__ = ("ends", "following", "result")
 
     def __init__(self, result: Any = None):
         self.result = result
-        self.following: dict[Any, Step] = {}
+        self.following: dict[Any, Point] = {}
         self.ends: dict[Any, Traces] = {}
 
 
@@ -77,7 +77,7 @@ class Unchanging:
 
 
 _lock = threading.Lock()
-_roots: dict[Any, tuple[Sequence[Tensor], Step]] = {}
+_roots: dict[Any, tuple[Sequence[Tensor], Point]] = {}
 _steps = 0
 _traces = 0
 
@@ -231,7 +231,7 @@ class Recording(_Run):
 class _Replay(_Run):
     """A run that computes nothing."""
 
-    def __init__(self, lanes: Sequence[Tensor], start: Step):
+    def __init__(self, lanes: Sequence[Tensor], start: Point):
         super().__init__(lanes)
         self.at = start
 
@@ -253,7 +253,7 @@ class _Replay(_Run):
         return step.result
 
     def give_up(self) -> NoReturn:
-        self.at = Step()  # should the mod catch this, nothing that it does then is known
+        self.at = Point()  # should the mod catch this, nothing that it does then is known
         raise _NotKept
 
 
@@ -291,10 +291,10 @@ def keep(recorded: Recording, lanes: Sequence[str], query: Tensor) -> Traces | N
         if _steps > MOST_STEPS or _traces >= MOST_TRACES:
             _roots.clear()
             _steps = _traces = 0
-        _, step = _roots.setdefault(_surroundings(lanes, query), (recorded.lanes, Step()))
+        _, step = _roots.setdefault(_surroundings(lanes, query), (recorded.lanes, Point()))
         for key, result in calls:
             if key not in step.following:
-                step.following[key] = Step(recorded.met[result] if isinstance(result, int) else result)
+                step.following[key] = Point(recorded.met[result] if isinstance(result, int) else result)
                 _steps += 1
             step = step.following[key]
         if end not in step.ends:

@@ -200,7 +200,7 @@ class _Value(int):
     """Stands for the value of this number."""
 
 
-class _Step(NamedTuple):
+class _Operation(NamedTuple):
     call: Callable
     args: list[Any]
     kwargs: dict[str, Any]
@@ -210,7 +210,7 @@ class _Step(NamedTuple):
 class GraphFunction:
     """A graph that was read: called with its inputs, gives its outputs."""
 
-    def __init__(self, inputs: int, constants: Sequence[Tensor], steps: Sequence[_Step], output: Any):
+    def __init__(self, inputs: int, constants: Sequence[Tensor], steps: Sequence[_Operation], output: Any):
         self.inputs, self.constants, self.steps, self.output = inputs, constants, steps, output
 
     def __call__(self, *inputs: Any) -> Any:
@@ -250,7 +250,7 @@ def graph_function(data: Any) -> GraphFunction:
         args = _argument(args, len(own))
         kwargs = {key: _argument(value, len(own)) for key, value in kwargs.items()}
         own.append(_made_here(name, call, args, kwargs, own))
-        read.append(_Step(call, args, kwargs, []))
+        read.append(_Operation(call, args, kwargs, []))
     result = _argument(output, len(own))
     first = inputs + len(held)
     last = {

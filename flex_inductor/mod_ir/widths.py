@@ -155,6 +155,14 @@ def _range(name: str, operands: Sequence[Any], kwargs: dict[str, Any], order: Or
     return _UNKNOWN
 
 
+def steps_of(graph: fx.Graph) -> list[Step]:
+    return [
+        Step(node, node.target, node.args, node.kwargs, value.dtype)
+        for node in graph.nodes
+        if node.op == "call_function" and isinstance(value := node.meta.get("val"), Tensor)
+    ]
+
+
 def graph_may_leave_int32(graph: fx.GraphModule, lanes: Sequence[str], sizes: Sizes) -> bool:
     """Of a lane graph with these arguments, and then what it captures."""
     known = graph.meta.setdefault("flex_inductor_leaves_int32", {})
@@ -162,12 +170,7 @@ def graph_may_leave_int32(graph: fx.GraphModule, lanes: Sequence[str], sizes: Si
     if is_number and sizes in known:
         return known[sizes]
     indices = graph.graph.find_nodes(op="placeholder")[: len(lanes)][-len(sizes) :]
-    steps = [
-        Step(node, node.target, node.args, node.kwargs, value.dtype)
-        for node in graph.graph.nodes
-        if node.op == "call_function" and isinstance(value := node.meta.get("val"), Tensor)
-    ]
-    found = may_leave_int32(steps, indices, sizes)
+    found = may_leave_int32(steps_of(graph.graph), indices, sizes)
     if is_number:
         known[sizes] = found
     return found

@@ -13,12 +13,11 @@ from torch.nn.attention.flex_attention import and_masks
 from torch.utils import _pytree as pytree
 
 from ..attention import refused
-from ..masks.analysis import analysed
+from ..masks.analysis.tiles import analysed
+from ..masks.analysis.trace import name_of
+from ..masks.analysis.window import seen
 from ..masks.ordinary import ordinary_tensors
-from ..masks.runs import FULL, Runs, merged, transposed
-from ..masks.tables import Extent
-from ..masks.trace import name_of
-from ..masks.window import seen
+from ..masks.runs import FULL, Extent, Runs, merged, transposed
 from ..masks.window_schedule import BLOCK, bounds_of
 from ..visits import FORMS, BlockRuns, Bounds, TileMap, form_of
 from ..visits.bounds import SequenceEntry

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch._inductor import ir
 
-from flex_inductor.masks.window import MOST, limits_of
+from flex_inductor.masks.analysis.window import MOST, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.visits import Bounds
 from flex_inductor.visits.text import CPP, Walk, is_tensor, walks

@@ -5,6 +5,7 @@ Ranges are those of exact integers. Where sums or products wrap around, a result
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -13,25 +14,10 @@ from torch import fx
 from torch._inductor.virtualized import V
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from flex_inductor.mod_ir.ranges import ARITHMETIC, Order, Range
+from flex_inductor.mod_ir.ranges import Order, Range, Walk, operation
 
-aten = torch.ops.aten
-
-_ORDER = Order(sympy.Min, sympy.Max)
 _INTEGERS = (torch.int32, torch.int64)
 _LONGEST = 2**31 - 1  # indices have 32 bits
-_RULES = {
-    aten._to_copy.default: "same",
-    aten.abs.default: "abs",
-    aten.add.Tensor: "add",
-    aten.clamp.default: "clamp",
-    aten.maximum.default: "maximum",
-    aten.minimum.default: "minimum",
-    aten.mul.Tensor: "mul",
-    aten.neg.default: "neg",
-    aten.remainder.Scalar: "remainder",
-    aten.sub.Tensor: "sub",
-}
 # All others need operands that have not wrapped around.
 _MODULAR = ("add", "mul", "neg", "sub")
 
@@ -48,9 +34,10 @@ def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | N
 
     `bounds` are those of b, h, q_idx and kv_idx, by name.
     """
-    found = _range(index, bounds)
+    found = _walk(bounds).range(index)
     if found is None:
         return None
+    found = Range(*map(sympy.sympify, found))
     conditions = {NoMore(sympy.S.Zero, found.least), NoMore(found.most, sympy.sympify(length) - 1)}
     if not _fits(found, torch.int32):
         conditions.add(NoMore(sympy.sympify(length) - 1, sympy.Integer(_LONGEST)))
@@ -60,38 +47,39 @@ def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | N
 def may_wrap(node: fx.Node, bounds: dict[str, Range]) -> bool:
     """Whether a sum or product of indices may be too large for its dtype. Lengths that change are taken for at most
     2^30, so that distances with a number added are not."""
-    found = _range(node, bounds) if _RULES.get(node.target) in _MODULAR else None
+    found = _walk(bounds).range(node) if operation(node.target) in _MODULAR else None
     return found is not None and not _fits(found, node.meta["val"].dtype, 2**30)
 
 
-def _range(value: Any, bounds: dict[str, Range]) -> Range | None:
-    if isinstance(value, int):
-        return Range(sympy.Integer(value), sympy.Integer(value))
-    if not isinstance(value, fx.Node):
+def _walk(bounds: dict[str, Range]) -> Walk:
+    """Over a lane graph, with ends that are expressions of sizes. `bounds` are those of its arguments, by name."""
+
+    def known(value: Any) -> Range | None:
+        if isinstance(value, int):
+            return Range(sympy.Integer(value), sympy.Integer(value))
+        return bounds.get(value.name) if isinstance(value, fx.Node) and value.op == "placeholder" else None
+
+    return Walk(Order(sympy.Min, sympy.Max), known, _made, _exact)
+
+
+def _made(value: Any) -> tuple[str, Any]:
+    if not isinstance(value, fx.Node) or getattr(value.meta.get("val"), "dtype", None) not in _INTEGERS:
+        return "", ()
+    name = operation(value.target)
+    if name == "_to_copy":
+        return "same", value.args
+    return ("" if value.kwargs else name), value.args
+
+
+def _exact(value: fx.Node, name: str, operands: Sequence[Any], ranges: Sequence[Any]) -> list[Any] | None:
+    if name == "remainder" and not (isinstance(operands[1], int) and operands[1] > 0):
         return None
-    if value.op == "placeholder":
-        return bounds.get(value.name)
-    if "val" not in value.meta or (dtype := value.meta["val"].dtype) not in _INTEGERS:
-        return None
-    name = _RULES.get(value.target)
-    if name is None or (value.kwargs and name != "same"):
-        return None
-    operands: list[Range | None] = []
-    for argument in value.args:
-        if argument is None:  # a limit of clamp
-            operands.append(None)
-            continue
-        found = _range(argument, bounds)
-        if found is None:
-            return None
-        own = argument.meta["val"].dtype if isinstance(argument, fx.Node) else dtype
-        matters = name not in _MODULAR or own != dtype
-        operands.append(_wrapped_or_not(found, own) if matters and not _fits(found, own) else found)
-    if name == "same":
-        return operands[0]
-    if name == "remainder" and not operands[1].least.is_positive:
-        return None
-    return Range(*map(sympy.sympify, ARITHMETIC[name](_ORDER, *operands)))
+    dtype, found = value.meta["val"].dtype, []
+    for operand, range_of in zip(operands, ranges, strict=True):
+        own = operand.meta["val"].dtype if isinstance(operand, fx.Node) else dtype
+        matters = range_of is not None and (name not in _MODULAR or own != dtype)
+        found.append(_wrapped_or_not(range_of, own) if matters and not _fits(range_of, own) else range_of)
+    return found
 
 
 def _fits(found: Range, dtype: torch.dtype, longest: int = _LONGEST) -> bool:
@@ -101,7 +89,7 @@ def _fits(found: Range, dtype: torch.dtype, longest: int = _LONGEST) -> bool:
         bound_sympy(
             end, {s: ValueRanges(0 if s.is_nonnegative else -longest, longest) for s in end.free_symbols}
         )
-        for end in found
+        for end in map(sympy.sympify, found)
     )
     return bool(least.lower >= info.min and most.upper <= info.max)
 

@@ -6,14 +6,14 @@ whole tile, and of integer arithmetic on these that cannot wrap around.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._inductor.codegen.common import CSEVariable
 
-from flex_inductor.mod_ir.ranges import ARITHMETIC, COMPARISONS, CONNECTIVES, Order, Range, Truth, quotient
+from flex_inductor.mod_ir.ranges import COMPARISONS, CONNECTIVES, Order, Range, Truth, Walk
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -98,55 +98,56 @@ def whole(
     """
     if uniform(str(variable)):
         return None
-    truth = _Bounds(made, uniform, lanes).truth(variable)
+    truth = _InTile(made, uniform, lanes).truth(variable)
     return None if truth is None else truth.always.text
 
 
-class _Bounds:
+class _InTile:
     def __init__(self, made: Mapping[str, Any], uniform: Callable[[str], bool], lanes: Mapping[str, Range]):
-        self.made, self.uniform, self.lanes = made, uniform, lanes
+        self.operations, self.uniform, self.lanes = made, uniform, lanes
+        self.range = Walk(_ORDER, self.known, self.made, _exact).range
 
     def truth(self, x: Any) -> Truth | None:
         if self.uniform(str(x)):
             condition = Condition(f"({x})", f"(({x}) == 0)")
             return Truth(condition, condition)
-        operation, operands = self.made.get(str(x), ("", ()))
+        operation, operands = self.operations.get(str(x), ("", ()))
         if operation in COMPARISONS:
-            ranges = [self.range(operand) for operand in operands]
+            ranges = [*map(self.range, operands)]
             return None if None in ranges else COMPARISONS[operation](*ranges)
         connective = operation.removeprefix("logical_").removeprefix("bitwise_").removesuffix("_")
         if connective not in CONNECTIVES or connective == "xor":  # which would write its operands twice
             return None
-        truths = [self.truth(operand) for operand in operands]
+        truths = [*map(self.truth, operands)]
         return None if None in truths else CONNECTIVES[connective](*truths)
 
-    def range(self, x: Any) -> Range | None:
-        if not isinstance(x, CSEVariable) or x.dtype not in INTEGERS:
+    def known(self, x: Any) -> Range | None:
+        if not isinstance(x, int) and not _is_integer(x):
             return None
-        if str(x) in self.lanes:
-            return self.lanes[str(x)]
-        if self.uniform(str(x)):
-            return Range(Number(str(x)), Number(str(x)))
-        operation, operands = self.made.get(str(x), ("", ()))
-        if operation == "//":  # of what is not negative by a positive number
-            divided, by = self.range(operands[0]), operands[1]
-            return divided and quotient(divided, by)
+        same = isinstance(x, int) or self.uniform(str(x))
+        return self.lanes.get(str(x)) or (Range(Number(str(x)), Number(str(x))) if same else None)
+
+    def made(self, x: Any) -> tuple[str, Sequence[Any]]:
+        operation, operands = self.operations.get(str(x), ("", ()))
+        if not _is_integer(x):
+            return "", ()
         if operation in ("alone", "to_dtype"):
-            source = operands[0]
-            wider = isinstance(source, CSEVariable) and source.dtype in INTEGERS[1:4]
-            return self.range(source) if operation == "alone" or (wider and x.dtype == torch.int64) else None
-        if operation not in _WRITTEN or not _exact(x, operation, operands):
-            return None
-        ranges = [self.range(operand) for operand in operands]
-        return None if None in ranges else ARITHMETIC[operation](_ORDER, *ranges)
+            wider = x.dtype == torch.int64 and _is_integer(operands[0], INTEGERS[1:4])
+            return ("same" if wider or operation == "alone" else ""), operands[:1]
+        return _WRITTEN.get(operation, ""), operands
 
 
-_WRITTEN = ("add", "sub", "minimum", "maximum", "abs")  # whose bounds take few instructions
+# Operations whose bounds take few instructions, by the name of their rule.
+_WRITTEN = {"//": "quotient"} | {name: name for name in ("add", "sub", "minimum", "maximum", "abs")}
 
 
-def _exact(x: CSEVariable, operation: str, operands: Any) -> bool:
-    """Whether nothing wraps around, whatever the lengths."""
+def _is_integer(x: Any, dtypes: Sequence[torch.dtype] = INTEGERS) -> bool:
+    return isinstance(x, CSEVariable) and x.dtype in dtypes
+
+
+def _exact(x: CSEVariable, operation: str, operands: Any, ranges: Sequence[Any]) -> Sequence[Any] | None:
+    """Nothing wraps around, whatever the lengths. Quotients are of what is not negative."""
     positive = all(isinstance(operand, CSEVariable) and operand.bounds.lower >= 0 for operand in operands)
-    if positive and operation in ("sub", "minimum", "maximum"):
-        return True
-    return x.bounds.lower >= -(2**31) and x.bounds.upper < 2**31
+    if operation in ("same", "quotient") or (positive and operation in ("sub", "minimum", "maximum")):
+        return ranges
+    return ranges if x.bounds.lower >= -(2**31) and x.bounds.upper < 2**31 else None

@@ -10,10 +10,10 @@ from mask_helpers import assert_same_block_mask, compare
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from flex_inductor.masks.algebra import and_masks, not_mask, offset, or_masks
-from flex_inductor.masks.blockmask import create_block_mask
-from flex_inductor.masks.combine import intersect, unite
 from flex_inductor.masks.errors import MaskArgumentError
+from flex_inductor.masks.library.algebra import and_masks, not_mask, offset, or_masks
+from flex_inductor.masks.library.blockmask import create_block_mask
+from flex_inductor.masks.library.combine import intersect, unite
 from flex_inductor.masks.runs import to_grid
 from flex_inductor.masks.schedule import RunSchedule, runs_of_block_mask
 

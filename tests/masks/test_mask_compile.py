@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks import library
-from flex_inductor.masks.algebra import and_masks
-from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.errors import MaskArgumentError
+from flex_inductor.masks.library.algebra import and_masks
+from flex_inductor.masks.library.blockmask import create_block_mask
 from flex_inductor.masks.lists import LISTS
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flex_inductor.masks import draw, library, load_ipython_extension
-from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.draw import FULL_COLOUR, draw_mask, tile_shares, tile_tokens
 from flex_inductor.masks.errors import MaskArgumentError
+from flex_inductor.masks.library.blockmask import create_block_mask
 from flex_inductor.tools import mask as mask_command
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -13,8 +13,8 @@ from mask_helpers import compare, small_steps
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor import FlexError
-from flex_inductor.masks.blockmask import HAS_WRITE_ORDER, create_block_mask
-from flex_inductor.masks.trace import trace_mask
+from flex_inductor.masks.analysis.trace import trace_mask
+from flex_inductor.masks.library.blockmask import HAS_WRITE_ORDER, create_block_mask
 
 GENERATOR = torch.Generator().manual_seed(5)
 

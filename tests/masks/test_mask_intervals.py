@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flex_inductor.masks.interval_rules import RULES, bound
-from flex_inductor.masks.intervals import FLOAT_DTYPES, INT_DTYPES, Interval
+from flex_inductor.masks.analysis.interval_rules import RULES, bound
+from flex_inductor.masks.analysis.intervals import FLOAT_DTYPES, INT_DTYPES, Interval
 
 aten = torch.ops.aten
 GROUPS, MEMBERS = 6, 5

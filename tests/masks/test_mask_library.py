@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from flex_inductor import mods
 from flex_inductor.errors import FlexValueError
 from flex_inductor.masks import library
-from flex_inductor.masks.blockmask import create_block_mask
 from flex_inductor.masks.errors import MaskArgumentError
+from flex_inductor.masks.library.blockmask import create_block_mask
 
 
 def drawn(mask_mod, q_len: int, kv_len: int, b: int = 0, batch: int = 1) -> list[str]:

@@ -11,9 +11,9 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 from torch.utils import _pytree as pytree
 
 from flex_inductor.masks import library, lists
-from flex_inductor.masks.blockmask import create_block_mask
-from flex_inductor.masks.combine import intersect
 from flex_inductor.masks.errors import MaskArgumentError
+from flex_inductor.masks.library.blockmask import create_block_mask
+from flex_inductor.masks.library.combine import intersect
 from flex_inductor.masks.runs import (
     FULL,
     PARTIAL,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
+import weakref
 
 import torch
 
-from flex_inductor.masks.algebra import and_masks
-from flex_inductor.masks.bounds import MaskBounds, Rectangles
-from flex_inductor.masks.tables import Extent
-from flex_inductor.masks.trace import trace_mask
+from flex_inductor.masks.analysis.rectangles import MaskBounds, Rectangles
+from flex_inductor.masks.analysis.trace import trace_mask
+from flex_inductor.masks.library.algebra import and_masks
+from flex_inductor.masks.library.blockmask import create_block_mask
+from flex_inductor.masks.runs import Extent
 
 CPU = torch.device("cpu")
 DOCUMENTS = torch.arange(4096) // 300
@@ -84,6 +87,19 @@ def test_numbers_that_python_calls_equal_stay_apart():
         return (q - kv < 1) & (q - kv < 1.0) & (q + kv > True)
 
     assert "1.0)" in str(trace_mask(mask, CPU)) and "True)" in str(trace_mask(mask, CPU))
+
+
+def test_captures_do_not_outlive_the_mask():
+    def freed():
+        ids = torch.arange(300) % 7
+        create_block_mask(lambda b, h, q, kv: ids.double()[q] == ids[kv], None, None, 300, 300, "cpu")
+        return weakref.ref(ids)
+
+    gc.disable()
+    try:
+        assert freed()() is None
+    finally:
+        gc.enable()
 
 
 def decided(mask_mod, scale: int, q: int, kv: int, h: int = 0) -> str:

@@ -6,7 +6,7 @@ from torch.func import functionalize, grad, jacrev, jvp, vmap
 from torch.nn.attention.flex_attention import BlockMask
 
 from flex_inductor import FlexError, Sequences, create_block_mask, flex_attention, masks, varlen_attention
-from flex_inductor.masks.combine import intersect
+from flex_inductor.masks.library.combine import intersect
 
 LENGTH = 12
 IDS = torch.tensor([0] * 5 + [1] * 7)

@@ -8,11 +8,11 @@ import torch
 
 from flex_inductor import RunSchedule, create_block_mask
 from flex_inductor.masks import library, offset
+from flex_inductor.masks.analysis.refine import tile_runs
+from flex_inductor.masks.analysis.trace import trace_mask
+from flex_inductor.masks.analysis.window import limits_of
 from flex_inductor.masks.errors import MaskArgumentError, MaskModError
-from flex_inductor.masks.refine import tile_runs
-from flex_inductor.masks.tables import Extent
-from flex_inductor.masks.trace import trace_mask
-from flex_inductor.masks.window import limits_of
+from flex_inductor.masks.runs import Extent
 from flex_inductor.masks.window_schedule import WindowSchedule, schedule_of
 from flex_inductor.mod_ir.arguments import MASK_LANES
 from flex_inductor.mod_ir.split import split
@@ -139,6 +139,14 @@ def test_documents_that_follow_each_other(beside):
             analysed = RunSchedule.from_runs(runs, (3 if ids.dim() == 2 else 1, 1), extent, mask_mod)
             for ours, theirs in zip(made.tensors, analysed.tensors, strict=True):
                 assert torch.equal(ours, theirs), (name, queries, keys)
+
+
+def test_a_mask_of_documents_is_traced_once(monkeypatch):
+    """What it captures may be other tensors on the next call."""
+    ids = DOCUMENTS["ascending"]
+    create_block_mask(document(ids), 3, None, 70, 100, "cpu", compact=True)
+    monkeypatch.setattr("flex_inductor.masks.analysis.window.trace_mask", None)
+    create_block_mask(document(ids.clone()), 3, None, 70, 100, "cpu", compact=True)
 
 
 def document(ids):

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_inductor.masks.lists import lists_from_runs
-from flex_inductor.masks.runs import from_grid
+from flex_inductor.masks.runs import Extent, from_grid
 from flex_inductor.masks.schedule import RunSchedule, schedule_parts
-from flex_inductor.masks.tables import Extent
 from flex_inductor.visits import BlockRuns
 
 

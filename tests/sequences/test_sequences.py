@@ -8,8 +8,8 @@ from torch.utils import _pytree as pytree
 
 from flex_inductor import Sequences, pad, unpad
 from flex_inductor.errors import FlexError
-from flex_inductor.masks.trace import trace_mask
-from flex_inductor.masks.window import window_of
+from flex_inductor.masks.analysis.trace import trace_mask
+from flex_inductor.masks.analysis.window import window_of
 from flex_inductor.visits.window import Window
 
 

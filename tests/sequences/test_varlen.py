@@ -10,8 +10,8 @@ from support import judge, served_by
 from flex_inductor import AuxRequest, Sequences, decisions, masks, varlen_attention
 from flex_inductor.errors import FlexError, FlexValueError
 from flex_inductor.lowerings.cpu import forward
-from flex_inductor.masks import window as window_module
-from flex_inductor.masks.trace import trace_mask
+from flex_inductor.masks.analysis import window as window_module
+from flex_inductor.masks.analysis.trace import trace_mask
 from flex_inductor.reference import reference
 from flex_inductor.sequences.mask import _by_analysis
 from flex_inductor.visits import Bounds

@@ -21,8 +21,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor.masks import library
-from flex_inductor.masks.algebra import or_masks
-from flex_inductor.masks.blockmask import create_block_mask
+from flex_inductor.masks.library.algebra import or_masks
+from flex_inductor.masks.library.blockmask import create_block_mask
 
 from ..files import to_write
 from .call import documents

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from flex_inductor.masks import RunSchedule
+from flex_inductor.masks.runs import Extent
 from flex_inductor.masks.schedule import TENSORS
-from flex_inductor.masks.tables import Extent
 from flex_inductor.masks.window_schedule import WindowSchedule, runs_of
 from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line

@@ -9,8 +9,8 @@ from support import Sizes, attention_of, dense_of, judge, run
 
 from flex_inductor import RunSchedule, create_block_mask, decisions, flex_attention
 from flex_inductor.masks import prefix_lm
+from flex_inductor.masks.runs import Extent
 from flex_inductor.masks.schedule import TENSORS
-from flex_inductor.masks.tables import Extent
 from flex_inductor.masks.window_schedule import WindowSchedule, bounds_of
 from flex_inductor.tools import interpret
 from flex_inductor.visits import Bounds

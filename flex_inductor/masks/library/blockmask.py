@@ -12,17 +12,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from ..compat import outside_graphs
-from .analysis import analysed
-from .errors import MaskArgumentError
-from .in_graph import lists_in_trace, traced_block_lists
-from .lists import block_mask_of, lists_from_runs, without_full
-from .ordinary import ordinary_tensors
-from .schedule import RunSchedule
-from .tables import Extent
-from .trace import check_signature
-from .window import seen
-from .window_schedule import WindowSchedule, bounds_of
+from ... import errors as call_errors
+from ...compat import outside_graphs
+from ..analysis.tiles import analysed
+from ..analysis.trace import INDEX_NAMES
+from ..analysis.window import seen
+from ..errors import MaskArgumentError
+from ..in_graph import lists_in_trace, traced_block_lists
+from ..lists import block_mask_of, lists_from_runs, without_full
+from ..ordinary import ordinary_tensors
+from ..runs import Extent
+from ..schedule import RunSchedule
+from ..window_schedule import WindowSchedule, bounds_of
 
 HAS_WRITE_ORDER = hasattr(torch_flex, "_compute_dq_write_order_from_block_mask")
 
@@ -108,7 +109,7 @@ def check_arguments(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any
 ) -> tuple[Extent, torch.device]:
     if not torch.compiler.is_dynamo_compiling():
-        check_signature(mask_mod)
+        call_errors.check_arity("mask_mod", mask_mod, INDEX_NAMES)
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in sizes.items():
         least = 1 if name in ("B", "H") else 0

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import MaskArgumentError
+from ..ordinary import ordinary_tensors
 from .algebra import MaskMod
-from .errors import MaskArgumentError
-from .ordinary import ordinary_tensors
 
 Sizes = int | Sequence[int]
 

@@ -1,4 +1,4 @@
-"""From a mask program to the runs of its tiles: large rectangles first, then only the mixed ones.
+"""From a mask's graph to the runs of its tiles: large rectangles first, then only the mixed ones.
 
 Every level asks `MaskBounds` about a list of rectangles, keeps the ones it decides, and splits the rest
 by SPLIT in both directions. A single tile that stays mixed is shown to be partial by two witnesses, one
@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .bounds import MaskBounds, Rectangles
-from .runs import FULL, PARTIAL, Runs, counted, merged
-from .tables import Extent
-from .trace import MaskProgram
+from ..runs import FULL, PARTIAL, Extent, Runs, counted, merged
+from .rectangles import MaskBounds, Rectangles
+from .trace import MaskGraph
 
 SPLIT = 4
 FIRST_RECTANGLES = 1 << 13
@@ -25,18 +24,18 @@ POINTS_PER_LOOKUP = 256  # looking up one token's value takes about as long as s
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def tile_runs(program: MaskProgram, extent: Extent) -> Runs:
+def tile_runs(mask: MaskGraph, extent: Extent) -> Runs:
     """The runs of all rows of tiles; one grid for each (b, h) the mask depends on, else a single one."""
-    return _Refinement(program, extent).run()
+    return _Refinement(mask, extent).run()
 
 
 class _Refinement:
-    def __init__(self, program: MaskProgram, extent: Extent) -> None:
-        self.program = program
+    def __init__(self, mask: MaskGraph, extent: Extent) -> None:
+        self.mask = mask
         self.extent = extent
-        self.device = program.device
-        self.batch = extent.batch if "b" in program.reads else 1
-        self.heads = extent.heads if "h" in program.reads else 1
+        self.device = mask.device
+        self.batch = extent.batch if "b" in mask.reads else 1
+        self.heads = extent.heads if "h" in mask.reads else 1
         self.segments: list[Segments] = []
 
     def run(self) -> Runs:
@@ -46,7 +45,7 @@ class _Refinement:
         nothing = Runs(grids * rows, columns, none, none, none, none.to(torch.int8))
         if rows * columns == 0:
             return nothing
-        self.bounds = MaskBounds(self.program, self.extent)
+        self.bounds = MaskBounds(self.mask, self.extent)
         scale = 1
         while _cells(rows, scale) * _cells(columns, scale) * grids > FIRST_RECTANGLES and scale < max(
             rows, columns
@@ -163,7 +162,7 @@ class _Refinement:
         self, tiles: Rectangles, seen: Tensor, which: Tensor, points: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Evaluates the points of each tile; returns the tiles in which not both values have been seen."""
-        function = torch.vmap(self.program.function(self.program.output))
+        function = torch.vmap(self.mask.function(self.mask.output))
         count = points[0].numel()
         if which.numel() == 0:
             return which
@@ -192,7 +191,7 @@ class _Refinement:
         """Evaluates every point of the undecided tiles, band by band until both values have been seen."""
         block_q, block_kv = self.extent.block
         band = max(1, block_q // 8)
-        function = self.program.function(self.program.output)
+        function = self.mask.function(self.mask.output)
         for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
             function = torch.vmap(function, in_dims=dims)
         columns = torch.arange(block_kv, device=self.device)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..errors import MaskArgumentError
+from ..lists import block_mask_from_runs
+from ..ordinary import ordinary_tensors
+from ..runs import Extent, Runs, merged, overlay, repeated
+from ..schedule import RunSchedule, extent_of, runs_of_block_mask
 from .algebra import and_masks, or_masks
-from .errors import MaskArgumentError
-from .lists import block_mask_from_runs
-from .ordinary import ordinary_tensors
-from .runs import Runs, merged, overlay, repeated
-from .schedule import RunSchedule, extent_of, runs_of_block_mask
-from .tables import Extent
 
 Blocks = TypeVar("Blocks", BlockMask, RunSchedule)
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mod_ir import ranges
-from ..mod_ir.ranges import Order, Range
+from ...mod_ir import ranges
+from ...mod_ir.ranges import Order, Range
 from .intervals import (
     FLOAT_DTYPES,
     INT_DTYPES,
@@ -57,8 +57,12 @@ def _integer(rule: Callable[..., Interval | None]) -> Rule:
     return _arithmetic(wrapped)
 
 
-def _ruled(rule: Callable[..., Range], dtype: torch.dtype, *operands: Interval) -> Interval | None:
+def _ruled(
+    rule: Callable[..., Range], dtype: torch.dtype, *operands: Interval, alpha: Number = 1
+) -> Interval | None:
     """Applies a rule to the exact ends of whole tensors, which show whether anything could wrap, and to rectangles."""
+    if alpha != 1:
+        return None
     outer = rule(ranges.NUMBERS, *(x.outer for x in operands))
     if dtype in INT_DTYPES and not fits(*outer, dtype):
         return None
@@ -75,19 +79,8 @@ def _corners(op: Callable, exact: Callable, dtype: torch.dtype, a: Interval, b: 
     return _ruled(rule, dtype, a, b)
 
 
-@_arithmetic
-def add(dtype: torch.dtype, a: Interval, b: Interval, alpha: Number = 1) -> Interval | None:
-    return _ruled(ranges.add, dtype, a, b) if alpha == 1 else None
-
-
-@_arithmetic
-def sub(dtype: torch.dtype, a: Interval, b: Interval, alpha: Number = 1) -> Interval | None:
-    """Not a + (-b): -b alone may wrap where a - b does not."""
-    return _ruled(ranges.sub, dtype, a, b) if alpha == 1 else None
-
-
-def rsub(a: Operand, b: Operand, alpha: Number = 1) -> Interval | None:
-    return sub(b, a, alpha=alpha)
+def _by(rule: Callable[..., Range]) -> Rule:
+    return _arithmetic(functools.partial(_ruled, rule))
 
 
 @_arithmetic
@@ -105,15 +98,8 @@ def power(a: Operand, exponent: Operand) -> Interval | None:
 
 
 @_arithmetic
-def neg(dtype: torch.dtype, a: Interval) -> Interval | None:
-    return _ruled(ranges.neg, dtype, a)
-
-
-def _magnitude(dtype: torch.dtype, a: Interval) -> Interval | None:
+def absolute(dtype: torch.dtype, a: Interval) -> Interval | None:
     return a if a.least >= 0 else _ruled(ranges.absolute, dtype, a)
-
-
-absolute = _arithmetic(_magnitude)
 
 
 def _truncated(x: int, y: int) -> int:
@@ -124,10 +110,6 @@ def divide(a: Operand, b: Operand, rounding_mode: str | None = None) -> Interval
     if rounding_mode is None:
         return _true_divide(a, b)
     return _whole_divide(a, b, rounding_mode=rounding_mode)
-
-
-def floor_divide(a: Operand, b: Operand) -> Interval | None:
-    return _whole_divide(a, b, rounding_mode="floor")
 
 
 @_integer
@@ -242,10 +224,6 @@ def square_root(a: Operand) -> Interval | None:
     return Interval.floating(a.lo.sqrt(), a.hi.sqrt(), a.nan)
 
 
-def relu(a: Operand) -> Interval | None:
-    return maximum(a, 0)
-
-
 def where(condition: Operand, a: Operand, b: Operand) -> Interval | None:
     dtype = promoted(a, b) if any(isinstance(x, Interval) for x in (a, b)) else None
     if dtype is None or not isinstance(condition, Interval) or condition.dtype != torch.bool:
@@ -343,16 +321,16 @@ def identity(a: Operand, *_: Any, dtype: torch.dtype | None = None, **__: Any) -
 aten = torch.ops.aten
 
 RULES: dict[Any, Rule] = {
-    aten.add: add,
-    aten.sub: sub,
-    aten.rsub: rsub,
+    aten.add: _by(ranges.add),
+    aten.sub: _by(ranges.sub),  # not a + (-b): -b alone may wrap where a - b does not
+    aten.rsub: _by(lambda order, a, b: ranges.sub(order, b, a)),
     aten.mul: mul,
     aten.pow: power,
     aten.square: lambda a: mul(a, a),
-    aten.neg: neg,
+    aten.neg: _by(ranges.neg),
     aten.abs: absolute,
     aten.div: divide,
-    aten.floor_divide: floor_divide,
+    aten.floor_divide: functools.partial(divide, rounding_mode="floor"),
     aten.remainder: remainder,
     aten.fmod: fmod,
     aten.sign: sign,
@@ -366,7 +344,7 @@ RULES: dict[Any, Rule] = {
     aten.trunc: _rounding(torch.trunc),
     aten.round: _rounding(torch.round),
     aten.sqrt: square_root,
-    aten.relu: relu,
+    aten.relu: lambda a: maximum(a, 0),
     aten.where: where,
     **{getattr(aten, name): _comparison(name) for name in ranges.COMPARISONS},
     **{getattr(aten, f"logical_{name}"): _connective(name) for name in ranges.CONNECTIVES},

@@ -8,33 +8,19 @@ between calls: a capture changed in place cannot leave a stale table behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ...mod_ir.recorder import READS
+from ..runs import Extent
 from .intervals import FLOAT_DTYPES, INT_DTYPES, Interval, Number
-from .trace import MaskProgram
+from .trace import MaskGraph, dtype_of
 
 POINTS_AT_ONCE = 1 << 18
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The index space of a mask, in tokens and in tiles."""
-
-    batch: int
-    heads: int
-    lengths: tuple[int, int]
-    block: tuple[int, int]
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return (-(-self.lengths[0] // self.block[0]), -(-self.lengths[1] // self.block[1]))
-
-
 class Table:
-    """Per tile, the least and greatest value of one-sided steps; [batch, heads, tiles], 1 where constant."""
+    """Per tile, the least and greatest value of one-sided nodes; [batch, heads, tiles], 1 where constant."""
 
     def __init__(self, lo: Tensor, hi: Tensor, dtype: torch.dtype, nan: bool) -> None:
         self.dtype = dtype
@@ -78,30 +64,29 @@ def _grouped(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def build_tables(program: MaskProgram, steps: list[int], extent: Extent) -> dict[int, Table]:
-    """Tables of those `steps` whose dtype has an order. Steps of one side share one pass over the positions."""
-    tables: dict[int, Table] = {}
-    sides: dict[frozenset[str], list[int]] = {}
-    for i in steps:
-        step = program.steps[i]
-        if step.is_scalar and step.dtype in (*INT_DTYPES, *FLOAT_DTYPES, torch.bool):
-            sides.setdefault(step.reads, []).append(i)
+def build_tables(mask: MaskGraph, nodes: list[fx.Node], extent: Extent) -> dict[fx.Node, Table]:
+    """Tables of those `nodes` whose dtype has an order. Nodes of one side share one pass over the positions."""
+    tables: dict[fx.Node, Table] = {}
+    sides: dict[frozenset[str], list[fx.Node]] = {}
+    for node in nodes:
+        if dtype_of(node) in (*INT_DTYPES, *FLOAT_DTYPES, torch.bool):
+            sides.setdefault(node.meta[READS], []).append(node)
     for reads, members in sides.items():
-        tables.update(zip(members, _tabulate(program, members, reads, extent), strict=True))
+        tables.update(zip(members, _tabulate(mask, members, reads, extent), strict=True))
     return tables
 
 
-def _tabulate(program: MaskProgram, members: list[int], reads: frozenset[str], extent: Extent) -> list[Table]:
+def _tabulate(mask: MaskGraph, members: list[fx.Node], reads: frozenset[str], extent: Extent) -> list[Table]:
     side = 1 if "kv" in reads else 0
     runs_along = bool(reads & {"q", "kv"})
     length, block = (extent.lengths[side], extent.block[side]) if runs_along else (1, 1)
     batch = extent.batch if "b" in reads else 1
     heads = extent.heads if "h" in reads else 1
-    function = torch.vmap(program.function(*members))
+    function = torch.vmap(mask.function(*members))
     stride = max(1, POINTS_AT_ONCE // block) * block
     pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in members]
     nans = [False] * len(members)
-    device = program.device
+    device = mask.device
     for row in range(batch * heads):
         for start in range(0, length, stride):
             position = torch.arange(start, min(start + stride, length), device=device)
@@ -117,8 +102,7 @@ def _tabulate(program: MaskProgram, members: list[int], reads: frozenset[str], e
                 pieces[i].append(_grouped(value, block))
     tables = []
     for i, member in enumerate(members):
-        dtype = program.steps[member].dtype
-        assert dtype is not None  # build_tables asks for steps of known dtypes only
+        dtype = member.meta["val"].dtype
         kept = dtype if dtype in (*FLOAT_DTYPES, torch.bool) else torch.int64
         lo, hi = (torch.cat(ends).view(batch, heads, -1).to(kept) for ends in zip(*pieces[i], strict=True))
         tables.append(Table(lo, hi, dtype, nans[i]))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..mod_ir.ranges import Order, Range
+from ...mod_ir.ranges import Order, Range
 
 Number = int | float
 INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

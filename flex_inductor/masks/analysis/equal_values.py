@@ -8,40 +8,37 @@ tokens and of pairs of tiles with a common value.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ...mod_ir.recorder import READS
+from ..runs import Extent, counted
 from .intervals import INT_DTYPES
-from .runs import counted
-from .tables import POINTS_AT_ONCE, Extent
-from .trace import INDEX_NAMES, MaskProgram, Ref
+from .tables import POINTS_AT_ONCE
+from .trace import INDEX_NAMES, MaskGraph, dtype_of
 
 aten = torch.ops.aten
 
 MOST_PAIRS = 1 << 20  # with more, so many tiles have a common value that few are ruled out
 
 
-def meetings_of(program: MaskProgram, extent: Extent) -> dict[int, Tensor]:
-    """For each step `x[q] == y[kv]` on integers, the pairs of tiles with a common value: q * columns + kv, in order."""
+def meetings_of(mask: MaskGraph, extent: Extent) -> dict[fx.Node, Tensor]:
+    """For each node `x[q] == y[kv]` on integers, the pairs of tiles with a common value: q * columns + kv, in order."""
     found = {}
-    for i in program.needed([program.output]):
-        step = program.steps[i]
-        if (
-            step.target is not aten.eq.Tensor
-            or not step.is_scalar
-            or not all(isinstance(a, Ref) for a in step.args)
-        ):
+    for node in mask.needed([mask.output]):
+        if node.target is not aten.eq.Tensor:
             continue
-        sides = {program.steps[a.step].reads: a.step for a in step.args}
-        dtypes = {program.steps[a.step].dtype for a in step.args}
-        if sides.keys() != {frozenset({"q"}), frozenset({"kv"})} or not dtypes <= {*INT_DTYPES}:
+        sides = {side.meta[READS]: side for side in node.all_input_nodes}
+        if sides.keys() != {frozenset({"q"}), frozenset({"kv"})}:
+            continue
+        if not {dtype_of(side) for side in sides.values()} <= {*INT_DTYPES}:
             continue
         values = [
-            _along(program, sides[frozenset({name})], length)
+            _along(mask, sides[frozenset({name})], length)
             for name, length in zip(INDEX_NAMES[2:], extent.lengths, strict=True)
         ]
         pairs = _meeting_tiles(values, extent)
         if pairs is not None:
-            found[i] = pairs
+            found[node] = pairs
     return found
 
 
@@ -52,11 +49,11 @@ def contains(ordered: Tensor, keys: Tensor) -> Tensor:
     return ordered[torch.searchsorted(ordered, keys).clamp(max=ordered.numel() - 1)] == keys
 
 
-def _along(program: MaskProgram, step: int, length: int) -> Tensor:
-    """The values of a step at every position of its side."""
-    function = torch.vmap(program.function(step))
+def _along(mask: MaskGraph, node: fx.Node, length: int) -> Tensor:
+    """The values of a node at every position of its side."""
+    function = torch.vmap(mask.function(node))
     parts = []
-    for position in torch.arange(length, device=program.device).split(POINTS_AT_ONCE):
+    for position in torch.arange(length, device=mask.device).split(POINTS_AT_ONCE):
         nowhere = torch.zeros_like(position)
         parts.append(function(nowhere, nowhere, position, position))
     return torch.cat(parts)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
-from .errors import MaskArgumentError
+from ..errors import MaskArgumentError
 
 __all__ = ["MaskMod", "and_masks", "not_mask", "offset", "or_masks"]
 

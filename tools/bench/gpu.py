@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,8 @@ class Bench:
 
     def __enter__(self) -> Bench:
         """What the machine is and can do."""
-        found, self.limits = self.timer.run(Job(gpu_calls.facts, (self.setting,), PREPARING), self.deadline)
+        facts = self._job(gpu_calls.facts, PREPARING)
+        found, self.limits = self.timer.run(facts, self.deadline)
         self.report.keep("machine", found)
         self.report.say(", ".join(found.values()), "")
         return self
@@ -126,6 +127,10 @@ class Bench:
     def __exit__(self, *exception: Any) -> None:
         self.timer.__exit__(*exception)
         self.workers.__exit__(*exception)
+
+    def _job(self, function: Callable, seconds: float, *arguments: Any) -> Job:
+        patience = 10 if self.setting.device == "cpu" else 1  # Triton's interpreter is slow
+        return Job(function, (*arguments, self.setting), seconds * patience)
 
     def table(self, cases: Sequence[Case]) -> None:
         """Ours next to the others."""
@@ -143,9 +148,7 @@ class Bench:
     def results(self, batch: Sequence[tuple[Case, Sequence[Side]]]) -> Iterator[Result]:
         """Sides prepared side by side, then timed in turns, case by case."""
         jobs = [
-            Job(gpu_calls.prepare, (case, side, self.setting), PREPARING)
-            for case, sides in batch
-            for side in sides
+            self._job(gpu_calls.prepare, PREPARING, case, side) for case, sides in batch for side in sides
         ]
         failed = {
             job.arguments[:2]: str(answer)
@@ -155,7 +158,7 @@ class Bench:
         for case, sides in batch:
             reasons = {side: failed[case, side] for side in sides if (case, side) in failed}
             good = [side for side in sides if side not in reasons]
-            timed = Job(gpu_calls.measure, (case, good, self.setting, self.limits), 60 + TIMING * len(good))
+            timed = self._job(gpu_calls.measure, 60 + TIMING * len(good), case, good, self.limits)
             found: list[Result] = []
             try:
                 found = self.timer.run(timed, self.deadline) if good else []

@@ -263,7 +263,7 @@ def prepare(case: Case, side: Side, setting: Setting) -> None:
     check(found, gold, torch.bfloat16)
 
 
-def measure(case: Case, sides: Sequence[Side], setting: Setting, limits: Limits) -> list[Result]:
+def measure(case: Case, sides: Sequence[Side], limits: Limits, setting: Setting) -> list[Result]:
     """Time sides that have been prepared. Ratios are to the first."""
     torch._dynamo.reset()
     with _keeping_buffers():

@@ -17,7 +17,9 @@ from torch import Tensor, fx
 
 from .. import compat
 from ..mod_ir.capture import LiftedMod
+from ..mod_ir.widths import rounded
 from .call import AttentionCall, BackwardCall, rows_of, shapes_of_class
+from .prepare import SHORT
 from .ring import Ring
 
 MOST = 1024
@@ -102,9 +104,8 @@ def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
     # A tile map and `sharded` are checked against lengths: calls with them are alike in all sizes or not at all.
     if call.inputs.tile_map is None and call.inputs.sharded is None:
         shapes = shapes_of_class(shapes, len(rows_of(call)))
-    sizes = [
-        (size - 1).bit_length() for size in (*call.query.shape[:3:2], call.key.size(2))
-    ]  # prepare.sizes_of
+    batch, _, queries, _ = call.query.shape
+    sizes = [rounded(size) for size in (batch, max(queries, SHORT), max(call.key.size(2), SHORT))]
     seen = [(t.dtype, t.device, t.requires_grad) for t in tensors]
     return *shapes, *sizes, *seen, settings(), call.options, *constants
 

@@ -147,9 +147,12 @@ def sizes_of(call: AttentionCall) -> Sizes:
         batches, heads = inputs.tile_map.queries.size(0), heads + _HEADS_OF_MAPS
         keys = key.size(0) * keys
         queries = torch.sym_max(queries, keys)
-    return Sizes(*map(rounded, (batches, heads, queries, keys)))
+    return Sizes(
+        rounded(batches), rounded(heads), *(rounded(torch.sym_max(n, SHORT)) for n in (queries, keys))
+    )
 
 
+SHORT = 1 << 10  # lengths up to this are decided alike
 _HEADS_OF_MAPS = 1 << 12  # a map may begin at a later head
 
 

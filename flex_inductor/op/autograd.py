@@ -16,7 +16,7 @@ from torch.autograd.forward_ad import unpack_dual
 from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import joint_graph
-from ..visits import form_of
+from ..visits import kind_of
 from .call import QKV, AttentionCall, BackwardCall
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
@@ -137,7 +137,7 @@ class _BackwardFunction(torch.autograd.Function):
     def vmap(info, in_dims, *args):
         call = BackwardCall.read(*args)
         schedule = call.inputs.schedule
-        form = None if schedule is None else form_of(schedule)
+        form = None if schedule is None else kind_of(schedule)
         folded, unfold = fold_backward(call, BackwardCall.read(*in_dims, form=form), info.batch_size)
         grads = unfold(_backward_op(*folded.wire()))
         return grads, tuple(None if grad is None else 0 for grad in grads)

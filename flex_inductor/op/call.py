@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import errors
 from ..mod_ir.serialise import graph_key
 from ..options import CallOptions
-from ..visits import FORMS, Schedule, TileMap, form_of
+from ..visits import KINDS, Schedule, TileMap, kind_of
 from .ring import Ring
 
 QKV = ("query", "key", "value")
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
         """As graphs hold it: they have no NamedTuples."""
         found = {name: getattr(self, name) for name in self.given()}
         if self.schedule is not None:
-            found["schedule"] = (form_of(self.schedule), *self.schedule)
+            found["schedule"] = (kind_of(self.schedule), *self.schedule)
         if self.tile_map is not None:
             found["tile_map"] = tuple(self.tile_map)
         if self.ring is not None:
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         found = dict(wire)
         if "schedule" in found:
             own_form, *fields = found["schedule"]
-            found["schedule"] = FORMS[form or own_form](*fields)
+            found["schedule"] = KINDS[form or own_form](*fields)
         if "tile_map" in found:
             found["tile_map"] = TileMap(*found["tile_map"])
         if "ring" in found:

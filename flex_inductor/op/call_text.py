@@ -14,11 +14,11 @@ from torch import Tensor
 from ..mod_ir import serialise
 from ..mod_ir.program import LaneProgram
 from ..mod_ir.split import Programs
-from ..visits import FORMS, TileMap
+from ..visits import KINDS, TileMap
 from .call import Inputs
 from .ring import Ring
 
-_BUNDLES: dict[str, type] = {**FORMS, "tile_map": TileMap, "ring": Ring}
+_BUNDLES: dict[str, type] = {**KINDS, "tile_map": TileMap, "ring": Ring}
 _NAME_OF_BUNDLE = {bundle: name for name, bundle in _BUNDLES.items()}
 
 

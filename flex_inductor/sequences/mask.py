@@ -19,7 +19,7 @@ from ..masks.analysis.window import seen
 from ..masks.ordinary import ordinary_tensors
 from ..masks.runs import FULL, Extent, Runs, merged, transposed
 from ..masks.window_schedule import BLOCK, bounds_of
-from ..visits import FORMS, BlockRuns, Bounds, TileMap, form_of
+from ..visits import KINDS, BlockRuns, Bounds, TileMap, kind_of
 from ..visits.bounds import SequenceEntry
 from ..visits.places import PIECE
 from ..visits.window import ALL, Window
@@ -166,7 +166,7 @@ def _flatten_with_keys(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
     tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
     numbers = tuple((name, field) for name, field in fields.items() if name not in tensors)
     parts = {**tensors, **mask.tile_map._asdict(), "sequences": mask.sequences}
-    context = (form_of(mask.schedule), tuple(tensors), numbers, mask.mask_mod, mask.heads)
+    context = (kind_of(mask.schedule), tuple(tensors), numbers, mask.mask_mod, mask.heads)
     return [(pytree.GetAttrKey(n), part) for n, part in parts.items()], context
 
 
@@ -178,7 +178,7 @@ def _flatten(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
 def _unflatten(parts: Any, context: tuple[Any, ...]) -> SequenceMask:
     *tensors, queries, keys, sequences = parts
     form, names, numbers, mask_mod, heads = context
-    schedule = FORMS[form](**dict(zip(names, tensors, strict=True)), **dict(numbers))
+    schedule = KINDS[form](**dict(zip(names, tensors, strict=True)), **dict(numbers))
     return SequenceMask(schedule, TileMap(queries, keys), sequences, mask_mod, heads)
 
 

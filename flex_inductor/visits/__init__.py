@@ -8,7 +8,7 @@ bounds.py    runs that follow from numbers     band.py    some rows as flags
 
 from .bounds import Bounds
 from .places import TileMap
-from .protocol import FORMS, Schedule, form_of
+from .protocol import FORMS, KINDS, Schedule, kind_of
 from .runs import BlockRuns
 
-__all__ = ["FORMS", "BlockRuns", "Bounds", "Schedule", "TileMap", "form_of"]
+__all__ = ["FORMS", "KINDS", "BlockRuns", "Bounds", "Schedule", "TileMap", "kind_of"]

@@ -1,4 +1,4 @@
-"""What every schedule answers, whatever form its data has. A new form is a class that does, named in `FORMS`."""
+"""What every schedule answers, whatever form its data has. A new kind is a class that does, named in `KINDS`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Schedule(Protocol):
 
     @property
     def form(self) -> str:
-        """How kernels read it: "lists", "runs" or "bounds"."""
+        """How kernels read it: one of FORMS."""
         ...
 
     @property
@@ -69,9 +69,10 @@ class Schedule(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-FORMS: dict[str, type[Any]] = {"runs": BlockRuns, "bounds": Bounds}
+KINDS: dict[str, type[Any]] = {"runs": BlockRuns, "bounds": Bounds}
+FORMS = ("lists", "runs", "bounds")  # in which kernels read them
 
 
-def form_of(schedule: Any) -> str:
-    """The key of its class in `FORMS`, as which graphs and texts know it."""
-    return next(form for form, known in FORMS.items() if isinstance(schedule, known))
+def kind_of(schedule: Any) -> str:
+    """The key of its class in `KINDS`, as which graphs and texts know it."""
+    return next(form for form, known in KINDS.items() if isinstance(schedule, known))

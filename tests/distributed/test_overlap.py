@@ -33,7 +33,7 @@ def layer(x, to_query, to_key, to_value, to_out, cos, sin, mask):
 
 
 KINDS = {
-    r"send_rows": "EXCHANGE",
+    r"flex_inductor\.send_rows": "EXCHANGE",  # not a kernel that is named after it
     r"wait_tensor": "WAIT",
     r"cpp_fused\w*flex_inductor_attention": "attention",
     r"cpp_fused\w*\(": "elements",

@@ -10,6 +10,9 @@ from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.lowerings import registry
 from flex_inductor.masks.analysis import interval_rules
 from flex_inductor.masks.analysis.rectangles import MaskBounds
+from flex_inductor.op import Inputs, attention
+from flex_inductor.options import call_options
+from flex_inductor.visits import protocol
 from tests.support import Sizes, attention_of, dense_of, judge
 
 PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()
@@ -67,6 +70,21 @@ def test_a_rule_for_masks(monkeypatch):
     assert few < many / 3
     for left, right in zip(before.as_tuple()[:-1], after.as_tuple()[:-1], strict=True):
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_a_kind_of_schedule(monkeypatch):
+    monkeypatch.setitem(protocol.KINDS, "every second", None)  # taken away afterwards
+    schedule = written("schedule")["EverySecond"](16, 8, 1)
+    query, key, value = Sizes(queries=40, keys=60).inputs(torch.float64)
+
+    def attend(query, key, value, captures, mask):
+        options = call_options(None, lse=True, max_scores=True)
+        return attention(query, key, value, None, None, 0.25, Inputs(schedule=schedule), options)
+
+    mask = create_block_mask(
+        lambda b, h, q_idx, kv_idx: kv_idx // 8 % 2 == 1, None, None, 40, 60, "cpu", (16, 8)
+    )
+    judge(attend, dense_of(None, scale=0.25), (query, key, value), (), mask)
 
 
 def test_the_diffs_apply():

@@ -524,7 +524,7 @@ def tile_map_without_schedule() -> FlexValueError:
 def tile_map_without_runs(form: str) -> FlexValueError:
     return FlexValueError(
         f"tile_map is given with a schedule of {form}; expected one of runs, whose tiles follow each other, or of "
-        "bounds of sequences. Pass BlockRuns or SequenceBounds."
+        "bounds with a table of sequences. Pass BlockRuns or Bounds."
     )
 
 

@@ -98,7 +98,7 @@ def as_runs(schedule: Bounds | BlockRuns, tile_map: TileMap) -> BlockRuns:
         for ends in schedule.all_ends(side, 0, 0, tile_map, tile_map.keys.device):
             runs = torch.cat(ends).T
             offsets = torch.arange(len(runs) + 1, dtype=torch.int32) * (len(ends) // 2)
-            tables += [offsets[None, None], runs.view(-1, 2)]
+            tables += [offsets[None, None], runs.reshape(-1, 2)]
     return BlockRuns.of(schedule[:2], tables)
 
 

@@ -168,7 +168,7 @@ def test_fused_kernels_for_any_lengths(mask, dtype):
             judge(ours, dense, as_batch(tensors(lengths, dtype)), (table,))
             made.append(len(decisions()))
     assert made[1] == made[-1], made
-    form = "bounds of sequences" if mask == "around" else "runs"
+    form = "bounds" if mask == "around" else "runs"
     assert all(d.call.endswith(f" in {form} where a map says") for d in decisions())
 
 

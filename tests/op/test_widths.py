@@ -87,16 +87,16 @@ def test_packed_sequences():
 
 
 def test_compiled_calls_follow_lengths_that_change_and_say_so():
-    """One kernel while int32 holds what is computed, and one in int64 with a note."""
+    """One kernel while int32 holds what is computed, and one in int64 with a note. Short lengths count as 1,024."""
 
     def attend(query, key, value):
         return flex_attention(
-            query, key, value, lambda score, b, h, q, kv: score + (q * 20_000_000 > kv) * 1.0
+            query, key, value, lambda score, b, h, q, kv: score + (q * 2_000_000 > kv) * 1.0
         )
 
     flex_inductor.decisions(clear=True)
     compiled = torch.compile(attend, backend="flex_inductor", fullgraph=True, dynamic=True)
-    for length in (40, 90, 200, 300):
+    for length in (40, 90, 1100, 1200):
         inputs = [torch.randn(1, 1, length, 16) for _ in range(3)]
         torch.testing.assert_close(compiled(*inputs), attend(*inputs))
     notes = [d.notes for d in flex_inductor.decisions() if d.chosen == "cpu"]

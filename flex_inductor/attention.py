@@ -67,8 +67,9 @@ def flex_attention(
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
         return _of_nested[0](query, key, value, score_mod, block_mask, *options)
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    wants_max = return_aux is not None and return_aux.max_scores
+    # What has another type is refused by `checks`.
+    wants_lse, wants_max = (bool(getattr(return_aux, name, False)) for name in ("lse", "max_scores"))
+    wants_lse = return_lse or wants_lse
 
     def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
         check_tensors(query, key, value, enable_gqa)

@@ -64,7 +64,7 @@ def test_right_kernels_pass():
 
 
 def test_a_broken_forward_is_found(breaking):
-    breaking("forward.jinja", "h, q0 + r0, n0, count", "h, q0 + r0 + (q0 >= 128 ? 1 : 0), n0, count")
+    breaking("forward.jinja", "here.index + q0 + r0", "here.index + q0 + r0 + (q0 >= 128 ? 1 : 0)")
     attend, args = compiled()
     with pytest.raises(FlexError) as found:
         attend(*args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from flex_inductor.masks import draw, library, load_ipython_extension
 from flex_inductor.masks.draw import FULL_COLOUR, draw_mask, tile_shares, tile_tokens
 from flex_inductor.masks.errors import MaskArgumentError
 from flex_inductor.masks.library.blockmask import create_block_mask
-from flex_inductor.tools import mask as mask_command
+from flex_inductor.tools import cli
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -88,10 +87,7 @@ def test_a_function_needs_lengths():
 
 
 def command(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    mask_command.register(parser.add_subparsers())
-    arguments = parser.parse_args(["mask", *words])
-    return arguments.run(arguments)
+    return cli.main(["mask", *words])
 
 
 def test_command_prints_text(capsys):

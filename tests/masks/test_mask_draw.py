@@ -12,6 +12,7 @@ from flex_inductor.masks.draw import FULL_COLOUR, draw_mask, tile_shares, tile_t
 from flex_inductor.masks.errors import MaskArgumentError
 from flex_inductor.masks.library.blockmask import create_block_mask
 from flex_inductor.tools import cli
+from flex_inductor.tools import mask as mask_command
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -287,7 +287,8 @@ def choose_method(
     """The method `asked` for, or the simplest one that can run and is nearly as fast as the fastest.
 
     `node` ranks share heads on a mesh of two dimensions, where ring_ulysses is a method too. Ring is chosen if the
-    others need more than `model.memory`. Without a `model` sizes are defaults, and the number of heads to share is unknown.
+    others need more than `model.memory`. Without a `model` sizes are defaults, and the number of heads
+    to share is unknown.
     """
     known, model = model is not None, CostModel() if model is None else model
     able: dict[str, Estimate] = {}

@@ -26,7 +26,7 @@ _of_nested: list[Callable[..., Any]] = []
 
 
 def serve_nested(function: Callable[..., Any]) -> None:
-    """Have `function` serve calls with nested tensors: sequences/ knows how, and builds on this module."""
+    """Have `function` serve calls with nested tensors. It comes from sequences/, which imports this module."""
     _of_nested[:] = [function]
 
 
@@ -108,7 +108,8 @@ def flex_attention(
 
 
 def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Kernels are made for a number of heads and a head_dim. Refuses where Dynamo could not be told of the op."""
+    """Make heads and head_dim constants, as kernels are made for them. Refuses if Dynamo could not be told of the
+    op."""
     if torch.compiler.is_dynamo_compiling():
         if compat.failed_when_imported:
             _refuse_untested()
@@ -123,7 +124,7 @@ def _refuse_untested() -> None:
 
 
 def refused(error: errors.FlexError) -> NoReturn:
-    """Raise `error`, also where Dynamo traces and would put its own words around it."""
+    """Raise `error` without Dynamo's words around it, also while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
         refusal(type(error), *error.args)
     raise error

@@ -23,7 +23,7 @@ from . import supported
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
 
-# With 2.11 a float that was computed of changing floats is a constant, unless the sum or product is one of tensors.
+# In 2.11 a float computed from changing floats is a constant, unless it is a sum or product of tensors.
 COMPUTED_FLOATS_ARE_CONSTANTS = supported.TORCH < (2, 12)
 
 
@@ -43,7 +43,7 @@ def is_sliced(block_mask: Any) -> bool:
 
 
 def mark_changing(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """`tensor`, whose size in `dim` may change in compiled code: Dynamo's maybe_mark_dynamic, without its import."""
+    """Let the size of `tensor` in `dim` change in compiled code: Dynamo's maybe_mark_dynamic, without its import."""
     tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
     return tensor
@@ -58,7 +58,7 @@ def run_while_traced(function: Callable) -> Callable:
 def allows_tf32() -> bool:
     """Whether the user lets GPUs multiply float32 matrices in TF32.
 
-    Asks the newest of torch's settings: it follows the older ones, which raise when asked once it has been set.
+    Reads the newest of torch's settings. It follows the older ones; those raise when read after it was set.
     """
     return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
@@ -147,16 +147,16 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
             *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))
         )
 
-    # What Dynamo does not trace whole, it would trace from here on.
+    # Otherwise Dynamo would trace from here what it does not trace whole.
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(apply.__code__, skip)
     setattr(Function, "apply", classmethod(apply))  # noqa: B010 (a method is assigned to by name)
 
 
 def checks_what_it_computed(kernel: Any) -> Any:
-    """A kernel of Inductor's C++ that computes anew each index it checks.
+    """A kernel of Inductor's C++ that computes each index again to check it.
 
-    Checks come among the loads, ahead of all computations. 2.11 has them name what a computation made.
+    Checks are emitted with the loads, before all computations. In 2.11 they name results of computations.
     """
     check_bounds = kernel.check_bounds
 
@@ -175,7 +175,8 @@ def register_dynamo_variable(op: Any, variable_class: Any) -> None:
 
 
 def out_of_dynamo(tx: Any, error: Exception) -> Exception:
-    """What to raise while Dynamo traces so that the user gets `error`, with a note of the lines that led to it."""
+    """The exception to raise while Dynamo traces, so that the user gets `error` with a note of the lines that led to
+    it."""
     if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(tx.format_frame_summary())
     return through_dynamo(error)
@@ -207,7 +208,7 @@ def breaks_are_errors(tx: Any) -> bool:
 
 
 def through_dynamo(error: Exception) -> Exception:
-    """What to raise below Dynamo so that the user gets `error` itself, without Dynamo's words and frames."""
+    """The exception to raise below Dynamo, so that the user gets `error` without Dynamo's words and frames."""
     from torch._dynamo.exc import ShortenTraceback
 
     class Through(ShortenTraceback):
@@ -218,7 +219,7 @@ def through_dynamo(error: Exception) -> Exception:
 
 
 def outside_graphs(function: Callable) -> Callable:
-    """torch.compiler.disable, which imports Dynamo, here only where Dynamo is imported anyway: it takes a second."""
+    """torch.compiler.disable, applied only once Dynamo is imported: it imports Dynamo itself, which takes a second."""
     called = function
 
     @functools.wraps(function)
@@ -274,7 +275,7 @@ _VMAP_KEYS = (
 
 
 def vmap_allowed() -> Any:
-    """Undoes what keeps torch.vmap from working inside a TorchDispatchMode, where this may be called."""
+    """Lets torch.vmap work inside a TorchDispatchMode."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _VMAP_KEYS:
         excluded = excluded.remove(key)

@@ -465,7 +465,7 @@ def kernel_differs(
     sequence: int | None = None,
 ) -> FlexRuntimeError:
     axes = ("batch", "head", "queries" if name in ("out", "lse", "max_scores", "d_q") else "keys")
-    if sequence is not None:  # within which the rest is counted
+    if sequence is not None:  # the others are counted within it
         axes = ("sequence", *axes[1:])
         tile, place = [(sequence, sequence + 1), *tile[1:]], [sequence, *place[1:]]
     if name.startswith("d_captures"):

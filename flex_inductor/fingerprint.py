@@ -1,4 +1,4 @@
-"""Which code this is: the version, a hash of all that decides what is generated, the CPU it is for."""
+"""Identifies this code: the version, a hash of everything that decides what is generated, and the CPU it is for."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def instruction_set() -> str:
     return f"{vectors}+AMX" if vectors == "AVX512" and torch.cpu._init_amx() else vectors
 
 
-# Inductor keeps graphs for CPUs with vector code in them, under keys that do not name the instruction set.
+# Inductor caches graphs with vector code under keys that do not name the instruction set.
 FINGERPRINT = f"{fingerprint(_generating_code())}+{instruction_set()}"

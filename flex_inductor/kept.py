@@ -1,4 +1,4 @@
-"""A cache for values that are not made by a function of hashable arguments alone: functools.lru_cache is for those."""
+"""A cache where functools.lru_cache does not fit: values do not follow from hashable arguments alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Value = TypeVar("Value")
 
 
 class Kept(Generic[Value]):
-    """Values by key, at most `limit` of them: the one whose last use is longest ago goes first.
+    """Values by key, at most `limit` of them. The least recently used goes first.
 
     Any thread may use it. None is no value.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
-        self._lock = threading.RLock()  # a value that goes may run code that comes back
+        self._lock = threading.RLock()  # dropping a value may run code that uses this cache
         self._values: dict[Any, Value] = {}  # the last used at the end
 
     def get(self, key: Hashable) -> Value | None:

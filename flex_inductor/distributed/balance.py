@@ -19,10 +19,10 @@ from .cost import CostModel, estimate
 from .work import TileWork, on_host
 
 Balancer = Callable[[TileWork, int], Sequence[int]]
-CLOSE = 0.01  # one piece is enough where its work is this near to the mean
-EVEN = 0.045  # a rank that is further above the mean changes tiles with others
+CLOSE = 0.01  # one piece is enough if its work is this near the mean
+EVEN = 0.045  # ranks further above the mean swap tiles with others
 ROUNDS = 8
-PARTNERS = 16  # that are looked at for a change
+PARTNERS = 16  # considered for a swap
 
 
 def contiguous(work: TileWork, ranks: int) -> list[int]:
@@ -42,10 +42,11 @@ def head_tail(work: TileWork, ranks: int) -> list[int]:
 
 
 def documents(work: TileWork, ranks: int) -> list[int]:
-    """Each document by itself head-tail over all ranks. A document is a stretch of rows that begin at one column."""
+    """Each document head-tail over all ranks. A document is a stretch of rows that begin at one column."""
     document, place, length = stretches(work)
     folded = fold(place, length)
-    # Each rank has `least` tiles of a document, and those after `turn` one more, so that these go around.
+    # Each rank has `least` tiles of a document, and `more` ranks from `turn` on have one more. `turn` moves on by
+    # document.
     sizes = torch.bincount(document)
     turn = ((sizes % ranks).cumsum(0) - sizes % ranks)[document] % ranks
     least, more = length // ranks, length % ranks
@@ -79,7 +80,7 @@ def work_and_bytes(work: TileWork, ranks: int) -> list[int]:
     density = torch.zeros_like(work.cost).index_add_(0, part, work.cost)
     density = (density / torch.bincount(part, minlength=work.tiles).clamp(min=1))[part]
     _, place, length = stretches(work)
-    # Within a document by head and tail in turn: then what is sent is as even as what is received.
+    # Within a document by head and tail in turn: then ranks send as evenly as they receive.
     order = (torch.arange(work.tiles) - place + fold(place, length)).argsort()
     order = order[density[order].argsort(descending=True, stable=True)]
     return paired(work.cost, part, order, _shares(work.tiles, ranks).tolist())
@@ -96,7 +97,7 @@ def best(
 ) -> tuple[str, Sequence[int]]:
     """The name and the owners that `auto` takes, for a method and a model."""
     model = CostModel() if model is None else model
-    method = "ring" if method == "ring_ulysses" else method  # its ranks wait for one another in the same way
+    method = "ring" if method == "ring_ulysses" else method  # its ranks wait for each other alike
     found: list[tuple[float, str, Sequence[int]]] = []
     for name in ("contiguous", "head_tail", "documents", "work_and_bytes"):
         owner = BALANCERS[name](work, ranks)
@@ -152,7 +153,7 @@ def owners(
 
 
 def _by_order(name: str, order: Tensor | None, work: TileWork, ranks: int) -> tuple[int, ...]:
-    """As torch takes it: each rank has as many tokens of `order` [1 or batch, tokens] as the others."""
+    """Owners from torch's order [1 or batch, tokens], of which each rank has an equal part."""
     if order is None or order.dim() != 2 or order.size(1) != work.length or (order != order[:1]).any():
         what = "none" if order is None else f"{list(order.shape)}"
         raise errors.other_order(name, what, work.length)
@@ -173,7 +174,8 @@ def _by_order(name: str, order: Tensor | None, work: TileWork, ranks: int) -> tu
 
 
 def stretches(work: TileWork) -> tuple[Tensor, Tensor, Tensor]:
-    """Stretches of rows that begin at the same column: of each row the stretch, the place in it, and its length."""
+    """Stretches of rows that begin at the same column: for each row its stretch, its place there, and the stretch's
+    length."""
     first, _ = work.hull
     opens = torch.ones_like(first, dtype=torch.bool)
     opens[1:] = first[1:] != first[:-1]
@@ -188,7 +190,8 @@ def fold(place: Tensor, length: Tensor) -> Tensor:
 
 
 def components(first: Tensor, stop: Tensor) -> Tensor:
-    """Which rows belong together. A part ends where no row reads across, or only the row of one tile that is shared."""
+    """The part of each row: rows that belong together. A part ends where no row reads across, or only that of a shared
+    tile."""
     tiles = first.numel()
     own = torch.arange(tiles)
     below = torch.nn.functional.pad(first.flip(0).cummin(0).values.flip(0), (0, 1), value=tiles)
@@ -212,7 +215,7 @@ def paired(cost: Tensor, part: Tensor, order: Tensor, room: list[int]) -> list[i
 
 
 def _dealt(cost: list[float], part: list[int], order: list[int], room: list[int]) -> list[int]:
-    """Each rank takes from the dense end, and fills up from the sparse end, as much of each as makes the mean."""
+    """Each rank takes tiles from the dense end and fills up from the sparse end, so that its work is the mean."""
     owner = [0] * len(order)
     sums = [0.0, *accumulate(cost[tile] for tile in order)]
     low, high = 0, len(order)  # what is left
@@ -232,7 +235,7 @@ def _dealt(cost: list[float], part: list[int], order: list[int], room: list[int]
 def _turn(
     cost: list[float], part: list[int], order: list[int], sums: list[float], end: int, high: int
 ) -> None:
-    """A document begins before `end`: the tiles of it up to there change with its last ones, whose rows read less."""
+    """A document begins before `end`: swap its tiles up to there for its last ones, whose rows read less."""
     opens = closes = end
     while part[order[opens - 1]] == part[order[end]]:
         opens -= 1
@@ -244,7 +247,7 @@ def _turn(
 
 
 def _dense(sums: list[float], low: int, high: int, size: int, mean: float) -> int:
-    """How many of `size` tiles come from the dense end, so that the work is nearest to the mean."""
+    """How many of `size` tiles to take from the dense end for work nearest to the mean."""
     if sums[low + size] - sums[low] <= mean * (1 + CLOSE):
         return size
 
@@ -262,7 +265,7 @@ def _dense(sums: list[float], low: int, high: int, size: int, mean: float) -> in
 
 
 def _evened(cost: list[float], part: list[int], owner: list[int], ranks: int) -> list[int]:
-    """Ranks above the mean change tiles with others, at first with those that share the part of their dearest tile."""
+    """Ranks above the mean swap tiles with others, first with ranks that share the part of their dearest tile."""
     held: list[list[int]] = [[] for _ in range(ranks)]  # by rising cost
     load = [0.0] * ranks
     for tile in sorted(range(len(cost)), key=cost.__getitem__):
@@ -298,7 +301,7 @@ def _even(some: list[int], cost: list[float], held: list[list[int]], load: list[
 def _change(
     heavy: int, light: int, cost: list[float], held: list[list[int]], load: list[float], most: float
 ) -> bool:
-    """The two tiles whose change makes the ranks most alike, or the cheapest that make them alike enough."""
+    """The two tiles to swap: those that make the ranks most alike, or the cheapest that make them alike enough."""
     offered = [cost[tile] for tile in held[light]]
     middle = (load[heavy] - load[light]) / 2
     close = most - (load[heavy] + load[light]) / 2

@@ -61,8 +61,8 @@ class ContextParallel:
         Args:
             masks: a BlockMask, a RunSchedule, Sequences, a mask_mod or None for no mask; or a dict, list or tuple of
                 these.
-            length: of the whole sequence, where no mask says it.
-            batch, heads: that mask_mods tell apart.
+            length: of the whole sequence, if no mask has it.
+            batch, heads: the numbers that mask_mods tell apart.
             weights: in the form of `masks`, how many layers use each; 1 by default.
             block: tokens of a tile, for masks that are made here.
             model: the sizes of the model, by which method "auto" and the balancers weigh bytes and work.
@@ -115,9 +115,9 @@ class ContextParallel:
     ) -> Tensor:
         """The whole sequence, on every rank.
 
-        Its gradient is taken to be the same on every rank, as of a loss that each computes alike: a rank keeps its
-        own part of it. With `partial` each rank has a part of the gradient, as of what a mod looks up: the sum of all
-        ranks' parts comes back.
+        Every rank is expected to compute the same loss, hence the same gradient: a rank keeps its own part of it. With
+        `partial` each rank has a part of the gradient, as for tensors that a mod looks up: the backward sums the parts
+        of all ranks.
         """
         own = self._layout("unshard", layout)
         expected = own.local_length(self.rank)
@@ -154,9 +154,9 @@ class ContextParallel:
         enable_gqa: bool = False,
         return_lse: bool = False,
     ) -> Any:
-        """Attention of queries that all ranks have to keys of which each rank has some; all get the whole result.
+        """Attention of queries that all ranks have to keys that are spread over the ranks. All get the whole result.
 
-        Needs no plan. Each rank sends the others what it attends to itself, one row for each query and head.
+        Needs no plan. Each rank sends the others its own result, one row for each query and head.
 
         Args:
             query: [B, H, M, D], the same on all ranks.
@@ -175,7 +175,7 @@ class ContextParallel:
         """The output and logsumexp of attention to all ranks' keys, given those of attention to this rank's.
 
         For calls that `decode` does not make, such as varlen_attention over pages. `out` has one dimension more, the
-        last. Pass both in fp32 where it matters: what is rounded before is rounded twice.
+        last. Pass both in fp32 to avoid a second rounding.
         """
         if lse.shape != out.shape[:-1]:
             raise errors.other_lse(lse, out)

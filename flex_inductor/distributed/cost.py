@@ -1,7 +1,7 @@
 """A model of what each method would take on many ranks, and which one to choose by it. Nothing here was measured.
 
-Exchanges are either hidden behind computing as far as they fit, or not at all; what runs lies between the two. Only the
-ring overlaps by itself. Ranks are compared by what they do over all masks, and those of a ring step by step.
+Exchanges are either hidden behind computing as far as they fit, or not at all; real runs lie between. Only the ring
+overlaps by itself. Ranks are compared over all masks, and ranks of a ring step by step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class CostModel:
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     def seconds_of_tile(self, tile: int, backward: bool = False) -> float:
-        """Of the scores of one tile: two products of matrices forward, five backward."""
+        """Seconds for the scores of one tile: two matrix products forward, five backward."""
         score, value = self.dims
         products = 3 * score + 2 * value if backward else score + value
         return 2 * products * self.heads * self.batch * tile**2 / self.flops
 
     def bytes_of_tile(self, tile: int) -> int:
-        """The keys and values of one tile."""
+        """Bytes of the keys and values of one tile."""
         return sum(self.dims) * self.kv_heads * self.batch * tile * self.itemsize
 
     def gradient_bytes_of_tile(self, tile: int) -> int:
@@ -70,13 +70,13 @@ def amount(size: float) -> str:
 
 
 class Phase(NamedTuple):
-    """Forward or backward, in seconds; bytes are those that the busiest rank gets or sends, whichever is more."""
+    """Forward or backward, in seconds. Bytes are the larger of those that the busiest rank gets and sends."""
 
     perfect: float  # the mean of the ranks' computing
     compute: float  # of the rank that computes most
     exchange: float
-    hidden: float  # all in all, where exchanges run behind computing
-    exposed: float  # where nothing overlaps
+    hidden: float  # in all, if exchanges run behind computing
+    exposed: float  # if nothing overlaps
     bytes: float
 
     @property
@@ -107,7 +107,7 @@ class Estimate:
 
 
 def refusal(method: str, ranks: int, model: CostModel, node: int | None = None) -> str | None:
-    """Why a method cannot run, or None. `node` ranks share heads in ring_ulysses, or as many as can."""
+    """Why a method cannot run, or None. In ring_ulysses `node` ranks share heads, or as many as possible."""
     if method == "ulysses" and model.heads % ranks:
         return f"{model.heads} heads do not divide by {ranks} ranks"
     if method == "ring_ulysses" and node is not None and model.heads % node:
@@ -156,7 +156,7 @@ def estimate(
 
 
 def groups(method: str, ranks: int, model: CostModel) -> int:
-    """Among how many the tiles are shared out: among all ranks, or the nodes of ring_ulysses."""
+    """How many owners tiles have: the ranks, or in ring_ulysses the nodes."""
     return ranks // _node(ranks, model) if method == "ring_ulysses" else ranks
 
 
@@ -176,7 +176,7 @@ def _imbalance(compute: Tensor) -> float:
 
 
 def _phase(compute: Tensor, moved: Tensor, model: CostModel) -> Phase:
-    """Of ranks that compute for so many seconds and exchange so many bytes."""
+    """The phase of ranks that compute for so many seconds and exchange so many bytes."""
     exchange = moved / model.bandwidth
     return Phase(
         float(compute.mean()),
@@ -201,7 +201,7 @@ def _of_heads(work: TileWork, ranks: int, node: int, model: CostModel) -> tuple[
 def _ring(
     work: TileWork, owner: Sequence[int], ranks: int, model: CostModel, node: int, method: str
 ) -> Estimate:
-    """Blocks go from each group to the next, as far as one needs them; a node shares the heads of its group."""
+    """Blocks go from group to group while one needs them; a node shares the heads of its group."""
     count = ranks // node
     computes, reads = work.between(owner, count)
     block = _tiles(owner, count)
@@ -230,7 +230,7 @@ def _ring(
 
 
 def _round(compute: Tensor, reads: Tensor, moving: Tensor, returning: Tensor, model: CostModel) -> Phase:
-    """Of one mask. At step s rank r has the block of rank r - s.
+    """The phase of one mask. At step s rank r has the block of rank r - s.
 
     `compute` [ranks, ranks] is in seconds, what each rank does with each block; `moving` is how large the blocks are.
     The last rank that needs a block sends `returning` of it to its owner.
@@ -256,7 +256,7 @@ def _round(compute: Tensor, reads: Tensor, moving: Tensor, returning: Tensor, mo
 
 
 def _after(phase: Phase, size: float, model: CostModel) -> Phase:
-    """With an exchange before or after it that nothing hides."""
+    """The phase with an exchange before or after it that nothing hides."""
     seconds = size / model.bandwidth
     return phase._replace(
         exchange=phase.exchange + seconds,
@@ -267,7 +267,7 @@ def _after(phase: Phase, size: float, model: CostModel) -> Phase:
 
 
 class MethodChoice(NamedTuple):
-    """A method, and why; the others with the reason against each: what a decision says."""
+    """A method and why, and the others with the reason against each. Decisions print it."""
 
     plan: str  # what it is for, in a line
     chosen: str
@@ -284,11 +284,11 @@ def choose_method(
     asked: str = "auto",
     node: int | None = None,
 ) -> MethodChoice:
-    """The method that was `asked` for, or of all that can run the simplest that is nearly as fast as the fastest.
+    """The method `asked` for, or the simplest one that can run and is nearly as fast as the fastest.
 
-    `node` is how many ranks share heads, on a mesh of two dimensions: ring_ulysses is among the methods there. Ring is
-    taken where the others need more than `model.memory`. Without a `model` default sizes are taken, and nobody knows
-    how many heads there are to share.
+    `node` ranks share heads on a mesh of two dimensions, where ring_ulysses is a method too. Ring is chosen if the
+    others need more than `model.memory`. Without a `model` sizes are defaults, and the number of heads
+    to share is unknown.
     """
     known, model = model is not None, CostModel() if model is None else model
     able: dict[str, Estimate] = {}
@@ -320,7 +320,7 @@ def choose_method(
     else:
         chosen = asked
         why = "; ".join(["asked for", *map(_facts, able.values())])
-        against.pop(asked, None)  # whether it can run is known once it is called
+        against.pop(asked, None)  # a call shows whether it can run
     against |= {method: _facts(made) for method, made in able.items() if method != chosen}
     others = tuple((method, against[method]) for method in CHOSEN_FIRST if method in against)
     masks = f"{len(work.masks)} mask" + ("" if len(work.masks) == 1 else "s")

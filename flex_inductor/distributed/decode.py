@@ -1,4 +1,4 @@
-"""Queries that all ranks have, and keys of which each rank has some: partial results are merged by their logsumexp."""
+"""Queries that all ranks have, and keys spread over ranks: partial results are merged by their logsumexp."""
 
 from __future__ import annotations
 

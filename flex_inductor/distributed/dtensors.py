@@ -1,4 +1,4 @@
-"""DTensors as queries, keys and values, and as what mods look up."""
+"""DTensors as queries, keys and values, and as captures of mods."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def local_tensors(
 def lifted(
     score_mod: Any, query: Any, local_query: Tensor, layout: Layout, rank: int, group: str
 ) -> tuple[Any, tuple[Any, ...]]:
-    """score_mod as a function of its lanes and of what it looks up, and this: of a DTensor all, as a plain tensor."""
+    """score_mod as a function of its lanes and captures, and the captures: DTensors whole, as plain tensors."""
     mod, captures = lift(score_mod, SCORE_LANES, local_query)
     alike = _replicated(query)
     whole = (_whole(c, alike, layout, rank, group) if isinstance(c, DTensor) else c for c in captures)
@@ -77,7 +77,7 @@ def _replicated(query: Any) -> set[str]:
 
 
 def _whole(capture: DTensor, alike: set[str], layout: Layout, rank: int, group: str) -> Tensor:
-    """All of it. Its gradient is partial over ranks that compute different things.
+    """The whole tensor. Its gradient is partial over ranks that compute different things.
 
     Sharded along the plan's ranks it has this rank's tokens, as queries do.
     """
@@ -104,7 +104,7 @@ def _whole(capture: DTensor, alike: set[str], layout: Layout, rank: int, group: 
 
 
 def _check_tokens(capture: DTensor, length: int, layout: Layout, rank: int) -> None:
-    """A parameter that torch has cut into chunks may be as long as this rank's tokens, and of others."""
+    """A parameter that torch has chunked may be as long as this rank's tokens and belong to others."""
     chunk = -(-layout.length // layout.ranks)
     first = torch.arange(layout.length)[rank * chunk :][:length]
     if length != layout.local_length(rank):

@@ -1,7 +1,7 @@
 """Rows that go to the ranks that need them, and their gradients that come back.
 
-What goes where is data, so that other numbers of rows need no other graph. Gradients of a row that went to several
-ranks are added in the order of the ranks.
+The routes of rows are data, so other numbers of rows need no other graph. Gradients of a row that went to several ranks
+are added in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
     came: Tensor  # int32, an entry for each row that comes: where it is in the whole sequence
 
     def reversed(self, rows: Tensor) -> Traffic:
-        """The other way; `rows` has an entry for each row that was sent."""
+        """The counts of the way back; `rows` has an entry for each row that was sent."""
         return Traffic(self.received, self.sent, rows)
 
 
@@ -49,7 +49,7 @@ class Picked(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """The keys and values that a rank sends, and what comes."""
+    """The keys and values that a rank sends and receives."""
 
     picked: Picked
     traffic: Traffic
@@ -69,7 +69,7 @@ def send_keys(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """The keys and values [B, H, rows, dim] that come to this rank, and stand-ins for them.
 
-    Those have the gradients, in fp32 until all ranks' are added.
+    The stand-ins get the gradients, in fp32 until those of all ranks are added.
     """
     both = torch.cat([key, value], -1).permute(2, 0, 1, 3)
     came, *stand_ins = _Cast.apply(both, key.size(-1), *sent.picked, *sent.traffic, plan, group)
@@ -80,7 +80,7 @@ def send_keys(
 def move(rows: Tensor, traffic: Traffic, group: str, plan: Tensor | None = None) -> Tensor:
     """The rows that come to this rank: those of rank 0 first, then those of rank 1, and so on.
 
-    Ranks compare what they send, and the `plan` that it is sent by, when they first meet it.
+    At the first use of a `plan`, ranks compare it and what they send.
     """
     return _Move.apply(rows, *traffic, plan, group)
 
@@ -122,7 +122,7 @@ class _Move(torch.autograd.Function):
 
 
 def unshard(tensor: Tensor, dim: int, layout: Layout, rank: int, group: str, partial: bool = False) -> Tensor:
-    """A rank's gradient of the whole is that of all ranks, or with `partial` one part of their sum."""
+    """A rank's gradient of the whole is the same as on all ranks, or with `partial` one summand of it."""
     came = torch.cat([layout.positions(other) for other in range(layout.ranks)])
     received = torch.tensor(layout.lengths)
     traffic = Traffic(torch.full_like(received, layout.local_length(rank)), received, came)
@@ -151,7 +151,7 @@ def waited(coming: Tensor, group: str) -> Tensor:
 
 @torch.library.impl(_library, "send_rows", "CompositeExplicitAutograd")
 def _send_rows(rows, sent, received, count, plan, group):
-    """Begins to send; whoever reads the result waits for it first."""
+    """Begins to send. Reading the result waits for it."""
     if plan is not None:
         agree(plan, rows.shape[1:], rows.dtype, group)
     rows, out = rows.contiguous(), rows.new_empty((count, *rows.shape[1:]))
@@ -174,8 +174,8 @@ _agreed: Kept[bool] = Kept(4096)  # groups and planned masks on which all ranks 
 def agree(plan: Tensor, shape: Any, dtype: torch.dtype, group: str) -> None:
     """Raise unless all ranks have this plan and tensors like these.
 
-    Asked once for each mask that was planned, not for each plan: a rank that knows a plan from before would not ask,
-    and one that does not would wait for it.
+    Asked once for each planned mask, not for each plan: a rank that already knows a plan would not ask, and one that
+    does not would wait for it.
     """
     number, made = plan.tolist()
     key = (group, made)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """`owner[t]` is the rank of tile t: of tokens t * tile to (t + 1) * tile, the last tile maybe shorter.
+    """`owner[t]` is the rank of tile t, which has the tokens t * tile to (t + 1) * tile. The last tile may be shorter.
 
     A rank holds its tiles in ascending order, so that a short last tile is last there too.
     """
@@ -32,7 +32,7 @@ class Layout:
             )
 
     def tiles(self, rank: int) -> Tensor:
-        """The tiles of this rank, int64, ascending. Their number is known where a graph is traced."""
+        """The tiles of this rank, int64, ascending. A trace knows their number."""
         return torch.nonzero_static(self._owners == rank, size=-(-self.lengths[rank] // self.tile)).squeeze(1)
 
     def positions(self, rank: int) -> Tensor:
@@ -59,7 +59,7 @@ class Layout:
         return tuple(tokens.tolist())
 
     def digest(self) -> str:
-        """The same for equal layouts, in any process."""
+        """A hash that is the same for equal layouts in any process."""
         text = f"{self.length} {self.tile} {self.ranks} {self.owner}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

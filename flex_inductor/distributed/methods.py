@@ -1,8 +1,8 @@
 """Planned masks: one rank's part of a mask, and what it exchanges around attention.
 
-A method is a composition. Ranks that share heads move queries, keys and values, so that each has the tokens of all of
-them and some of the heads: ulysses, and the second dimension of ring_ulysses. Keys and values then come at once, those
-that are read (cast) or all (all_gather); or block by block around a ring; or they are all there (ulysses).
+A method is a composition of two steps. First, ranks that share heads exchange queries, keys and values, until each has
+all their tokens and some of the heads: ulysses, and the second dimension of ring_ulysses. Then keys and values arrive:
+at once, only those read (cast) or all (all_gather), or block by block around a ring. In ulysses they are all there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CpGroup(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Bytes that one call has this rank send to others."""
+    """Bytes that this rank sends to others in one call."""
 
     forward: int
     backward: int
@@ -59,13 +59,13 @@ class Sent(NamedTuple):
 
 @dataclass(eq=False)
 class PlannedMask(planned.PlannedMask):
-    """Compiled code guards on what it reads here, and what changes with the mask is in tensors."""
+    """Facts that compiled code guards on. What changes with the mask is in tensors instead."""
 
     part: Part
-    plan: Tensor  # int64 [2]: a number for the plan, the same on all ranks, and one for this time that it was made
+    plan: Tensor  # int64 [2]: the plan's number, the same on all ranks, and one for each time that it is made
     positions: Tensor  # int32, of this rank's tokens in the whole sequence
     mask_mod: Callable | None
-    batch: int  # that the mask tells apart, or 1
+    batch: int  # numbers that the mask tells apart, or 1
     heads: int
     layout: Layout
     cp_group: CpGroup
@@ -85,7 +85,7 @@ class PlannedMask(planned.PlannedMask):
         self.marked()
 
     def marked(self) -> PlannedMask:
-        """Itself, with marks on the sizes that differ between masks of the same shape."""
+        """Itself, with its sizes marked that differ between masks of the same shape."""
         schedule, tile_map = self.part
         changing = [schedule.q_offsets, schedule.full_q_offsets, tile_map.keys]
         changing += [schedule.kv_runs, schedule.full_kv_runs, schedule.q_runs, schedule.full_q_runs]
@@ -96,7 +96,7 @@ class PlannedMask(planned.PlannedMask):
         return self
 
     def to(self, device: torch.device | str) -> PlannedMask:
-        """The tensors moved, but for counts that the host reads; what mask_mod captures stays where it is."""
+        """Moves the tensors, except counts that the host reads and captures of mask_mod."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, Traffic):
@@ -198,7 +198,7 @@ class PlannedMask(planned.PlannedMask):
         ]
 
     def _share_tokens(self, results: Any, wants: Wants) -> Any:
-        """The other way. What nobody asked for stays as it is."""
+        """The way back. Results that nobody asked for stay as they are."""
         out, lse, max_scores = results
         return (
             self._local(out),
@@ -212,7 +212,7 @@ class PlannedMask(planned.PlannedMask):
         return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
     def _by_rank(self, tensor: Tensor) -> Tensor:
-        """[B, H, local, D] as [ranks, local, B, H / ranks, D]; heads that ranks cannot share alike are repeated."""
+        """[B, H, local, D] as [ranks, local, B, H / ranks, D]; heads that do not divide among ranks are repeated."""
         repeats, ranks = 1, self.heads_group.size
         while tensor.size(1) * repeats % ranks:
             repeats += 1
@@ -220,10 +220,10 @@ class PlannedMask(planned.PlannedMask):
         return tensor.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4)
 
     def bytes_sent(self, query: Tensor, key: Tensor, value: Tensor, wants: Wants = OUTPUT_ALONE) -> Sent:
-        """Of a call with such tensors; `wants` says what it returns beside its output."""
+        """The bytes of a call with such tensors; `wants` says what it returns beside its output."""
         tensors = (query, key, value)
         heads = [t.size(1) if self.to_heads is None else self._by_rank(t).size(3) for t in tensors]
-        # Of one token: the query, key and value, the gradients of the last two, the output and a logsumexp.
+        # Bytes of one token: the query, key and value, the gradients of the last two, the output and a logsumexp.
         rows = [query.size(0) * n * t.size(3) for n, t in zip(heads, tensors, strict=True)]
         item, wide = query.dtype.itemsize, score_dtype(query.dtype).itemsize
         row, gradient = (rows[1] + rows[2]) * item, (rows[1] + rows[2]) * wide
@@ -298,7 +298,7 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
 
 
 def _number(mask: RunSchedule, layout: Layout) -> int:
-    """Of the plan, the same on all ranks."""
+    """The plan's number, the same on all ranks."""
     text = hashlib.sha256(layout.digest().encode())
     for table in mask.tensors:
         text.update(table.cpu().numpy().tobytes())
@@ -307,7 +307,7 @@ def _number(mask: RunSchedule, layout: Layout) -> int:
 
 
 def _own_heads(mask: RunSchedule, group: CpGroup) -> RunSchedule:
-    """The mask for those heads that a rank attends with."""
+    """The mask for the heads that a rank attends with."""
     if mask.heads == 1:
         return mask
     if mask.heads % group.size:
@@ -317,7 +317,7 @@ def _own_heads(mask: RunSchedule, group: CpGroup) -> RunSchedule:
 
 
 def _begins(side: Side, layout: Layout, shares: int) -> Tensor:
-    """The row at which each block begins where the tokens of each `shares` neighbouring ranks lie together."""
+    """The row at which each block begins if every `shares` neighbouring ranks have their tokens in one piece."""
     lengths = torch.tensor(layout.lengths).view(-1, shares)
     starts = (lengths.cumsum(1) - lengths).flatten()
     own = Side(layout, side.block)

@@ -1,4 +1,4 @@
-"""What one rank reads, sends and receives of a mask: made on the host, as tensors."""
+"""What one rank reads, sends and receives for a mask. Made on the host, as tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..visits.places import BATCH, HEAD, SEQUENCE
 from .exchange import Cast, Traffic, picked
 from .layout import Layout
 
-LEAST = 2  # tiles of each side, and runs: torch compiles sizes of 0 and 1 apart
+LEAST = 2  # tiles of each side, and runs: torch specializes sizes 0 and 1
 
 
 class Side(NamedTuple):
@@ -45,7 +45,7 @@ class Side(NamedTuple):
         return self.tokens() < self.block
 
     def jumps(self, blocks: Tensor, rows: Tensor, count: int) -> Tensor:
-        """Which of `count` lines do not follow the one before, in the sequence or in memory."""
+        """Flags for `count` lines: whether a line does not follow the one before, in the sequence or in memory."""
         apart = (blocks.diff() != 1) | (rows.diff() != self.block)
         return torch.nn.functional.pad(apart, (1, count - blocks.numel()))[:count]
 
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 def cast_keys(side: Side, needs: Tensor, rank: int) -> tuple[Cast, Tensor]:
     """The blocks of keys that come to a rank and its own that go to others; the rows at which those that come begin.
 
-    `needs` says of each rank whether it gets each block; its own blocks are among them.
+    `needs` has a flag for each rank and block; a rank needs its own blocks too.
     """
     owner, tokens, ranks = side.owner(), side.tokens(), side.layout.ranks
     mine = (owner == rank).nonzero().squeeze(1)
@@ -160,7 +160,7 @@ class RingSteps(NamedTuple):
     visits: Tensor
 
     def rows_sent(self, rank: int) -> tuple[int, int]:
-        """By this rank: to the next one, and to the owners of those that end here, which are gradients alone."""
+        """Rows that this rank sends: to the next one, and to the owners of blocks that end here, gradients alone."""
         passed = ended = 0
         ranks = self.hops.numel()
         for step in range(ranks):
@@ -262,7 +262,7 @@ def _diagonal(offsets: Tensor, runs: Tensor, batch: Any, columns: int) -> tuple[
     first = offsets[..., :-1].expand(batch, heads, lines).transpose(0, 1).flatten()
     counts = offsets.diff().expand(batch, heads, lines).transpose(0, 1).flatten()
     ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    # There is room for all runs; what no line has is left unread.
+    # There is room for all runs; entries in no line are never read.
     entry = torch.arange(runs.size(0) * (batch if grids == 1 else 1), device=runs.device)
     line = torch.searchsorted(ends[1:], entry, right=True).clamp(max=counts.size(0) - 1)
     place = (first[line] + entry - ends[line]).clamp(max=runs.size(0) - 1)

@@ -1,4 +1,4 @@
-"""mask_mods that another process can read, as graphs where pickle cannot name them, and what tells them apart."""
+"""mask_mods that another process can read: as graphs if pickle cannot name them. And keys that tell them apart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PortableMask:
 
 
 def portable(mask_mod: Callable | None, like: Tensor) -> Callable | None:
-    """`mask_mod`, or the same where it is a closure or a lambda; `like` says on which device."""
+    """`mask_mod`, or its graph if it is a closure or a lambda; `like` is on the device of the call."""
     try:
         pickle.dumps(mask_mod)
         return mask_mod
@@ -42,7 +42,7 @@ def portable(mask_mod: Callable | None, like: Tensor) -> Callable | None:
 
 
 def digest(mask_mod: Callable, like: Tensor) -> bytes:
-    """The same for masks that compute the same of the same values, in any process."""
+    """A key that is the same in any process for masks that compute the same from the same values."""
     text, captures = _read(mask_mod, like)
     found = hashlib.sha256(text.encode())
     for capture in captures:

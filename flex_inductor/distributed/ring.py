@@ -1,9 +1,9 @@
 """Ring attention: keys and values go from rank to rank, while each attends to those that it has.
 
-The keys of a rank travel as two blocks, its halves, only as far as some rank reads them, and further blocks travel
-during the computation. Partial results are in fp32. In the backward the gradient of a block travels behind it, and from
-the last rank back to its own: that of one half is on its way while that of the other is computed, so that no more is
-held than one block of each kind.
+The keys of a rank travel as two blocks, its halves, only as far as some rank reads them. The next blocks travel during
+the computation. Partial results are in fp32. In the backward the gradient of a block follows it, and goes from the last
+rank back to its owner. One half's gradient travels while the other's is computed, so no more than one block of each
+kind is held.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Block: TypeAlias = list[Tensor]  # keys and values, or their gradients
 
 
 class _Way:
-    """The way of the blocks through this rank."""
+    """How the blocks go through this rank."""
 
     def __init__(self, ring: Ring, key: Tensor, value: Tensor):
-        # Nothing here holds a block: they take all the memory.
+        # Holds no block: they take most of the memory.
         self.batch, self.heads, self.widths = *key.shape[:2], (key.size(-1), value.size(-1))
         self.device = key.device
         self.name, self.group = ring.group, process_group(ring.group)
@@ -54,7 +54,7 @@ class _Way:
         )
 
     def hops(self, step: int) -> int:
-        """From the rank whose block is here at this step."""
+        """How many ranks the block of this step has travelled."""
         return step // HALVES
 
     def owner(self, step: int) -> int:
@@ -97,7 +97,7 @@ class _Way:
         works.clear()  # they hold what was sent
 
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Block | None]]:
-        """What is here at each step; what is here HALVES steps later comes meanwhile."""
+        """Yields the block of each step, while that of HALVES steps later arrives."""
         halves = (tensor.split(self.lengths[self.rank], 2) for tensor in (key, value))
         here: deque[Any] = deque(zip(*halves, strict=True))
         for step in range(len(self.visits)):
@@ -117,7 +117,7 @@ class _Way:
 
 
 def ring_inputs(part: Part, ring: Ring, head: Any) -> Inputs:
-    """For a call around a ring, whose first head is `head` to the mods."""
+    """The call around a ring. Mods see `head` as its first head."""
     queries, keys = part.tile_map
     tile_map = TileMap(lines_of_batches(queries, 1, head), keys)
     return Inputs(schedule=part.schedule, tile_map=tile_map, ring=ring)
@@ -146,7 +146,7 @@ def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _total(total: Block | None, grads: Any, block: Block, dtype: torch.dtype) -> Block:
-    """The gradients of a block, added to what other ranks have of them."""
+    """The gradients of a block, added to the parts of other ranks."""
     if total is None:
         return [
             torch.zeros_like(part, dtype=dtype) if grad is None else grad.contiguous()
@@ -255,7 +255,7 @@ def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-# In compiled code the call is one op, whose mods come as text; each step runs a kernel of its class.
+# In compiled code the call is one op that takes mods as text. Each step runs a kernel of its class.
 
 _library = torch.library.Library("flex_inductor", "FRAGMENT")
 _library.define(

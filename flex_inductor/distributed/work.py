@@ -1,7 +1,7 @@
-"""What the tiles of one sequence read of each other, under one mask or several, and what a layout makes of that.
+"""Which tiles of a sequence read which, under one or more masks, and the work of ranks under a layout.
 
-A row tile has `tile` queries, a column tile as many keys. Amounts are in tiles: of scores for work, of keys and values
-for what is received and sent. Everything costs memory and time by the runs of the masks, not by rows times columns.
+A row tile has `tile` queries, a column tile as many keys. Work is counted in tiles of scores, traffic in tiles of keys
+and values. Memory and time grow with the runs of the masks, not with rows times columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TILE = 128
 
 
 def on_host(function: Callable) -> Callable:
-    """What it makes is on the CPU, whatever torch.set_default_device says."""
+    """Have `function` make tensors on the CPU, whatever torch.set_default_device says."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,8 @@ def on_host(function: Callable) -> Callable:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """Of one mask: in some batch and head row `line[i]` reads columns `start[i]` to `stop[i]`. Runs are disjoint."""
+    """The reads of one mask: in some batch and head row `line[i]` reads columns `start[i]` to `stop[i]`. Runs are
+    disjoint."""
 
     weight: float  # of the mask, such as the number of layers that use it
     cost: Tensor  # float64 [tiles], the tiles of scores of each row, the mean over batches and heads
@@ -127,7 +128,8 @@ class TileWork:
 
     @functools.cached_property
     def hull(self) -> tuple[Tensor, Tensor]:
-        """The first column that each row reads under any mask, and the end of the last; its own place for none."""
+        """The first column that each row reads under any mask, and the end of the last; its own place if it reads
+        none."""
         own = torch.arange(self.tiles)
         first, stop = torch.full_like(own, self.tiles), torch.zeros_like(own)
         for mask in self.masks:
@@ -138,7 +140,7 @@ class TileWork:
 
     @on_host
     def loads(self, owner: Sequence[int] | Tensor, ranks: int) -> Loads:
-        """What the ranks do where `owner` says which of them holds each tile."""
+        """The loads of the ranks, if rank `owner[t]` holds tile t."""
         holder = torch.as_tensor(owner, dtype=torch.int64)
         parts = [_loads(mask, holder, ranks) for mask in self.masks]
         weights = torch.tensor([mask.weight for mask in self.masks], dtype=torch.float64)
@@ -146,7 +148,7 @@ class TileWork:
 
     @on_host
     def between(self, owner: Sequence[int] | Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """[masks, ranks, ranks]: what the row's rank computes with the column's keys, and whether it reads any.
+        """[masks, ranks, ranks]: work of the row's rank with the column's keys, and whether it reads any.
 
         A row's work is spread evenly over the columns it reads: where heads differ, that is not exact.
         """
@@ -170,14 +172,14 @@ def _weights(given: Any, named: dict[str, Any]) -> dict[str, float]:
 
 
 def _device(mask: Any) -> str | None:
-    """Where the planner makes masks of functions; others stay where they are."""
+    """The device on which the planner makes masks from functions. Other masks stay where they are."""
     return "cpu" if mask is None or callable(mask) else None
 
 
 def schedule_of(
     name: str, mask: Any, length: int | None, batch: int | None, heads: int | None, block: int, device: Any
 ) -> RunSchedule:
-    """A mask in any form as one; `device` is that of the masks by default."""
+    """A mask in any form as a RunSchedule, on `device`; by default that of the masks."""
     if isinstance(mask, BlockMask):
         mask = RunSchedule.from_block_mask(mask)
     if isinstance(mask, RunSchedule):
@@ -239,7 +241,7 @@ def _united(line: Tensor, start: Tensor, stop: Tensor, columns: int) -> tuple[Te
     reach = end.cummax(0).values
     opens = begin > preceding(reach, -1)
     begin = begin[opens]
-    # The reach of the last of those that an opening one is followed by.
+    # The end of the last run before the next one opens.
     last = torch.roll(opens, -1) if opens.numel() else opens
     end = reach[last]
     return begin // stride, begin % stride, end - begin // stride * stride
@@ -260,7 +262,7 @@ def _loads(mask: Reads, holder: Tensor, ranks: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _between(mask: Reads, holder: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """By pieces, neighbouring columns of one holder; some readers at a time, so that memory is by ranks times ranks."""
+    """By pieces: neighbouring columns of one holder. A few readers at a time keep memory at ranks times ranks."""
     tiles = holder.numel()
     work, reads = (torch.zeros(ranks, ranks, dtype=torch.float32) for _ in range(2))
     opens = torch.ones(tiles, dtype=torch.bool)

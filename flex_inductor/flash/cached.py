@@ -1,4 +1,4 @@
-"""Attention to keys in a cache, of which new ones are appended first."""
+"""Attention to keys in a cache, after appending new ones."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def check_packed(
 
 
 def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
-    """Of FlashAttention 2's name and of 3's."""
+    """The page table under FlashAttention 2's name or 3's."""
     if block_table is not None and page_table is not None:
         refused(errors.two_tables())
     return page_table if block_table is None else block_table
@@ -226,7 +226,7 @@ def splits_option(num_splits: int) -> dict[str, int] | None:
 
 
 def window_of(causal: bool, window_size: tuple[int, int], attention_chunk: int) -> Window:
-    # Kernels add to these numbers in int32: as far off as MOST nothing lies.
+    # Kernels add to these numbers in int32. No place lies as far off as MOST.
     left, right = (float("inf") if n is None or n < 0 or n >= MOST else int(n) for n in window_size)
     return Window(left, 0 if causal else right, min(attention_chunk, MOST))
 

@@ -115,7 +115,7 @@ def _block_mask(mask_mod: Callable, batch: int, queries: int, keys: int, device:
 
 
 def _meaning(value: Any) -> Any:
-    """Equal for mask functions that mean the same; None where that is not known, as with a tensor inside."""
+    """A key that is equal for mask functions that mean the same; None if unknown, as with a tensor inside."""
     if isinstance(value, int):
         return value
     if isinstance(value, tuple):
@@ -211,7 +211,7 @@ def _call(
         Inputs(schedule=schedule),
         call_options(None, lse=sinks is not None, max_scores=False),
     )
-    if sinks is not None:  # what a score without a value leaves to the keys
+    if sinks is not None:  # the share that a sink leaves to the keys
         out = (out * torch.sigmoid(lse - sinks.view(-1, 1)).unsqueeze(-1)).to(out.dtype)
     return out
 
@@ -222,7 +222,7 @@ def _entry(table: Tensor, *indices: Tensor) -> Tensor:
 
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Tensor | None) -> bool:
-    """Whether a call is a few operations: the op's own rules and checks would take longer than its arithmetic."""
+    """Whether a call is so small that the op's own rules and checks would take longer than its arithmetic."""
     if query.size(2) > FEW or isinstance(mask, BlockMask) or torch.compiler.is_dynamo_compiling():
         return False
     tensors = (query, key, value, *others)
@@ -239,7 +239,7 @@ def _few_queries(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """By torch's own operations. The query heads that share keys lie one after the other, as more queries of one."""
+    """By torch's own operations. Query heads that share keys become more queries of one head."""
     batch, heads, queries, _ = query.shape
     groups = heads // key.size(1)
 
@@ -289,7 +289,7 @@ def _check_arguments(
 
 
 def _mask_of_lengths(function: Callable, query: Tensor, key: Tensor) -> Any:
-    """For models that ask for no mask: the first query at the first key, the same for the whole batch."""
+    """A mask for models that ask for none: the first query is at the first key, the same for the whole batch."""
     return make_mask(
         1,
         query.size(2),
@@ -331,7 +331,7 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
 def _with_weights(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """By the model's own attention, which alone gives weights."""
+    """By the model's own attention: only that returns weights."""
     name = type(module).__name__
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
@@ -351,7 +351,7 @@ def _warn_once(text: str) -> None:
 
 
 def _has_own_attention(model: type[PreTrainedModel]) -> bool:
-    """By its source, as transformers finds it; a model without a file is taken at its word."""
+    """By the model's source, as transformers does it. A model without a file counts as supported."""
     has_file = getattr(sys.modules.get(model.__module__), "__file__", None) is not None
     return has_file and not model._can_set_attn_implementation()
 

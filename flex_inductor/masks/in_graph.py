@@ -32,8 +32,8 @@ from .lists import lists_from_runs
 from .ordinary import ordinary_tensors
 from .runs import Extent
 
-# Lists whose length changes have room for at least so many tiles: where a size may be 1, torch compiles a second
-# time, and refuses to export.
+# Lists whose length changes have room for at least this many tiles: if a size may be 1, torch compiles a second time
+# and refuses to export.
 LEAST_ROOM = 2
 TENSOR, INTEGER, FLOAT = "tif"  # what a capture is; a float comes as a tensor
 
@@ -52,7 +52,7 @@ _PLAIN_DISPATCH = _dispatch_of_a_new_thread()
 
 
 class _BlockLists(HigherOrderOperator):
-    """Dynamo replaces it by `block_lists`. Where the graph broke at the mask_mod it runs as it is."""
+    """Dynamo replaces it by `block_lists`. It runs as it is if the graph broke at the mask_mod."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_block_lists")

@@ -1,7 +1,7 @@
-"""Masks are ordinary tensors, whatever is around where they are made.
+"""Masks are ordinary tensors, whatever mode or transform is around.
 
-Made under inference mode they also serve training. Made inside of a transform, such as torch.func.grad, they are data,
-which no transform follows.
+Made under inference mode, they also serve training. Made inside a transform, such as torch.func.grad, they are data
+that no transform follows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # In a trace the mode does not matter, and an export would keep leaving it as a node.
+        # In a trace the mode does not matter, and an export would record leaving it as a node.
         if torch.compiler.is_dynamo_compiling() or compat.is_exporting():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad(), _outside_transforms():
@@ -49,7 +49,7 @@ def _outside_transforms() -> Iterator[None]:
 
 
 def without_gradient_levels(tensor: Tensor) -> Tensor:
-    """What torch.func.grad, vjp and jvp have wrapped."""
+    """The tensor inside the wrappers of torch.func.grad, vjp and jvp."""
     while _functorch.is_gradtrackingtensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -63,7 +63,7 @@ _DESCRIBE = (
 
 
 class _Values(TorchFunctionMode):
-    """Torch functions get the values of tensors that belong to a transform: by a closure these come unseen."""
+    """Passes torch functions the values of a transform's tensors: closures bring such tensors in unnoticed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Masks that say themselves how attention is called with them."""
+"""Masks that decide themselves how attention is called."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Wants(NamedTuple):
 
 
 class PlannedMask:
-    """Planned for queries, keys and values of which each process has a part: see flex_inductor/distributed/."""
+    """A mask for queries, keys and values that are spread over processes: see flex_inductor/distributed/."""
 
-    choice: Any = None  # of the method by which it was planned: a MethodChoice
+    choice: Any = None  # its method: a MethodChoice
 
     def attend(
         self,
@@ -29,7 +29,7 @@ class PlannedMask:
         call: Callable[..., Any],
         wants: Wants,
     ) -> Any:
-        """(out, logsumexp, max_scores) of what this process has.
+        """(out, logsumexp, max_scores) for this process's part.
 
         By `call(query, key, value, score_mod, mask_mod, inputs)`, once `checks(query, key, value)` has refused nothing.
         """
@@ -44,7 +44,7 @@ _entered = _Depth()
 
 
 def enter() -> None:
-    """From here on, calls of this thread need a planned mask."""
+    """Make calls of this thread need a planned mask."""
     _entered.depth += 1
 
 
@@ -56,5 +56,5 @@ def needs_plan() -> bool:
     return _entered.depth > 0
 
 
-# Dynamo takes what it says for a constant: who enters also changes the thread's modes, on which compiled code guards.
+# Its result is a constant to Dynamo. Entering also changes the thread's modes, and compiled code guards on those.
 needs_plan._dynamo_marked_constant = True  # type: ignore[attr-defined]

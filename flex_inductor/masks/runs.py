@@ -73,7 +73,7 @@ def split(runs: Runs, before: Tensor) -> Runs:
     pieces = 1 + passed[runs.stop - 1] - first
     run, within = counted(pieces)
     places = torch.nn.functional.pad(before.nonzero().squeeze(1), (0, 1))
-    cut = first[run] + within  # of `places`, the one before which this piece ends
+    cut = first[run] + within  # the entry of `places` before which this piece ends
     start = torch.where(within == 0, runs.start[run], places[cut - 1])
     stop = torch.where(within + 1 == pieces[run], runs.stop[run], places[cut])
     return Runs(runs.lines, runs.columns, runs.line[run], start, stop, runs.kind[run])
@@ -113,7 +113,7 @@ def covering(runs: Runs) -> Runs:
 
 
 def overlay(a: Runs, b: Runs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Ranges over which neither changes, covering every line: (line, start, stop, kind in a, kind in b)."""
+    """Ranges in which neither changes, covering every line: (line, start, stop, kind in a, kind in b)."""
     a, b = covering(a), covering(b)
     keys = [r.line * r.columns + r.start for r in (a, b)]
     cuts = torch.unique(torch.cat(keys))

@@ -64,7 +64,7 @@ class RunSchedule:
     ) -> RunSchedule:
         """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids.
 
-        No run goes over `jumps`: flags of the rows and of the columns that do not follow the one before.
+        Runs end at `jumps`: flags of the rows and columns that do not follow the one before.
         """
         columns = transposed(runs, grids[0] * grids[1])
         if jumps is not None:
@@ -261,7 +261,7 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
 
 
 def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[Schedule, Callable]:
-    """What the ops are told to visit, and the mask_mod."""
+    """The schedule that the ops get, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
         fields, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
         return BlockRuns.of(fields[:2], fields[2:], of_one=True), mask_mod
@@ -296,7 +296,7 @@ def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Context:
-    """What is not a tensor; equal if the function is the same object."""
+    """Everything but tensors; equal if the function is the same object."""
 
     batch: int
     heads: int

@@ -34,7 +34,7 @@ def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> Boun
 
 
 class WindowSchedule(RunSchedule):
-    """A RunSchedule whose runs are made where they are asked for: kernels follow its bounds instead."""
+    """A RunSchedule whose runs are made on demand: kernels follow its bounds instead."""
 
     bounds: Bounds
     _device: torch.device
@@ -74,7 +74,7 @@ class WindowSchedule(RunSchedule):
 
 
 def runs_of(bounds: Bounds, lengths: tuple[int, int], tile_map: TileMap | None, device: torch.device) -> Runs:
-    """As tile_runs finds them, from the positions of tiles alone."""
+    """The runs that tile_runs would find, from the positions of tiles alone."""
     if tile_map is None:
         rows, columns = (-(-length // block) for length, block in zip(lengths, bounds[:2], strict=True))
     else:
@@ -84,7 +84,7 @@ def runs_of(bounds: Bounds, lengths: tuple[int, int], tile_map: TileMap | None, 
 
 
 def _between(ends_of_kinds: Sequence[Sequence[Any]], shape: tuple[int, int], columns: int) -> Runs:
-    """What is partial and what is full, from where runs begin and end in each line of `shape`."""
+    """Partial and full runs, from where they begin and end in each line of `shape`."""
     found = []
     for kind, ends in zip((PARTIAL, FULL), ends_of_kinds, strict=True):
         places = [end.expand(shape).flatten().long() for end in ends]
@@ -95,14 +95,14 @@ def _between(ends_of_kinds: Sequence[Sequence[Any]], shape: tuple[int, int], col
 
 
 def schedule_of(window: Window, queries: int, keys: int, device: torch.device) -> WindowSchedule:
-    """Of a call whose last query stands at the last key."""
+    """For a call whose last query is at the last key."""
     extent = Extent(1, 1, (queries, keys), (BLOCK, BLOCK))
     shift: Any = keys - queries
     mask_mod: Any
     if torch.compiler.is_dynamo_compiling() or not isinstance(shift, int):
         mask_mod = window.mask_mod(shift)
     elif shift:
-        # As data: what is traced and compiled of an eager call then serves other lengths too.
+        # As data, so that the trace and kernel of an eager call serve other lengths too.
         place = torch.full((), shift, dtype=INDEX_DTYPE, device=device)
         mask_mod = Unchanging(window.mask_mod(place), (place,), _kept(window))
     else:

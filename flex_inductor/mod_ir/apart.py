@@ -1,4 +1,4 @@
-"""Traces a mod while hiding the trace from everything around it."""
+"""Traces a mod, hidden from everything around it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .. import errors
 
 @contextlib.contextmanager
 def apart_from_surrounding_trace() -> Iterator[None]:
-    """Hides what happens inside from what is around: a trace, functionalization, modes, functorch, autocast."""
+    """Hides what runs inside from a surrounding trace, functionalization, modes, functorch and autocast."""
     with (
         suspend_functionalization(),
         _disable_current_modes(),
@@ -54,13 +54,13 @@ def _without_tracers_functions() -> Iterator[None]:
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Those around, such as a default device, without an export's."""
+    """The surrounding modes, such as a default device, without an export's."""
     return [mode for mode in _get_current_function_mode_stack() if not _is_tracers(mode)]
 
 
 @contextlib.contextmanager
 def inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Puts those of `modes` back that are away: each is while it handles a call, such as that of the op."""
+    """Puts back those of `modes` that are popped: a mode is, while it handles a call such as that of the op."""
     present = _get_current_function_mode_stack()
     away = [mode for mode in modes if not any(mode is other for other in present)]
     for mode in away:
@@ -98,7 +98,7 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
 def _plain_backward() -> Any:
     """Keeps compiled autograd from compiling the derivative of a mod."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    # A setting of the whole process, which other threads would see change: it is left alone where it is off.
+    # The setting is for the whole process, and other threads would see it change. So it is left alone if it is off.
     if compiled_autograd is None or not compiled_autograd.compiled_autograd_enabled:
         return contextlib.nullcontext()
     return compiled_autograd._disable()

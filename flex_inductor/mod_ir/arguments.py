@@ -23,7 +23,7 @@ def score_dtype(input_dtype: torch.dtype) -> torch.dtype:
 
 
 def number_dtype(value: Any, query: Tensor) -> torch.dtype | None:
-    """The dtype of the 0-d tensor that stands for a number; None for what is not one."""
+    """The dtype of the 0-d tensor that stands for a number; None if it is no number."""
     if isinstance(value, (float, torch.SymFloat)):
         return score_dtype(query.dtype)
     return torch.int64 if isinstance(value, (int, torch.SymInt)) else None

@@ -85,9 +85,7 @@ def _over_tiles(lane: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(lane.graph, {}))
     for node in graph.nodes:
-        if (
-            node.target in _LITERALS
-        ):  # of as many dimensions as the rest: that decides which dtype results have
+        if node.target in _LITERALS:  # as many dimensions as the rest: they decide the dtype of results
             value = node.args[-1]
             node.target = aten.full.default
             node.args = ([1] * len(AXES), value)

@@ -1,7 +1,7 @@
 """Finding what a Python mod captures, so that captured tensors become inputs of the op.
 
-Dynamo does this for compiled calls. Without it the mod is run once on fake 0-d tensors, and every
-tensor it uses that it did not make itself is a capture. While an export traces, so is a number that changes.
+Dynamo does this for compiled calls. Without it the mod runs once on fake 0-d tensors. Every tensor that it uses and has
+not made is a capture. While an export traces, a number that changes is one too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _identity(value: Any) -> Any:
 
 
 class LiftedMod:
-    """A mod as a function of its lanes and of what it captures."""
+    """A mod as a function of its lanes and captures."""
 
     def __init__(self, mod: Callable, captures: Sequence[Any], traces: Traces | None = None):
         self.mod = mod
@@ -48,7 +48,7 @@ class LiftedMod:
         self._last_run: Any = None
 
     def graph(self, what: Any, trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-        """What `trace` makes of this mod; kept for other calls where it makes the same run."""
+        """The result of `trace` for this mod, kept for other calls with the same run."""
         if self.traces is None:
             return trace()
         graph = self.traces.graphs.get(what)
@@ -56,13 +56,13 @@ class LiftedMod:
             graph = trace()
             if self._last_run == self.traces.run:
                 self.traces.graphs[what] = graph
-            else:  # the mod has not done the same again
+            else:  # the mod has not repeated its run
                 self.traces = None
         return graph
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the mod's author calls the captures."""
+        """The names that the mod's author gave the captures."""
         known = dict(names_in(self.mod))
         return tuple(known.get(capture, f"capture_{i}") for i, capture in enumerate(self._ids))
 
@@ -80,7 +80,7 @@ class LiftedMod:
         return exchanged
 
     def _applies_functions(self, result: Tensor) -> bool:
-        """Whether an autograd.Function was applied, also by a name that was bound before `_exchanged` was there."""
+        """Whether an autograd.Function was applied, even by a name bound before `_exchanged` was installed."""
         captures = zip(self._kept_alive, self.names, strict=True)
         own = [(c if c.grad_fn is None else c.grad_fn, name) for c, name in captures if isinstance(c, Tensor)]
         found, seen = False, set()
@@ -107,20 +107,20 @@ class _Exchange(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == _REQUIRES_GRAD and self.instead_of(args[0]) is not args[0]:
-            # The value and its derivative are traced with other tensors, which differ in this.
+            # The value and its derivative are traced with different tensors, so this differs.
             return func(*args)
         given, named = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
         return _returned(func(*given, **named), given, args)
 
 
 def _returned(result: Any, given: Sequence[Any], args: Sequence[Any]) -> Any:
-    """The mod's own tensor where a function returned the one passed instead, as `module.buffer += 1` does."""
+    """The mod's own tensor if a function returned its stand-in, as `module.buffer += 1` does."""
     same = (arg for arg, instead in zip(args, given, strict=True) if instead is result)
     return next(same, result) if isinstance(result, Tensor) else result
 
 
 def _exchanged(args: tuple) -> tuple:
-    """The same exchange for the arguments of autograd.Functions in this thread: no torch function mode sees these."""
+    """The same exchange for arguments of autograd.Functions in this thread, which no torch function mode sees."""
     not_replayable()
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, _Exchange):
@@ -149,7 +149,7 @@ class _Record(_Exchange):
         return self.stand_in(value) if isinstance(value, Tensor) else value
 
     def made_inside(self, value: Any) -> bool:
-        """Whether the mod made it: it has this fake mode, or is noted as a result, as functorch's wrappers are."""
+        """Whether the mod made it: it has this fake mode, or was recorded as a result, as functorch's wrappers are."""
         return id(value) in self.results or getattr(value, "fake_mode", None) is self.fake_mode
 
     def stand_in(self, tensor: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class _Record(_Exchange):
             return tensor
         if id(tensor) not in self.stand_ins:
             with temporarily_clear_interpreter_stack(), self.fake_mode:
-                # On the query's device, so that a capture that is elsewhere can be named in an error.
+                # On the query's device, so that an error can name a capture on another one.
                 self.stand_ins[id(tensor)] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
                 )
@@ -172,7 +172,7 @@ class _Record(_Exchange):
         given = tree_map_only(Tensor, self.stand_in, args)
         result = _returned(func(*given, **tree_map_only(Tensor, self.stand_in, kwargs)), given, args)
         made = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
-        # Asking for a shape or a dtype is no computation. `t[i] = x` is one, though it returns None.
+        # Reading a shape or a dtype is no computation. `t[i] = x` is one, though it returns None.
         if made or result is None:
             tree_map_only(_CAPTURED, self.capture, (args, kwargs))
         self.results.update((id(tensor), tensor) for tensor in made)

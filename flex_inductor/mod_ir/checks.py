@@ -1,4 +1,4 @@
-"""Mods as checked graphs: what they return, and what they may not do."""
+"""Mods as graphs, checked for what they return and for what they may not do."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def random_op(module: fx.GraphModule) -> str | None:
 
 
 def number_beyond(module: fx.GraphModule) -> tuple[float, torch.dtype] | None:
-    """The first number that does not fit the dtype it meets: torch gives infinity, another integer or an error."""
+    """The first number that does not fit the dtype of the tensors beside it: torch gives infinity, another integer or
+    an error."""
     for node in module.graph.nodes:
         tensors = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
         if beyond := number_beyond_in_call(node.target, node.args, node.kwargs, tensors):
@@ -125,7 +126,7 @@ def number_beyond_in_call(
 
 
 def _integers_computed_with(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Those among the arguments of a call that are no sizes, dimensions or ends of slices."""
+    """The arguments of a call that are no sizes, dimensions or ends of slices."""
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
     given = {**dict(zip([a.name for a in arguments], args, strict=False)), **kwargs}
     values = [given.get(a.name) for a in arguments if str(a.type).removeprefix("Optional") in _VALUES]

@@ -1,4 +1,4 @@
-"""How a mod looks values up by its lanes."""
+"""How a mod looks up values by its lanes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         at = next(i for i, index in enumerate(key) if index is Ellipsis)
         named = sum(index is not None for index in key) - 1
         key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
-    # What is not a lane index applies first; the dimensions the lanes index then come to the front.
+    # Other indices apply first. The dimensions that lanes index then come to the front.
     others = tuple(
         # Tensor.__getitem__ would make a constant of a symbol.
         slice(None) if is_lane_index(index) or isinstance(index, torch.SymInt) else index
@@ -67,7 +67,7 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
 
 
 def sizes_at_positions(graph: fx.GraphModule, count: int) -> Iterator[tuple[int, Any]]:
-    """Of the graph's last `count` arguments those that it looks up at q_idx or kv_idx: which, and the size there."""
+    """Which of the graph's last `count` arguments it looks up at q_idx or kv_idx, and the size there."""
     arguments = graph.graph.find_nodes(op="placeholder")
     captures = arguments[len(arguments) - count :]
     positions = arguments[len(arguments) - count - 2 : len(arguments) - count]

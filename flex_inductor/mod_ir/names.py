@@ -1,4 +1,4 @@
-"""What a mod's author calls what it captures."""
+"""The names that a mod's author gave its captures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class WrappedMod:
         return self.fn(*args)
 
 
-CAPTURE_NAME = "flex_inductor_capture"  # the key of a placeholder's meta under which Dynamo's rule puts it
+CAPTURE_NAME = "flex_inductor_capture"  # the key in a placeholder's meta, set by Dynamo's rule
 
 
 def capture_names(mod: Any, count: int) -> tuple[str, ...]:
-    """What a person calls the last `count` arguments of `mod`."""
+    """The author's names of the last `count` arguments of `mod`."""
     if isinstance(mod, fx.GraphModule):
         nodes = mod.graph.find_nodes(op="placeholder")
         return tuple(

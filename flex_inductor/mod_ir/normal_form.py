@@ -1,4 +1,4 @@
-"""One spelling for what the graph of a mod computes, whoever traced or decomposed it."""
+"""One form for the graph of a mod, whoever traced or decomposed it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normalize(graph: fx.Graph) -> None:
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
         _scatter_instead(graph, write)
     for node in list(graph.nodes):
-        if str(node.target) == "prims.fma.default":  # which exists once Inductor is imported
+        if str(node.target) == "prims.fma.default":  # exists once Inductor is imported
             with graph.inserting_before(node):
                 product = graph.call_function(aten.mul.Tensor, node.args[:2])
             product.meta = dict(node.meta)
@@ -58,7 +58,7 @@ def _clamp_slice(node: fx.Node, at: int) -> None:
         node.args = (*node.args[:at], dim, start, max(start, end), *node.args[at + 3 :])
 
 
-# Views -> what gives a tensor with other values there.
+# Views -> the op that gives a tensor with other values there.
 SCATTERS = {
     aten.diagonal.default: aten.diagonal_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,

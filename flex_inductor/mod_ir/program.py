@@ -2,7 +2,7 @@
 
     prologue   of captures alone                 (table * 2, slopes.exp(), bias.sum())
     lane       of 0-d tensors, one score         (score + table[kv_idx - q_idx])
-    leaves     what lanes add into tensors       (shape, indices, value): the scatter-adds of a gradient
+    leaves     what lanes add to tensors         (shape, indices, value): the scatter-adds of a gradient
     epilogue   linear in the accumulated leaves  (the gradient of the prologue)
 
 A mod's own value has only a prologue and a lane part. Kernels inline `lane`; the rest is ordinary
@@ -41,7 +41,7 @@ class LaneProgram(NamedTuple):
     gradients: tuple[bool, ...]  # which captures the epilogue gives a gradient for
     tensors: tuple[
         tuple[tuple[str, ...], int], ...
-    ]  # (axes it varies along, size) of what lanes hold beside numbers
+    ]  # (axes it varies along, size) of the tensors that lanes hold
     prologue: fx.GraphModule | Callable  # (*captures) -> invariants
     lane: (
         fx.GraphModule | Callable

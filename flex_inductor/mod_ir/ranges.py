@@ -19,7 +19,7 @@ class Range(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """A condition on values of which only ranges are known."""
+    """A condition on values that are known by their ranges only."""
 
     always: Any  # whether it holds whatever the values
     possible: Any  # whether it may hold
@@ -36,7 +36,7 @@ NUMBERS = Order(min, max)
 
 
 def operation(target: Any) -> str:
-    """The name of an aten op, whatever its overload, by which rules are found."""
+    """The name of an aten op without its overload, the key of rules."""
     schema = getattr(target, "_schema", None)
     return "" if schema is None else schema.name.removeprefix("aten::")
 
@@ -86,12 +86,12 @@ def quotient(x: Range, by: Any) -> Range:
 
 
 def remainder(_: Order, x: Range, y: Range) -> Range:
-    """Of a division by what is positive, rounded down."""
+    """For a division by a positive number, rounded down."""
     return Range(0, y.most - 1)
 
 
 def corners(order: Order, operation: Callable[[Any, Any], Any], x: Range, y: Range) -> Range:
-    """Of an operation that rises or falls with each operand while the other stands still."""
+    """For an operation that is monotonic in each operand while the other is fixed."""
     found = [operation(a, b) for a in _distinct(x) for b in _distinct(y)]
     return Range(functools.reduce(order.minimum, found), functools.reduce(order.maximum, found))
 
@@ -163,15 +163,13 @@ CONNECTIVES: dict[str, Callable[..., Truth]] = {
 class Walk(NamedTuple):
     """From a value back to those whose ranges are known, and forward by the rules.
 
-    Values may be nodes of a graph, variables of a kernel, or anything else of which three functions can tell.
+    Values may be nodes of a graph, variables of a kernel, or anything else that three functions describe.
     """
 
     order: Order
-    known: Callable[[Any], Range | None]  # the range of what a walk begins at
+    known: Callable[[Any], Range | None]  # the range of a value where a walk begins
     made: Callable[[Any], tuple[str, Sequence[Any]]]  # the operation that gives a value, and its operands
-    exact: Callable[
-        ..., Sequence[Any] | None
-    ]  # the operands' ranges as they count; None where the result may wrap
+    exact: Callable[..., Sequence[Any] | None]  # the operands' ranges to use; None if the result may wrap
 
     def range(self, value: Any) -> Range | None:
         found = self.known(value)

@@ -1,7 +1,7 @@
 """From a function of lanes to its FX graph of aten ops, in microseconds and without Dynamo or sympy.
 
-tracer.py gives the same to kernels, with gradients and with sizes that change. It takes ten times as long, and a mask
-may be traced on every call.
+tracer.py gives kernels the same, with gradients and with sizes that change. It takes ten times as long, too long for a
+mask that may be traced on every call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 READS = "reads"  # the key of a node's meta for the lanes that its value depends on
 
-# Their value is the same whatever their tensor argument holds.
+# Their value does not depend on what their tensor argument holds.
 _VALUE_FREE = {
     aten.new_ones,
     aten.new_zeros,
@@ -33,11 +33,11 @@ _VALUE_FREE = {
 
 
 class NeedsValue(Exception):
-    """The function asks for the value of something that is not made of literals alone."""
+    """The function asks for the value of a tensor that is not made of literals alone."""
 
 
 class Recorder(TorchDispatchMode):
-    """Runs a function once and keeps what it calls; equal calls are one node. What it captures are attributes."""
+    """Runs a function once and records its calls; equal calls are one node. Captures are attributes."""
 
     def __init__(self, mod: str, captures: Callable[[Tensor], str]):
         """`mod` and `captures` say in errors what the function and a tensor are called."""
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that made a tensor; a tensor that none has made is a capture."""
+        """The node that made a tensor; a tensor that no node made is a capture."""
         if id(tensor) not in self._nodes:
             node = self.graph.create_node("get_attr", f"capture_{len(self.captures)}")
             self.captures[node] = tensor
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
     def _is(self, tensor: Tensor, node: fx.Node, reads: frozenset[str]) -> None:
         self._nodes[id(tensor)] = node
         self._met.append(tensor)
-        # A graph is freed late: it must not keep values.
+        # Graphs are freed late, so they must not keep values.
         node.meta.setdefault("val", torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         node.meta[READS] = reads
 

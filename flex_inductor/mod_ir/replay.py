@@ -27,18 +27,18 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from .apart import apart_from_surrounding_trace
 
-MOST_STEPS = 1 << 16  # that are kept, of all mods
-MOST_TRACES = 512  # of which each holds a quarter of a megabyte
+MOST_STEPS = 1 << 16  # kept for all mods
+MOST_TRACES = 512  # each holds a quarter of a megabyte
 
 
 class Known(NamedTuple):
-    """A tensor by its place among those that a run has met: lanes first, then captures and results as they come."""
+    """A tensor by its place in a run: lanes first, then captures and results in the order in which they appear."""
 
     place: int
 
 
 class Point:
-    """One point in the runs of mods: what has been called so far is the way to it."""
+    """One point in the runs of mods. The calls so far are the path to it."""
 
     __slots__ = ("ends", "following", "result")
 
@@ -49,7 +49,7 @@ class Point:
 
 
 class Traces:
-    """What was made of all runs that are the same: their graphs."""
+    """The graphs of all runs that are the same."""
 
     def __init__(self, run: Sequence[Any]):
         self.run = run
@@ -57,16 +57,16 @@ class Traces:
 
 
 class Replayed(NamedTuple):
-    """What is known of a mod's run without computing anything."""
+    """A mod's run as far as it is known without computing."""
 
     captures: tuple[Tensor, ...]
     traces: Traces
 
 
 class Unchanging:
-    """A mod that always calls the same torch functions: it need not run again to see that.
+    """A mod that is known to call the same torch functions always, so it need not run again.
 
-    Mods that differ in their captures alone share `kept`, the traces by what surrounds the call.
+    Mods that differ only in their captures share `kept`: traces by what surrounds the call.
     """
 
     def __init__(self, mod: Callable[..., Any], captures: tuple[Tensor, ...], kept: dict[Any, Traces]):
@@ -83,7 +83,7 @@ _traces = 0
 
 
 class _NotKept(BaseException):
-    """The run cannot be described, or is none of those that are kept. Few mods catch it by accident."""
+    """The run cannot be described, or is not a kept one. A BaseException, so that few mods catch it by accident."""
 
 
 class _Undescribed(Exception):
@@ -104,8 +104,8 @@ _CONSTANTS = (
     torch.memory_format,
 )
 
-# Called in every run. What these return follows from what is known of a tensor, and no run depends on it but by
-# what it then calls; what they switch is part of each call.
+# Called in every run. Their results follow from what is known of a tensor, and change a run only by what it then calls.
+# The settings that they switch are part of each recorded call.
 _ALWAYS_CALLED = frozenset(
     {
         torch._C._set_grad_enabled,
@@ -160,7 +160,7 @@ class _Run(TorchFunctionMode):
         raise _Undescribed
 
     def captured(self, tensor: Tensor) -> Any:
-        """A tensor that the mod did not make: the first time by all that a trace sees of it."""
+        """A tensor that the mod did not make; the first time, described by all that a trace sees of it."""
         with DisableTorchFunction():
             if (
                 type(tensor) not in _PLAIN
@@ -174,7 +174,7 @@ class _Run(TorchFunctionMode):
 
 
 class Recording(_Run):
-    """A run that computes, and that can be kept afterwards."""
+    """A run that computes and can be kept."""
 
     def __init__(self, lanes: Sequence[Tensor]):
         self.forms: list[Any] = []  # of what has been met
@@ -188,7 +188,7 @@ class Recording(_Run):
         kwargs = kwargs or {}
         if self.calls is None or func in _ALWAYS_CALLED:
             return func(*args, **kwargs)
-        if _is_custom(func):  # its derivative is Python, which no torch function sees
+        if _is_custom(func):  # its derivative is Python code that no torch function sees
             self.give_up()
             return func(*args, **kwargs)
         try:
@@ -219,7 +219,7 @@ class Recording(_Run):
         self.calls = None
 
     def ended(self, result: Any) -> tuple[Any, ...] | None:
-        """The mod returned `result`: all that tells the run from others."""
+        """Call when the mod has returned `result`. Gives what tells this run from others."""
         if self.calls is not None:
             try:
                 self.whole = (*self.calls, self.described(result))
@@ -311,7 +311,8 @@ def not_replayable() -> None:
 
 
 def _switches() -> tuple[Any, ...]:
-    """What decides beside its arguments what a torch function gives; the last are off where mods are traced."""
+    """Settings that change what a torch function returns, beside its arguments. The last ones are off while mods are
+    traced."""
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -322,18 +323,18 @@ def _switches() -> tuple[Any, ...]:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """What a mod may ask of a tensor without a call that is kept."""
+    """Facts that a mod may read from a tensor without a recorded call."""
     with DisableTorchFunction():
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _is_custom(func: Any) -> bool:
-    """Whether torch does not have this operator itself."""
+    """Whether the operator is not torch's own."""
     return isinstance(func, (OpOverload, OpOverloadPacket)) and not str(func).startswith(("aten.", "prims."))
 
 
 def is_alone(query: Tensor) -> bool:
-    """Whether nothing around sees what mods call, but for a default device."""
+    """Whether nothing around the call sees what mods call, except a default device."""
     return type(query) in _PLAIN and not (
         _len_torch_dispatch_stack()
         or retrieve_all_functorch_interpreters()

@@ -80,7 +80,7 @@ class Programs(NamedTuple):
     joint: LaneProgram | None = None
 
     def text(self) -> str:
-        """What they compute, as a key."""
+        """A key for what they compute."""
         return "\n".join(program.to_text() for program in self if program is not None)
 
 
@@ -233,7 +233,7 @@ class _Splitter:
         return all(self._accumulate(node.args[i], leaves, accumulated) for i in on_lanes)
 
     def _scaled(self, node: fx.Node) -> fx.Node | None:
-        """What `node` scales by the same factor in all lanes, or rounds: that is done once, to the sum."""
+        """The input that `node` rounds or scales alike in all lanes: this is done once, to the sum."""
         if node.target is aten._to_copy.default and _narrows(node.args[0], node):
             source = node.args[0]
         elif node.target in (aten.mul.Tensor, aten.div.Tensor, aten.neg.default):
@@ -268,7 +268,7 @@ class _Splitter:
 
     def _leaf_parts(self, node: fx.Node) -> tuple[list[Any], list[fx.Node], fx.Node]:
         shape, indices, value = self._lane_scatter(node) or ([], [], node)
-        # A contribution is rounded to the capture's dtype after they are summed, not before.
+        # Contributions are rounded to the capture's dtype after the sum, not before.
         while value.target is aten._to_copy.default and _narrows(value.args[0], value):
             value = value.args[0]
         return list(shape), list(indices), value
@@ -296,7 +296,7 @@ class _Splitter:
         return [n for n in used if n.op != "placeholder" and not _is_literal(n)]
 
     def _copy(self, graph: fx.Graph, given: dict[fx.Node, fx.Node], wanted: Sequence[Any]) -> list[Any]:
-        """Copy `wanted` into `graph`, and what they need that is not `given`."""
+        """Copy `wanted` and the nodes that they need into `graph`, except those `given`."""
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in given:
@@ -388,12 +388,12 @@ def _sums_lanes_alone(node: fx.Node, on_lanes: Sequence[int]) -> bool:
 
 
 def _typical(size: int | torch.SymInt) -> int:
-    """A size that changes from call to call is what it was when the mod was traced."""
+    """A changing size is compared by its value when the mod was traced."""
     return size if isinstance(size, int) else size.node.hint or 1
 
 
 def _is_literal(node: fx.Node) -> bool:
-    """Whether it is a number; a tensor that is filled with one is read like any other."""
+    """Whether it is a number; a tensor filled with one is read like any other."""
     return node.target is aten.full.default and not node.all_input_nodes and not node.args[0]
 
 

@@ -39,7 +39,7 @@ def trace_value(
     run = tracer.keeping_lines(mod)
 
     def value(*args):
-        # As when it is differentiated, so that a mod that asks does the same.
+        # As in differentiation, so that a mod that asks does the same.
         with torch.enable_grad(), LaneIndexing():
             return run(*args)
 
@@ -98,7 +98,7 @@ def _trace(
 
 @contextlib.contextmanager
 def numbers_known() -> Iterator[None]:
-    """Around a trace of a mod: an error where the mod computes with a changing number of a surrounding trace."""
+    """Around a trace of a mod: raises if the mod computes with a changing number of a surrounding trace."""
     try:
         yield
     except RuntimeError as error:
@@ -131,7 +131,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _tidy(graph: fx.Graph, root: torch.nn.Module, lanes: int) -> None:
-    """Drop what tracing leaves behind: copies, 0-d constants kept as attributes, writes to a lane's own values."""
+    """Drop leftovers of tracing: copies, 0-d constants kept as attributes, writes to a lane's own values."""
     captures = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     for node in list(graph.nodes):
         if node.target in _COPIES or (

@@ -1,8 +1,8 @@
 """From a function of tensors to its FX graph of aten ops, in any thread.
 
-torch's make_fx gives the same graph, but while it runs it patches nn.Module and tells all threads that a
-trace is going on. Two traces at once would leave both changed for good, and meanwhile no thread may call compiled
-code. What is used here concerns only the thread that traces.
+torch's make_fx gives the same graph, but while it runs it patches nn.Module and tells all threads that a trace is going
+on. Two traces at once would leave both changed for good, and meanwhile no thread may call compiled code. This trace
+changes only its own thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tracer(PythonKeyTracer):
         return self.graph
 
     def create_node(self, kind, target, args, kwargs, name=None, type_expr=None):
-        # fx's own asks a global of the process for the line.
+        # fx's own method reads the line from a global of the process.
         node = self.graph.create_node(kind, target, args, kwargs, name, type_expr)
         if self._line:
             node.stack_trace = self._line

@@ -1,7 +1,7 @@
-"""Which mods compute integers that may leave int32, the dtype of indices; and such a mod in int64.
+"""Finds mods with integers that may leave int32, the dtype of indices, and makes them compute in int64.
 
-Ranges follow from how many batches, heads, queries and keys there are. What is captured counts as at most CAPTURED:
-positions, lengths, documents.
+Ranges follow from the numbers of batches, heads, queries and keys. Captured numbers, such as positions, lengths and
+documents, count as at most CAPTURED.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .ranges import ARITHMETIC, NUMBERS, Order, Range, absolute
 
 INT32 = torch.iinfo(torch.int32)
 CAPTURED = 1 << 28
-LONGEST = 1 << 30  # for what a size that changes from call to call is taken first
+LONGEST = 1 << 30  # first guess of a size that changes from call to call
 
 _EXPRESSIONS = Order(torch.sym_min, torch.sym_max)
 _UNKNOWN: Any = object()
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 def may_leave_int32(steps: Iterable[Step], indices: Sequence[Any], sizes: Sizes) -> bool:
-    """Whether a step may. `indices` are the values of b, h, q_idx and kv_idx."""
+    """Whether a step may leave int32. `indices` are the ranges of b, h, q_idx and kv_idx."""
     steps = list(steps)
     numbers = [LONGEST if isinstance(size, torch.SymInt) else size for size in sizes]
     if not _leaves(steps, dict(zip(indices, map(_below, numbers), strict=True)), NUMBERS, _is_beyond):
@@ -71,7 +71,7 @@ def _is_beyond(found: Range) -> bool:
 
 
 def _may_be_beyond(found: Range) -> bool:
-    """The same of expressions: a trace guards on what it hears."""
+    """The same for expressions: a trace guards on the answers."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes long to import
 
     return not (guard_or_false(found.least >= INT32.min) and guard_or_false(found.most <= INT32.max))
@@ -119,7 +119,7 @@ def _operand(argument: Any, ranges: dict[Any, Range]) -> Any:
 
 
 def _range(name: str, operands: Sequence[Any], kwargs: dict[str, Any], order: Order) -> Any:
-    """Of an operation's result, were there no end to integers."""
+    """The range of an operation's result if integers had no limits."""
     if name in _COPIES:
         return _CAPTURES if operands[0] is _UNKNOWN else operands[0]
     if name == "remainder" and operands[1] is not _UNKNOWN:
@@ -164,7 +164,7 @@ def steps_of(graph: fx.Graph) -> list[Step]:
 
 
 def graph_may_leave_int32(graph: fx.GraphModule, lanes: Sequence[str], sizes: Sizes) -> bool:
-    """Of a lane graph with these arguments, and then what it captures."""
+    """Whether a lane graph may leave int32. Its arguments are `lanes`, then captures."""
     known = graph.meta.setdefault("flex_inductor_leaves_int32", {})
     is_number = not any(isinstance(size, torch.SymInt) for size in sizes)
     if is_number and sizes in known:
@@ -177,7 +177,7 @@ def graph_may_leave_int32(graph: fx.GraphModule, lanes: Sequence[str], sizes: Si
 
 
 def rounded(size: Any) -> Any:
-    """Up to a power of two, so that calls of about one size are decided alike. Symbols stay."""
+    """Up to a power of two, so that calls of similar size are decided alike. Symbols stay."""
     return size if isinstance(size, torch.SymInt) else 1 << max(size - 1, 0).bit_length()
 
 

@@ -1,7 +1,7 @@
-"""Eager calls like an earlier one, that go straight to its kernel.
+"""Eager calls that are like an earlier one go straight to its kernel.
 
-On the way to a kernel a call is checked, its mods are made graphs, and its class is looked up: together that takes
-longer than a small kernel. All of it follows from what `_key` reads, so it is done once.
+Checking a call, making graphs of its mods and looking up its class take longer than a small kernel. All of it follows
+from what `_key` reads, so it is done once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _thread = threading.local()
 
 
 def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) -> Any:
-    """What the call gives, of which these are the tensors; by `otherwise(*call)` where none like it is known."""
-    runs = _runs  # what is forgotten meanwhile stays so
+    """The call's results, given its tensors; by `otherwise(*call)` if no call like it is known."""
+    runs = _runs  # what others forget meanwhile stays forgotten
     key = _key(call, tensors)
     try:
         known = runs.get(key)
@@ -66,7 +66,7 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
 
 
 def served(tensors: Sequence[Tensor], by: Run) -> None:
-    """Called once a kernel has computed the call that `run` asked for. On the way its tensors may have changed."""
+    """Remember that a kernel has computed the call that `run` asked for. Its tensors may have changed on the way."""
     asked = getattr(_thread, "asked", None)
     if asked and len(asked.tensors) == len(tensors) and all(map(operator.is_, asked.tensors, tensors)):
         asked.served_by = by
@@ -78,7 +78,7 @@ def forget() -> None:
 
 
 def settings() -> tuple[Any, ...]:
-    """What kernels are made by beside the call, as torch.compile guards on it."""
+    """Settings that kernels depend on beside the call; torch.compile guards on them."""
     return (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -95,7 +95,7 @@ class _Unknown(Exception):
 
 
 def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
-    """What calls that are like this one share; None where that is not known."""
+    """The key that calls like this one share; None if it is not known."""
     try:
         constants = [_constant(part) for part in call[:-1]]
     except _Unknown:
@@ -111,7 +111,7 @@ def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
 
 
 def _constant(part: Any) -> Any:
-    """What `part` of a call says beside its tensors. What is only known by who it is, is not kept alive."""
+    """`part` of a call without its tensors. Values identified only by identity are held weakly."""
     kind = type(part)
     if kind in _ATOMS:
         return part

@@ -1,4 +1,4 @@
-"""A call whose keys are spread over ranks and come to the queries block by block, around a ring."""
+"""A call whose keys are spread over ranks and arrive at the queries block by block, around a ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ring(NamedTuple):
 
     group: str
     rank: int
-    plan: Tensor  # a number, the same on all ranks, and one for this time that it was made
+    plan: Tensor  # the plan's number, the same on all ranks, and one for each time that it is made
     lengths: Tensor  # [ranks, HALVES], of keys
     hops: Tensor  # [ranks], over how many ranks the blocks of each travel
     visits: Tensor  # at each step, whether a query of this rank visits one of the keys

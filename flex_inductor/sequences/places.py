@@ -1,7 +1,7 @@
 """Where the tokens of sequences lie: packed one after the other, in the rows of a cache, or in pages.
 
-Nothing here is read on the host, and no shape depends on values. Values that were copied into the tensors since they
-were checked may be anything: what they say is cut to what there is room for.
+Nothing here is read on the host, and no shape depends on values. Values may have been copied into the tensors since the
+check, so they are clamped to the room that there is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 class Tiles(NamedTuple):
     """One side of a call, an entry for each tile; each begins at its sequence's first token or whole tiles further on.
 
-    There are as many as may ever be needed; those that are not have no tokens.
+    There are as many tiles as may ever be needed; those that are not needed have no tokens.
     """
 
     block: int
-    sequence: Tensor  # of tiles that are not needed, any that `of` knows
-    start: Tensor  # its first token, counted within the sequence; of tiles that are not needed, one that it might have
+    sequence: Tensor  # any that `of` knows, for tiles that are not needed
+    start: Tensor  # its first token, within the sequence; a possible one for tiles that are not needed
     tokens: Tensor  # how many it has
     first: Tensor  # for each sequence, its first tile
 
     def of(self, *by_sequence: Tensor) -> tuple[Tensor, ...]:
-        """For each tile what its sequence has; tiles that are not needed may have 0."""
+        """For each tile its sequence's number in each of `by_sequence`; tiles that are not needed may have 0."""
         return with_zeros(by_sequence)[self.sequence].unbind(1)
 
     def lines(self, places: Places, shift: Tensor | int) -> Tensor:
@@ -68,7 +68,7 @@ def _in_rows(lengths: Tensor, longest: int, block: int) -> Tiles:
 
 
 def _several(number: int) -> int:
-    """Two at least: torch compiles what has one of something by itself."""
+    """At least two: torch specializes sizes 0 and 1."""
     return max(number, 2)
 
 
@@ -99,7 +99,7 @@ class Packed(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Sequence n in the row rows[n] of a cache, after left_pad[n] tokens that are none of its own."""
+    """Sequence n is in row rows[n] of a cache, after left_pad[n] tokens of padding."""
 
     rows: Tensor
     left_pad: Tensor
@@ -146,7 +146,7 @@ class Paged(NamedTuple):
         each = self.size // tiles.block
         tile = torch.arange(tiles.start.numel() // max(count, 1), dtype=torch.int32, device=self.table.device)
         row = (tile % each * tiles.block).expand(count, tile.numel())
-        # There may be a tile too many.
+        # There may be one tile too many.
         page = torch.nn.functional.pad(self.table, (0, 1))[:, (tile // each).clamp(max=pages)]
         return page.flatten(), row.flatten()
 
@@ -158,7 +158,7 @@ Places = Packed | Cached | Paged
 
 
 def block_within(places: Places, block: int) -> int:
-    """The most tokens up to `block` that a tile may have, so that none lies in two pages."""
+    """The most tokens, up to `block`, that a tile may have without lying in two pages."""
     most = places.largest_block()
-    # An index is a constant to torch.compile, also where it takes page sizes for numbers that change.
+    # A constant to torch.compile, which takes page sizes for numbers that change but not indices.
     return block if most is None else math.gcd(operator.index(most), block)

@@ -17,7 +17,7 @@ class Band:
         self._visited_on_host, self._full_on_host = self.visited.cpu(), self.full.cpu()
 
     def key_tiles(self, keys: int, step: int) -> Iterator[slice]:
-        """Those of the tiles of `step` keys in which any block is visited."""
+        """The tiles of `step` keys in which any block is visited."""
         columns = self.visited.size(-1)
         seen = torch.nn.functional.pad(self._visited_on_host.flatten(0, -2).any(0).cumsum(0), (1, 0))
         start = torch.arange(0, keys, step)

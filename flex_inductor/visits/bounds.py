@@ -20,7 +20,7 @@ Ends: TypeAlias = tuple[
 
 
 class SequenceEntry(NamedTuple):
-    """What the lines of a sequence do not say themselves: an entry of a table. A plain call is one sequence."""
+    """A sequence's entry of the table: what its lines do not hold. A plain call is one sequence."""
 
     key_tile: Any  # the first of its tiles of keys
     keys: Any  # how many there are
@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
     shift: Number | None = None  # of queries against keys; None where the last query stands at the last key
     prefix: Number = 0  # how many of the first keys all queries see
     # Where the document of each position begins and ends, int32 [B or 1, positions, 2]; None where all is one.
-    # Documents are consecutive, and positions those of keys: queries stand where they are counted.
+    # Documents are consecutive. Positions are those of keys; queries have the positions that they are counted by.
     documents: Tensor | None = None
     sequence_table: Tensor | None = None  # None for a plain call
     scattered: bool = (
@@ -87,11 +87,12 @@ class Bounds(NamedTuple):
         return Bounds(*fields)
 
     def for_map(self, tile_map: TileMap) -> tuple[int, int] | None:
-        """Bounds hold for as many tiles as there are."""
+        """Bounds hold for any number of tiles."""
         return None if self.sequence_table is None else (tile_map.queries.size(0), tile_map.keys.size(0))
 
     def constant_where_zero(self) -> Bounds:
-        """Dynamo may take any number for one that changes, but kernels without chunks or prefix are others."""
+        """A chunk or prefix of 0 as a constant: kernels without them are others, and Dynamo may take any number for one
+        that changes."""
         return self._replace(chunk=_zero_if_none(self.chunk), prefix=_zero_if_none(self.prefix))
 
     def line(self, side: str, number: Any, queries: Any, keys: Any, on: Arithmetic) -> Line:
@@ -120,7 +121,7 @@ class Bounds(NamedTuple):
     def all_ends(
         self, side: str, queries: int, keys: int, tile_map: TileMap | None, device: torch.device
     ) -> Ends:
-        """`ends` of all lines of a call, as tensors [B or 1, lines]."""
+        """`ends` of all lines of a call: tensors [B or 1, lines]."""
         device = next((field.device for field in self if isinstance(field, Tensor)), device)
         if tile_map is not None:
             assert self.sequence_table is not None

@@ -1,4 +1,4 @@
-"""What every schedule answers, whatever form its data has. A new kind is a class that does, named in `KINDS`."""
+"""The protocol of schedules, whatever the form of their data. A new kind is a class with it, named in `KINDS`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bands(Protocol):
     kv_block: int
 
     def band(self, b: slice, h: slice, m: slice) -> Band:
-        """What the queries `m` of these batches and heads visit. With a map they are counted tile by tile."""
+        """The band of the queries `m` of these batches and heads. With a map, queries are counted tile by tile."""
         ...
 
 
@@ -44,7 +44,7 @@ class Schedule(Protocol):
 
     @property
     def grids(self) -> tuple[int, int]:
-        """For how many batches and heads it says something; 1 for all of them."""
+        """For how many batches and heads it has entries; 1 if all share them."""
         ...
 
     @property
@@ -55,11 +55,11 @@ class Schedule(Protocol):
     def bands(self, queries: int, keys: int, tile_map: TileMap | None, device: torch.device) -> Bands: ...
 
     def shares(self, queries: int, keys: int, tile_map: TileMap | None) -> tuple[float, float]:
-        """Which shares of all blocks are visited under mask_mod, and without it."""
+        """The shares of all blocks that are visited under mask_mod, and without it."""
         ...
 
     def for_map(self, tile_map: TileMap) -> tuple[int, int] | None:
-        """How many tiles of queries and of keys a map beside it has; None where it is not for maps."""
+        """How many tiles of queries and of keys a map beside it has; None if it is not for maps."""
         ...
 
     def with_tensors(self, changed: Any) -> Any:
@@ -74,5 +74,5 @@ FORMS = ("lists", "runs", "bounds")  # in which kernels read them
 
 
 def kind_of(schedule: Any) -> str:
-    """The key of its class in `KINDS`, as which graphs and texts know it."""
+    """The key of its class in `KINDS`: its name in graphs and texts."""
     return next(form for form, known in KINDS.items() if isinstance(schedule, known))

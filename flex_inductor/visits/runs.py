@@ -81,7 +81,7 @@ class BlockRuns(NamedTuple):
         return self.kv_offsets.size(-1) - 1, self.q_offsets.size(-1) - 1
 
     def side(self, side: str) -> tuple[Table, Table | None]:
-        """What the lines that visit `side`, "keys" or "queries", have: partial and full runs."""
+        """Partial and full runs of the lines that visit `side`, "keys" or "queries"."""
         partial, full = self.tables[:2] if side == "keys" else self.tables[2:]
         return partial, None if full.offsets is None else full
 
@@ -107,7 +107,7 @@ class BlockRuns(NamedTuple):
 
 
 class _RunBands:
-    """Tables of a call with so many KV blocks."""
+    """The tables of a call with so many KV blocks."""
 
     def __init__(self, runs: BlockRuns, columns: int):
         self.runs, self.columns, self.grids = runs, columns, runs.grids

@@ -10,7 +10,7 @@ from .runs import BlockRuns, Table
 
 
 class Language(NamedTuple):
-    """How C++ or Triton writes what differs."""
+    """How C++ or Triton spells what differs between them."""
 
     least: str
     most: str
@@ -23,7 +23,7 @@ TRITON = Language("tl.minimum({}, {})", "tl.maximum({}, {})", "tl.where({}, {}, 
 
 
 class Term:
-    """An integer as text. Beside numbers it stays as short as it can be."""
+    """An integer as text. Operations with numbers keep it short."""
 
     def __init__(self, text: str, language: Language, closed: bool = True):
         self.text, self.language = text, language
@@ -57,7 +57,7 @@ class Term:
         return self if other == 1 else self._with(self, self.language.divided, other)
 
     def __mod__(self, other: Any) -> Any:
-        """From 0 on, also of what is negative, where kernels' own would be too."""
+        """At least 0 for negative numbers too: a kernel's own remainder may be negative there."""
         if type(other) is int and other & (other - 1) == 0:
             return self._with(self, "&", other - 1)
         inside = self._with(self, "%", other) + other
@@ -129,7 +129,7 @@ class Walk(NamedTuple):
 
 
 class Kernel(Protocol):
-    """How a kernel of one language speaks of what it holds."""
+    """How a kernel of one language names what it holds."""
 
     @property
     def language(self) -> Language: ...
@@ -139,11 +139,11 @@ class Kernel(Protocol):
         ...
 
     def document(self, table: Any) -> Callable[[str, int], str]:
-        """What reads a column of the table of documents at a position."""
+        """Text that reads a column of the table of documents at a position."""
         ...
 
     def entry(self, table: Any) -> Callable[[int], str]:
-        """What reads a column of the table of sequences, in the line of the tile's own."""
+        """Text that reads a column of the table of sequences, for the tile's sequence."""
         ...
 
     def number(self) -> str:
@@ -188,7 +188,7 @@ def _in_tables(schedule: BlockRuns, side: str, masked: bool, mapped: bool, kerne
 
 
 def _in_bounds(bounds: Bounds, side: str, masked: bool, mapped: bool, kernel: Kernel) -> list[Walk]:
-    """The second pass knows what the first has computed."""
+    """The second pass reuses what the first has computed."""
     language = kernel.language
     tensors = {name: getattr(bounds, name) for name in NUMBERS if is_tensor(getattr(bounds, name))}
     known: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Arithmetic(Protocol):
-    """What expressions need beside operators. They divide only numbers that are not negative."""
+    """Functions that expressions need beside operators. Only numbers of at least 0 are divided."""
 
     def least(self, x: Any, y: Any) -> Any: ...
 
@@ -23,11 +23,11 @@ class Arithmetic(Protocol):
     def either(self, condition: Any, x: Any, y: Any) -> Any: ...
 
     def named(self, name: str, value: Any) -> Any:
-        """`value`, which a reader knows by that name."""
+        """`value` under that name, for readers."""
         ...
 
     def looked_up(self, table: Any, place: Any, column: int) -> Any:
-        """What a table says of a place, in one of its columns."""
+        """A table's entry for a place, in one of its columns."""
         ...
 
 
@@ -56,20 +56,20 @@ class OnTensors:
 class Window(NamedTuple):
     """A query at position q sees the keys from q - left to q + right that are in its own chunk and document.
 
-    Its numbers are whatever expressions are made of; only what has no end is a float.
+    Its numbers are of any type that expressions are made of. Only a missing end is a float.
     """
 
     left: Any = math.inf
     right: Any = math.inf
     chunk: Any = 0  # how many positions a chunk has; 0 where there are none
-    # How many of the first keys all see, where nothing is left of the window and there are no chunks.
+    # How many of the first keys all queries see. Only for windows without a left end and without chunks.
     prefix: Any = 0
-    own_prefix: Any = 0  # the same of a window that is turned: how many of the first see all
+    own_prefix: Any = 0  # the same of a turned window: how many of the first see all
     # A table of where each position's document begins and ends; None where all is one.
     documents: Any = None
 
     def within(self, other: Window) -> Window | None:
-        """What both see, if that is a window."""
+        """The window of what both see, if there is one."""
         if self.prefix or other.prefix:
             return self if other in (ALL, self) else other if self == ALL else None
         chunks = sorted(chunk for chunk in (self.chunk, other.chunk) if chunk)
@@ -84,7 +84,7 @@ class Window(NamedTuple):
         return Window(left, right, chunks[0] if chunks else 0, documents=next(iter(documents), None))
 
     def mask_mod(self, shift: Any = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The window as a mask, whose queries stand `shift` further on than they are counted."""
+        """The window as a mask. A query's position is its index plus `shift`."""
 
         def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             seen = None
@@ -108,13 +108,13 @@ class Window(NamedTuple):
 
     @property
     def has_no_gaps(self) -> bool:
-        """Whether neighbours see ranges that touch, so that what a tile sees is one range too."""
+        """Whether neighbours see ranges that touch: then a tile sees one range too."""
         if self.chunk or self.documents is not None:
             return min(self.left, self.right) >= 0
         return self.left + self.right >= 0
 
     def turned(self) -> Window:
-        """What a key is seen by."""
+        """The window of the queries that see a key."""
         return Window(self.right, self.left, self.chunk, self.own_prefix, self.prefix, self.documents)
 
     def begin(self, position: Any, origin: Any, on: Arithmetic) -> Any:
@@ -132,7 +132,7 @@ class Window(NamedTuple):
         return found if _none(self.own_prefix) else on.either(position + origin < self.own_prefix, 0, found)
 
     def end(self, position: Any, origin: Any, last: Any, on: Arithmetic) -> Any:
-        """Behind the last that is seen, at most `last`."""
+        """One past the last that is seen, at most `last`."""
         found = None if isinstance(self.right, float) else position + self.right + 1
         if self.has_chunks:
             own = _chunk(position, self.chunk, origin) + self.chunk

@@ -50,7 +50,7 @@ class Pyramid:
         flat_ends = torch.broadcast_tensors(*itertools.chain(*clipped))
         ends = list(zip(flat_ends[::2], flat_ends[1::2], strict=True))
         span = torch.stack([hi - lo for (lo, hi), r in zip(ends, self.ranged, strict=True) if r]).amax(0)
-        # Ends that lie at most one cell's length apart are in one cell or in neighbouring ones.
+        # Ends at most one cell's length apart are in one cell or in neighbouring ones.
         level = torch.zeros_like(span)
         for k in range(len(self.starts) - 1):
             level += span > (1 << k)

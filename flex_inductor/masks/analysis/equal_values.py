@@ -1,8 +1,8 @@
 """Which tiles hold an equal value.
 
-With `ids[q] == ids[kv]` and ids in no order, the values of two tiles may have overlapping ranges and still none in
-common. Where ranges decide little, the tiles of each value are looked up instead. The time grows with the number of
-tokens and of pairs of tiles with a common value.
+For `ids[q] == ids[kv]` with ids in no order, two tiles may have overlapping ranges but no common value. If ranges
+decide little, the tiles of each value are looked up instead. The time grows with the number of tokens, and of pairs of
+tiles with a common value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .trace import INDEX_NAMES, MaskGraph, dtype_of
 
 aten = torch.ops.aten
 
-MOST_PAIRS = 1 << 20  # with more, so many tiles have a common value that few are ruled out
+MOST_PAIRS = 1 << 20  # with more, most tiles have a common value and few are ruled out
 
 
 def meetings_of(mask: MaskGraph, extent: Extent) -> dict[fx.Node, Tensor]:
@@ -65,7 +65,7 @@ def _meeting_tiles(values: list[Tensor], extent: Extent) -> Tensor | None:
     sides = []
     for ranks, tiles, block in zip(rank.split(lengths), extent.tiles, extent.block, strict=True):
         tile = torch.arange(ranks.numel(), device=ranks.device) // block
-        held = torch.unique(ranks * tiles + tile)  # each value's tiles, value by value
+        held = torch.unique(ranks * tiles + tile)  # the tiles of each value, value by value
         counts = torch.bincount(held // tiles, minlength=distinct.numel())
         sides.append((held % tiles, counts, counts.cumsum(0) - counts))
     (q_tile, q_counts, q_first), (kv_tile, kv_counts, kv_first) = sides

@@ -1,6 +1,6 @@
 """The rules of mod_ir/ranges.py on tensors of many rectangles, with dtypes; and the rules that tensors alone need.
 
-A rule returns None where it claims nothing: where a result could wrap around in its dtype, or be no number.
+A rule that claims nothing returns None: the result could wrap around in its dtype, or be NaN.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _integer(rule: Callable[..., Interval | None]) -> Rule:
 def _ruled(
     rule: Callable[..., Range], dtype: torch.dtype, *operands: Interval, alpha: Number = 1
 ) -> Interval | None:
-    """Applies a rule to the exact ends of whole tensors, which show whether anything could wrap, and to rectangles."""
+    """Applies a rule to the exact ends of whole tensors, to see whether anything could wrap, and to rectangles."""
     if alpha != 1:
         return None
     outer = rule(ranges.NUMBERS, *(x.outer for x in operands))
@@ -71,7 +71,7 @@ def _ruled(
 
 
 def _corners(op: Callable, exact: Callable, dtype: torch.dtype, a: Interval, b: Interval) -> Interval | None:
-    """For an operation that rises or falls with each operand while the other stands still."""
+    """For an operation that is monotonic in each operand while the other is fixed."""
 
     def rule(order: Order, x: Range, y: Range) -> Range:
         return ranges.corners(order, exact if order is ranges.NUMBERS else op, x, y)
@@ -268,7 +268,7 @@ def _connective(name: str) -> Rule:
 
 
 def _bitwise(op: Callable, kind: str) -> Rule:
-    """The result itself where both operands are single values; else bounds from the bits that can be set."""
+    """The result itself if both operands are single values, else bounds from the bits that can be set."""
 
     on_bools = _connective(kind)
 

@@ -62,7 +62,7 @@ class MaskBounds:
         return meetings_of(self.mask, self.extent)
 
     def over(self, rectangles: Rectangles, look_up: bool = False) -> tuple[Tensor, Tensor]:
-        """(true everywhere, true somewhere) as far as can be told, one pair for each rectangle.
+        """(true everywhere, true somewhere), as far as known, one pair for each rectangle.
 
         With `look_up`, which is for single tiles, comparisons of equal values are decided by equal_values.py.
         """

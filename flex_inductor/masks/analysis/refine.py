@@ -2,7 +2,7 @@
 
 Every level asks `MaskBounds` about a list of rectangles, keeps the ones it decides, and splits the rest
 by SPLIT in both directions. A single tile that stays mixed is shown to be partial by two witnesses, one
-true and one false point; what has none is evaluated in full, and only that.
+true and one false point. Only tiles without such points are evaluated in full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_RECTANGLES = 1 << 13
 RECTANGLES_AT_ONCE = 1 << 17
 POINTS_AT_ONCE = 1 << 20
 WITNESSES = 64
-POINTS_PER_LOOKUP = 256  # looking up one token's value takes about as long as so many evaluations of the mask
+POINTS_PER_LOOKUP = 256  # looking up one token's value costs as much as so many evaluations
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -161,7 +161,7 @@ class _Refinement:
     def _witness(
         self, tiles: Rectangles, seen: Tensor, which: Tensor, points: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Evaluates the points of each tile; returns the tiles in which not both values have been seen."""
+        """Evaluates the points of each tile; returns the tiles that have not shown both values."""
         function = torch.vmap(self.mask.function(self.mask.output))
         count = points[0].numel()
         if which.numel() == 0:

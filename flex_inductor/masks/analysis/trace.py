@@ -30,7 +30,7 @@ class MaskGraph:
         self.graph, self.captures, self.name, self.device = graph, captures, name, device
         self.indices = graph.find_nodes(op="placeholder")
         self.output: fx.Node = graph.output_node().args[0]
-        self.run: Recording | None = None  # what torch functions were called, where that can be kept
+        self.run: Recording | None = None  # the torch functions called, if they can be kept
 
     @property
     def reads(self) -> frozenset[str]:
@@ -89,7 +89,7 @@ def is_joint(node: fx.Node) -> bool:
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
-    """Of a number; None for another tensor, or for several."""
+    """The dtype of a 0-d tensor; None for another tensor, or for several."""
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) and value.dim() == 0 else None
 
@@ -110,7 +110,7 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskGraph:
             return mask_mod(*indices)
 
     def recorded(*indices: Tensor) -> Any:
-        with LaneIndexing(), run:  # which sees indexing as it is written
+        with LaneIndexing(), run:  # which shows indexing as it is written
             return mask_mod(*indices)
 
     def capture_name(tensor: Tensor) -> str:
@@ -138,7 +138,7 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskGraph:
 
 
 def _check_devices(recorder: Recorder, device: torch.device) -> None:
-    """torch lets a 0-d CPU tensor meet tensors of any device."""
+    """torch lets a 0-d CPU tensor be used with tensors of any device."""
     for tensor in recorder.captures.values():
         if tensor.device != device and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
             raise errors.capture_elsewhere(recorder.mod, recorder.name_of(tensor), tensor.device, device)
@@ -147,7 +147,7 @@ def _check_devices(recorder: Recorder, device: torch.device) -> None:
 def _untraceable(
     mask_mod: Callable, flat: Callable, name: str, failure: Exception, device: torch.device
 ) -> MaskGraph:
-    """The graph of a function that cannot be traced: one call, of which only is known what it reads.
+    """The graph of a function that cannot be traced: one call. Only the indices that it reads are known.
 
     `captured.max().item()` cannot be traced but can be evaluated; `if q_idx > kv_idx:` can do neither.
     """

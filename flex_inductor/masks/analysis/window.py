@@ -1,4 +1,4 @@
-"""Masks that are a window, as windows.py has it.
+"""Masks that are a window, see visits/window.py.
 
 Read off a mask's graph: comparisons of sums of q, kv and numbers, of chunks and of documents, joined by `and`.
 """
@@ -16,15 +16,15 @@ from ...mod_ir.replay import is_alone, keep, replayed
 from ...visits.window import ALL, Window
 from .trace import INDEX_NAMES, MaskGraph, dtype_of, trace_mask
 
-_SEEN = "seen"  # what is kept of a trace
+_SEEN = "seen"  # facts that are kept of a trace
 _IDS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Captured(NamedTuple):
-    """What a call finds in a captured tensor of integers, times 1 or -1, and a number."""
+    """An entry of a captured tensor of integers, times 1 or -1, plus a number: read on each call."""
 
     place: int  # of the tensor, among those that the function captures
-    by_batch: bool  # whether each batch has its entry, or all the one
+    by_batch: bool  # whether each batch has its own entry, or all share one
     factor: int
     number: int
 
@@ -68,7 +68,7 @@ class _Sum(NamedTuple):
 
 
 _OPERANDS = {"add": 2, "sub": 2, "neg": 1}
-MOST = 1 << 30  # sums beyond it may wrap around, as indices are int32
+MOST = 1 << 30  # sums beyond it may wrap around, because indices are int32
 
 _COMPARED = {  # the sign by which left - right is at least 0, and what to take away where they must differ
     "ge": (1, 0),
@@ -79,7 +79,7 @@ _COMPARED = {  # the sign by which left - right is at least 0, and what to take 
 
 
 class Seen(NamedTuple):
-    window: Window | None  # that the mask is, whatever is captured
+    window: Window | None  # the window that the mask is, whatever it captures
     reads_heads: bool
     mask: MaskGraph | None  # where it was traced
     by_captures: Window | None = None  # the same with numbers that are Captured, and Documents
@@ -91,7 +91,7 @@ class Seen(NamedTuple):
         return self.window is not None and self.window.has_no_gaps
 
     def window_now(self, batch: int | None, positions: int) -> Window | None:
-        """The window whose tiles follow from their positions and from what captured tensors hold now."""
+        """The window from the present values of captured tensors. Its tiles follow from their positions."""
         if self.is_plain_window or self.by_captures is None:
             return self.window if self.is_plain_window else None
         used = [number for number in self.by_captures if isinstance(number, Captured | Documents)]
@@ -112,7 +112,7 @@ class Seen(NamedTuple):
 def seen(mask_mod: Callable, like: Tensor) -> Seen:
     """What is known of a mask without analysis. `like` is on the indices' device.
 
-    The function runs each time; what it calls was traced in an earlier run (mod_ir/replay.py).
+    The function runs each time; its torch calls were traced in an earlier run (mod_ir/replay.py).
     """
     known = replayed(mask_mod, INDEX_NAMES, like)
     if known is not None:
@@ -140,7 +140,7 @@ def window_of(mask: MaskGraph) -> Window | None:
 
 
 def limits_of(lane: fx.Graph) -> Window:
-    """A window outside of which the mask of this lane graph lets nothing through."""
+    """A window outside of which the mask of this lane graph is false."""
     (output,) = lane.output_node().args[0]
     return _Reader(lane, {}, at_most=True).window(output) or ALL
 
@@ -154,7 +154,7 @@ def _window_of(mask: MaskGraph, captures: Sequence[Tensor]) -> Window | None:
 
 
 def _by_captures(window: Window) -> Window | None:
-    """A window with numbers of captured tensors, where neighbours see ranges that touch."""
+    """A window with numbers of captured tensors, if neighbours see ranges that touch."""
     left, right = window.left, window.right
     if window.chunk or window.documents:
         if isinstance(left, Captured) or isinstance(right, Captured) or not window.has_no_gaps:
@@ -208,7 +208,7 @@ class _Reader:
         return None if compared is None else _at_least_zero(compared)
 
     def _compared(self, at: fx.Node) -> _Sum | None:
-        """What is at least 0 where the comparison holds."""
+        """The sum that is at least 0 where the comparison holds."""
         if operation(at.target) not in _COMPARED or at.kwargs:
             return None
         sign, differ = _COMPARED[operation(at.target)]
@@ -219,7 +219,7 @@ class _Reader:
         return None if apart is None else apart.times(sign).plus(_Sum(0, 0, -differ))
 
     def _with_prefix(self, *sides: object) -> Window | None:
-        """Of a window or the first keys, in either order."""
+        """For a window or the first keys, in either order."""
         for window, other in ((self.window(sides[0]), sides[1]), (self.window(sides[1]), sides[0])):
             if window is not None and window._replace(right=ALL.right) == ALL:
                 first = self._first_keys(other)
@@ -245,7 +245,7 @@ class _Reader:
         return Window(documents=documents["q"]) if same else None
 
     def _entry_of_position(self, at: object) -> tuple[str, Documents | None]:
-        """Of table[q], table[kv], table[b, q] or table[b, kv] the last index and the table."""
+        """The last index and the table of table[q], table[kv], table[b, q] or table[b, kv]."""
         if not isinstance(at, fx.Node) or operation(at.target) != "index":
             return "", None
         table, indices = at.args
@@ -257,7 +257,7 @@ class _Reader:
         return (names[-1], Documents(place, len(names) == 2)) if known else ("", None)
 
     def _quotient(self, at: object) -> tuple[str, int]:
-        """Of q // size or kv // size the index and the size; 0 for what is neither."""
+        """The index and the size of q // size or kv // size; 0 if it is neither."""
         if not isinstance(at, fx.Node) or operation(at.target) != "floor_divide":
             return "", 0
         index, size = at.args
@@ -311,7 +311,7 @@ def _at_least_zero(found: _Sum | None) -> Window | None:
 def table_of(ids: Tensor, positions: int) -> Tensor | None:
     """Where the document of each position begins and ends, int32 [rows, positions, 2].
 
-    None where there are too few ids, or a document goes on after another one.
+    None if there are too few ids, or a document goes on after another one.
     """
     if ids.size(1) < positions or not positions:
         return None

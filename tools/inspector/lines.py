@@ -132,14 +132,22 @@ def noted() -> Iterator[Notes]:
         return node
 
     def noting_line(self: Any, buffer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = len(buffer._lines)
+        statements = getattr(buffer, "statements", None)  # of our printer for Triton
+        lines = buffer._lines if statements is None else statements
+        before = len(lines)
         variable = generate(self, buffer, *args, **kwargs)
         number = notes.current
         if number is None:
             node = getattr(V.interpreter, "current_node", None)
             number = None if node is None else node.meta.get("flex_inductor_note")
-        if number is not None and len(buffer._lines) > before and isinstance(buffer._lines[-1], str):
-            buffer._lines[-1] += f"  {'//' if self.suffix == ';' else '#'} @{number}"
+        if number is None or len(lines) == before:
+            return variable
+        note = f"  {'//' if self.suffix == ';' else '#'} @{number}"
+        if statements is not None:
+            made = statements[str(variable)]
+            statements[made.name] = made._replace(text=made.text + note)
+        elif isinstance(lines[-1], str):
+            lines[-1] += note
         return variable
 
     with (

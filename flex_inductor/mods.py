@@ -63,7 +63,7 @@ def softcap(cap: float) -> ScoreMod:
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """A learned bias for each head and distance; `table` is [heads, 2 * reach + 1], farther is as `reach`.
+    """A learned bias for each head and distance; `table` is [heads, 2 * reach + 1]. Farther distances count as `reach`.
 
     reach 2, columns of the table numbered 0 to 4 for a distance of -2 to 2:
     2 1 0 0

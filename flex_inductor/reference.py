@@ -36,7 +36,7 @@ def reference(
     alive = (peak != -math.inf).unsqueeze(-1)
     weight = torch.softmax(torch.where(alive, score, 0.0), -1) * alive
     lse = torch.where(alive.squeeze(-1), torch.logsumexp(torch.where(alive, score, 0.0), -1), -math.inf)
-    lse = torch.where(peak == math.inf, math.nan, lse)  # as its weights: inf - inf
+    lse = torch.where(peak == math.inf, math.nan, lse)  # like its weights: inf - inf
     # A captured tensor of a wider dtype may have promoted the scores.
     return weight.to(value.dtype) @ value, lse, peak
 
@@ -82,7 +82,7 @@ def _is_number(part: Any) -> bool:
 
 
 def _listed(block_mask: Any, kind: str, queries: int, keys: int) -> Tensor:
-    """Flags [B or 1, H or 1, queries, keys]: which pairs lie in blocks that a BlockMask or a RunSchedule names.
+    """Flags [B or 1, H or 1, queries, keys]: pairs in blocks that a BlockMask or a RunSchedule names.
 
     `kind` is "full_" for the blocks that are visited whole and "" for the others.
     """

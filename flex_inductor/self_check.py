@@ -1,4 +1,4 @@
-"""What a torch that is newer than those tested must do before it is used: a small call each way, with its gradients."""
+"""The check of a torch newer than those tested, before it is used: a small call each way, with its gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .attention import flex_attention
 from .op.eager import set_eager_kernels
 
 _lock = threading.RLock()
-_found: dict[str, BaseException | None] = {}  # what each way failed with
+_found: dict[str, BaseException | None] = {}  # the failure of each way
 
 
 def self_check(way: str) -> None:
@@ -64,7 +64,7 @@ def _compare(way: str) -> None:
 
 
 def _backward_compiled_at_once() -> Any:
-    """The check runs while the user's graph is compiled: torch compiles no backward by itself then."""
+    """The check runs while the user's graph is compiled. torch itself compiles no backward then."""
     from torch._functorch import config
 
     return config.patch(force_non_lazy_backward_lowering=True)

@@ -1,6 +1,6 @@
 """Which versions of torch are served: those that were tested, and newer ones that pass a self-check.
 
-Imported before all that uses private functions of torch, which a newer one may lack.
+Imported before any module that uses private functions of torch: a newer torch may lack them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def refused(what: str, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around the package's own imports: says by name what an untested torch lacks."""
+    """Around the package's own imports: names what an untested torch lacks."""
     try:
         yield
     except (ImportError, AttributeError) as error:

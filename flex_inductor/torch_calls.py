@@ -13,7 +13,7 @@ from .op import AttentionCall, Inputs, attention
 from .options import torch_call_options
 from .visits import BlockRuns
 
-_LARGE_BLOCK = 1 << 30  # what torch writes for "no block mask"
+_LARGE_BLOCK = 1 << 30  # torch's value for "no block mask"
 
 
 def replace_torch_calls(module: fx.GraphModule) -> None:

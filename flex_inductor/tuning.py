@@ -36,7 +36,7 @@ def _visited(call: AttentionCall, values: Mapping[Any, Any]) -> tuple[float, flo
         return None
     given: Any = type(schedule)(*(values.get(field, field) for field in schedule))
     tile_map = call.inputs.tile_map
-    if tile_map is not None:  # of keys only the number matters, and they may be a value of the graph
+    if tile_map is not None:  # only the number of keys matters, and they may be a value of the graph
         queries: Any = values.get(tile_map.queries, tile_map.queries)
         tile_map = TileMap(queries, torch.empty(_size(tile_map.keys, 0), 0))
     if not all(map(_is_here, (*given, *(tile_map or ())))):

@@ -1,4 +1,4 @@
-"""The one place from which this package calls what imports it: lowerings and tools, imported at the call."""
+"""The one place where this package calls modules that import it: lowerings and tools, imported at the call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compilation(nodes: list[Any]) -> Any:
 
 
 def compiled(call: Any, its_class: Any = None) -> Any:
-    """What runs the call's kernel: see lowerings/compiled.py. It imports Inductor and compiles."""
+    """A function that runs the call's kernel: see lowerings/compiled.py. Imports Inductor and compiles."""
     register_lowerings()
     return import_module(f"{_LOWERINGS}.compiled").compiled(call, its_class)
 
@@ -52,7 +52,7 @@ def self_check(way: str) -> None:
 
 
 def exchange() -> Any:
-    """How Inductor is told of exchanges between ranks."""
+    """Options that tell Inductor of exchanges between ranks."""
     return import_module(f"{_LOWERINGS}.exchange")
 
 
@@ -62,7 +62,7 @@ def imported_tuning() -> str:
 
 
 def public(name: str) -> Any:
-    """The names that `flex_inductor` exports from what imports it, or is imported late."""
+    """The names that `flex_inductor` exports from modules that import it, or that are imported late."""
     return getattr(import_module(PUBLIC[name]), name)
 
 

@@ -1,4 +1,4 @@
-"""The folder for what later processes should know, and how files in it are written."""
+"""The folder of facts for later processes, and how files in it are written."""
 
 from __future__ import annotations
 

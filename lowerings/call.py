@@ -22,7 +22,7 @@ class LoweredCall:
     score_mod: ir.Subgraph | None
     mask_mod: ir.Subgraph | None
     scale: float
-    inputs: Inputs  # which holds IR nodes in the place of tensors
+    inputs: Inputs  # with IR nodes in place of tensors
     options: CallOptions
     out: ir.TensorBox = None
     lse: ir.TensorBox = None

@@ -1,4 +1,4 @@
-"""Which config a kernel is made with: what was asked for, what won when timed, or the first that fits."""
+"""The config that a kernel is made with: the one asked for, the fastest when timed, or the first that fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORTH_CHANGING = 0.03  # timings that differ by less are the same
 
 
 def demanded(problem: AttentionProblem, kernel: str) -> dict[str, int] | None:
-    """What the backend's option `configs` says about a kernel: {} if only its name, None if not even that."""
+    """A kernel's entry in the backend's option `configs`; {} if it is only named, None if not."""
     configs = dict(problem.options.configs)
     return dict(configs[kernel]) if kernel in configs else None
 
@@ -32,7 +32,7 @@ def refusal(
     kernels: dict[str, Any],
     misfit: Callable[[str, Any], str | None],
 ) -> str | None:
-    """Why a route, with its own `kernels` and their default configs, cannot make those that `configs` names."""
+    """Why a route cannot make the kernels that `configs` names, given its `kernels` and their default configs."""
     for kernel, fields in problem.options.configs:
         if kernel not in kernels:
             return f"has no kernel {kernel!r} to configure, only {', '.join(kernels) or 'none'}"
@@ -122,7 +122,7 @@ def _line(config: Any, remark: str) -> tuple[str, str]:
 
 
 def problem_class(problem: AttentionProblem, kernel: str) -> str:
-    """What decides which config is fast, in a line: lengths to a power of two, mods by a hash of their text."""
+    """What decides the fastest config, in a line: lengths to a power of two, mods by a hash of their text."""
     p = problem
     dims = f"D{p.D}/{p.V} " + " ".join(f"{name}{_bucket(getattr(p, name))}" for name in ("B", "M", "N"))
     blocks = "" if p.blocks is None else f" {p.schedule} of {p.blocks[0]}x{p.blocks[1]}"
@@ -136,7 +136,7 @@ def problem_class(problem: AttentionProblem, kernel: str) -> str:
 
 
 def size_hint(size: Any) -> int:
-    """A size, or about what it is where it changes."""
+    """A size, or its approximate value if it changes."""
     if isinstance(size, int | sympy.Integer):
         return int(size)
     return int(V.graph.sizevars.optimization_hint(sympy.sympify(size), fallback=1024))

@@ -1,4 +1,4 @@
-"""The last route: a call to the chunked ops, which serve every device, dtype, shape and mod."""
+"""The last route: it calls the chunked ops, which serve every device, dtype, shape and mod."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One call compiled without torch.compile: `compiled(call)()`.
 
-A class of calls is what one kernel serves: the same mods, dtypes, heads, head dims, schedule form, options, layouts and
-settings of torch, whatever the lengths. Its graph has nothing but the op, so Inductor's own cache keeps it on disk;
-here it is kept in memory. Any thread may ask.
+One kernel serves a class of calls: the same mods, dtypes, heads, head dims, schedule form, options, layouts and
+settings of torch, whatever the lengths. Its graph has only the op, so Inductor's own cache keeps it on disk. Here it is
+kept in memory. Any thread may call.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from flex_inductor.op.call import class_of, rows_of, tensors_of
 
 from . import errors
 
-MOST_LAYOUTS = 8  # kernels of one class, for tensors that lie differently
+MOST_LAYOUTS = 8  # kernels of one class, for tensors with different layouts
 
 Call = AttentionCall | BackwardCall
 
 
 class Place(NamedTuple):
-    """Where a size that may change is found among the tensors."""
+    """The place of a changing size among the tensors."""
 
     tensor: int
     what: str  # "size" or "stride"
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 
 class _Classes(dict[Any, list[Kernel]]):
     def cache_clear(self) -> None:
-        """By which Inductor empties what it keeps in memory."""
+        """Lets Inductor clear this cache with its own."""
         self.clear()
         known.forget()
 
@@ -69,7 +69,7 @@ clear_on_fresh_cache(_kernels)
 
 
 def compiled(call: Call, its_class: Any = None) -> Callable[[], Any]:
-    """A function that gives what the op gives. Its kernel has been compiled: what it raises is the call's mistake."""
+    """A function with the op's results. Its kernel is already compiled: errors that it raises are the call's."""
     key = class_of(call) if its_class is None else its_class, known.settings()
     kernels = _kernels.setdefault(key, [])
     tensors = tensors_of(call)
@@ -94,7 +94,7 @@ def _have_one(kernels: list[Kernel], tensors: Sequence[Tensor]) -> bool:
 
 
 def _run(kernels: list[Kernel], is_forward: bool, tensors: Sequence[Tensor]) -> Any:
-    """What the one that fits gives; None where none does."""
+    """The results of the kernel that fits; None if none does."""
     for kernel in kernels:
         sizes = kernel.sizes(tensors)
         if kernel.fits(tensors, sizes):
@@ -124,7 +124,7 @@ def _compile(call: Call) -> Kernel:
         return _flat(op(*tree_unflatten(filled, spec)))
 
     with apart_from_surrounding_trace(), torch.no_grad(), mode:
-        # Lowerings take what mods do outside of lanes as Inductor decomposes it.
+        # Lowerings expect the parts of mods outside of lanes as Inductor decomposes them.
         module = make_fx(flat, select_decomp_table())(*symbols, *fakes)
     with torch.no_grad(), tracing(TracingContext(mode)):
         run: Any = compile_fx_inner(module, [*symbols, *fakes], is_inference=True)
@@ -146,7 +146,7 @@ def _fake(mode: FakeTensorMode, i: int, tensor: Tensor, is_rows: bool) -> Any:
 
 
 def _symbols(fakes: Sequence[Any]) -> tuple[list[Any], list[Place]]:
-    """The sizes and strides that are symbols of their own, and for each a place where it is found."""
+    """The sizes and strides that are symbols of their own, each with a place where it is found."""
     symbols, places, known = [], [], set()
     for i, fake in enumerate(fakes):
         for what, values in (("size", fake.size()), ("stride", fake.stride())):

@@ -20,7 +20,7 @@ class Choice(NamedTuple):
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """A config in words. Fields that are 0, what it does without, are left out."""
+    """A config in words. Fields that are 0 are left out: they are features not used."""
     return " ".join(f"{name}={value}" for name, value in config.items() if value)
 
 

@@ -41,7 +41,7 @@ def record_eager(call: Any, why: str) -> None:
 
 
 def record_plan(choice: Any) -> None:
-    """Log by which method the masks of a sequence that ranks share are planned."""
+    """Log the method by which masks are planned for a sequence spread over ranks."""
     _tell(Decision(*choice), 0)
 
 
@@ -73,6 +73,6 @@ def decisions(*, clear: bool = False) -> list[Decision]:
     """The record of every attention call compiled, and every plan of context_parallel, since the last `clear=True`."""
     found = list(_recent)
     if clear:
-        for _ in found:  # what another thread adds meanwhile is for the next call
+        for _ in found:  # decisions that another thread adds meanwhile are for the next call
             _recent.popleft()
     return found

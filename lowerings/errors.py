@@ -16,7 +16,7 @@ def too_many_layouts(limit: int) -> FlexRuntimeError:
 
 
 def index_out_of_bounds(error: RuntimeError) -> IndexError:
-    """For a mod that reads what is not there, in a kernel of an eager call."""
+    """For a mod that reads beyond a tensor in a kernel of an eager call."""
     found = str(error).rpartition("index out of bounds")[2].strip(" :")
     return IndexError(
         f"index out of bounds: a mod reads a captured tensor beyond its size ({found} is false), for a score that the "

@@ -1,6 +1,6 @@
 """Exchanges between ranks in compiled code: they begin as early, and are waited for as late, as what they need allows.
 
-An exchange is lowered as torch's own collectives are. So nothing takes the place of what is sent before its wait, and
+An exchange is lowered like torch's own collectives. So the memory of what is sent is not reused before the wait, and
 Inductor's own passes may move the wait.
 """
 
@@ -44,7 +44,7 @@ def patches(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Early(CustomGraphPass):
-    """What an exchange does not need comes after its begin: the projection of queries after that of keys, say."""
+    """Move work that an exchange does not need after its begin: the projection of queries after that of keys, say."""
 
     def __call__(self, graph: fx.Graph) -> None:
         before: list[fx.Node] = []  # since the last collective
@@ -56,7 +56,7 @@ class _Early(CustomGraphPass):
                 later = _not_needed(node, before)
                 for other in reversed(later):
                     node.append(other)
-                # A kernel for elements of both sides would bring the products back.
+                # A kernel fused over both sides would move the products back.
                 fences |= {n: OrderedSet([node]) for n in later if n.target in PRODUCTS}
             if node.target is SEND or getattr(node.target, "namespace", "") == "_c10d_functional":
                 before = []

@@ -1,4 +1,4 @@
-"""What decisions say beside the route: tuning hints that it does not follow, and integers of 64 bits."""
+"""Notes of decisions: tuning hints that the route does not follow, and integers of 64 bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def splits_asked(problem: AttentionProblem) -> int:
 
 
 def unused_splits(problem: AttentionProblem, decodes: bool) -> list[str]:
-    """One part is what all other kernels have."""
+    """All other kernels have one part."""
     if decodes or problem.direction == "backward" or splits_asked(problem) <= 1:
         return []
     return [f"{NUM_SPLITS}: keys are in one part; only kernels for few queries split them"]

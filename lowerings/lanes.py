@@ -1,7 +1,7 @@
-"""What the kernels of all families do alike with lane programs.
+"""The parts of lane programs that all families of kernels share.
 
 Which can be inlined, what they read, how Inductor's lowerings go through a lane graph, and the parts that run outside
-of the kernel. How a lane's values are written differs by family: cpu/lanes.py, triton/lanes.py.
+the kernel. How a lane's values are written differs by family: cpu/lanes.py, triton/lanes.py.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def programs(problem: AttentionProblem) -> Programs:
 def with_reciprocals(program: LaneProgram) -> LaneProgram:
     """Where the mod divides a score or its gradient by a number, multiply by the reciprocal: one more rounding.
 
-    What is computed from indices alone is still divided: the result may have to be whole.
+    Values computed from indices alone are still divided: the result may have to be whole.
     """
     lane = copy.deepcopy(program.lane)
     placeholders = graph(lane).find_nodes(op="placeholder")
@@ -131,7 +131,7 @@ class Mod(NamedTuple):
 
     program: LaneProgram
     captures: list[Any]
-    invariants: list[Any]  # what the prologue computes: buffers of the surrounding graph, and sizes
+    invariants: list[Any]  # results of the prologue: buffers of the surrounding graph, and sizes
 
     @property
     def inputs(self) -> list[Any]:

@@ -21,10 +21,10 @@ from .observing import observer
 from .problem import AttentionProblem
 from .verified import verified
 
-if TYPE_CHECKING:  # a circle at run time: its import leads to this module
+if TYPE_CHECKING:  # a circle at run time: it imports this module
     from torch._inductor.graph import GraphLowering
 
-# The warning is that Inductor treats all subgraphs of an op alike, which is right for ours.
+# Inductor warns that it treats all subgraphs of an op alike, which is right for ours.
 warnings.filterwarnings("ignore", message="Please add support for subgraph args to function flex_inductor")
 
 

@@ -1,4 +1,4 @@
-"""How a tool watches the lowering of attention calls, and has kernels made for a device that is not there."""
+"""Lets a tool watch the lowering of attention calls, and compile kernels for a device that is not there."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ class AttentionProblem:
     D: Size
     V: Size
     aligned: bool  # whether rows of query, key, value and the output's gradient are whole units of 16 bytes
-    schedule: str | None  # its form, one of FORMS; None where everything is visited
+    schedule: str | None  # its form, one of FORMS; None if everything is visited
     blocks: tuple[int, int] | None  # its block sizes
     heads_alike: bool  # whether all heads visit what the first one visits
     lists_queries: bool  # whether the schedule also says which query blocks visit a KV block
-    map_tiles: tuple[Size, Size] | None  # of queries and of keys, where a map says where they lie
+    map_tiles: tuple[Size, Size] | None  # numbers of tiles of queries and of keys, with a map
     programs: Programs  # the mods, without guards
     inputs: tuple[str, ...]  # the names of the optional inputs that the call has
     score_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
@@ -52,7 +52,7 @@ class AttentionProblem:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Of the output and of the gradients of query, key and value."""
+        """Sizes of the output and of the gradients of query, key and value."""
         return score_dtype(self.dtype) if "partial" in self.inputs else self.dtype
 
     def describe(self) -> str:

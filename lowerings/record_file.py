@@ -25,7 +25,7 @@ from .observing import observer
 
 FORMAT = 1
 MOST_COMPILATIONS = 32  # the newest are kept
-MOST_CALLS = 64  # of one compilation, from the first on
+MOST_CALLS = 64  # calls of one compilation, the first ones
 MOST_LETTERS = 400  # of one text
 
 # No lock: torch compiles, and loads what is cached, in one thread at a time.
@@ -53,7 +53,7 @@ def compilation(nodes: list[fx.Node]) -> Iterator[None]:
 
 
 def note(decision: Decision, number: int) -> None:
-    """A decision on the call of that number in the graph that is being compiled, or loaded from a cache."""
+    """Record a decision on the call of that number in the graph being compiled, or loaded from a cache."""
     entry = _compilations.get(_current())
     if entry is None or number >= len(entry["calls"]):
         return
@@ -112,7 +112,7 @@ def _short(text: str) -> str:
 
 @contextlib.contextmanager
 def _written_at_the_end() -> Iterator[None]:
-    """Writes the file at the end; if nested, the outermost does."""
+    """Writes the file at the end; if nested, at the end of the outermost."""
     global _depth
     _depth += 1
     try:

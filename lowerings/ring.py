@@ -1,4 +1,4 @@
-"""The route of calls whose keys come around a ring of ranks: an op that runs a kernel of its class at each step."""
+"""The route of calls whose keys arrive around a ring of ranks: an op that runs a kernel of its class at each step."""
 
 from __future__ import annotations
 

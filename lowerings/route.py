@@ -1,4 +1,4 @@
-"""What a family of kernels implements: a route."""
+"""A route: the protocol of a family of kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Route(Protocol):
         ...
 
     def notes(self, problem: AttentionProblem) -> Sequence[str]:
-        """What the decision should say about hints that the route does not follow."""
+        """Notes for the decision on hints that the route does not follow."""
         ...
 
     def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:

@@ -1,4 +1,4 @@
-"""What compiling needs beside torch, and the command that mends what is missing."""
+"""Tools for compiling beside torch, and the command that installs a missing one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def missing_for_cpp() -> str | None:
-    """Why no C++ kernel can be compiled here; None where it can."""
+    """Why no C++ kernel can be compiled here; None if it can."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -41,7 +41,7 @@ def missing_headers() -> str | None:
 
 @functools.cache
 def missing_for_triton() -> str | None:
-    """Why Triton compiles nothing here; None where it may."""
+    """Why Triton compiles nothing here; None if it may."""
     pinned = [re.match(r"triton[=~]=(\d+\.\d+)[\d.]*", needed) for needed in requires("torch") or ()]
     wanted = next((match for match in pinned if match), None)
     install = f"pip install '{wanted[0]}'" if wanted else "pip install triton"

@@ -1,4 +1,4 @@
-"""The option `verify`: what a route computes is checked, as it runs, by the ops of flex_inductor.verify."""
+"""The option `verify`: the ops of flex_inductor.verify check a route's results as it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def verified(problem: AttentionProblem, call: LoweredCall, outputs: Any) -> Any:
     if problem.direction == "forward":
         out, lse, max_scores = outputs
         read = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
-        # A kernel need not write what nobody reads.
+        # A kernel need not write outputs that nothing reads.
         rows = [stat if i in read else None for i, stat in enumerate((lse, max_scores), 1)]
         out = checked(torch.ops.flex_inductor.verified_forward.default, out, *rows)
         return out, lse, max_scores

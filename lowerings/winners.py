@@ -17,7 +17,7 @@ _FORMAT = 1
 
 
 class Winner(NamedTuple):
-    """What was timed where, which config won, and how long each took."""
+    """The kernel and device of a timing, the config that won, and how long each took."""
 
     problem: str  # the class of problems, in a line
     device: str
@@ -55,7 +55,8 @@ def export(path: Path) -> int:
 
 
 def import_(path: Path) -> tuple[int, int]:
-    """Keep the winners in a file that `export` wrote; returns how many, and how many of another build are not."""
+    """Import winners from a file that `export` wrote; returns how many were kept, and how many were of another
+    build."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
@@ -73,7 +74,7 @@ def import_(path: Path) -> tuple[int, int]:
 
 
 def stamp() -> str:
-    """Changes with every import. A graph that is tuned is compiled anew when it does."""
+    """Changes with every import. A tuned graph then recompiles."""
     try:
         return _stamp_path().read_text()
     except OSError:

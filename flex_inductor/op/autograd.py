@@ -64,7 +64,7 @@ class _AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *_tangents):
-        raise errors.second_derivative()  # forward mode over reverse mode, as in torch.func.hessian
+        raise errors.second_derivative()  # forward over reverse mode, as in torch.func.hessian
 
     @staticmethod
     def vmap(info, in_dims, query, key, value, call, joint, *tensors):
@@ -162,7 +162,7 @@ def _backward_autograd(*args):
 @attention.py_impl(TransformType.Vmap)
 def _transform(interpreter, *args):
     call = prepare(AttentionCall.read(*args))
-    # Which level wants which gradient is not known here: every floating capture may need one.
+    # Nothing here says which level wants which gradient: every floating capture may need one.
     return _differentiable(call, [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)])
 
 

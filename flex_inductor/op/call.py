@@ -1,7 +1,7 @@
 """What the two ops are called with, by name.
 
-Everything that a call may have beside query, key, value and its mods is in `Inputs`. The ops' rules handle that
-bundle as a whole, so that a new input is a field there and a line in the routes that serve it.
+`Inputs` has everything that a call may have beside query, key, value and its mods. The ops' rules handle that bundle as
+a whole, so a new input is a field there and a line in the routes that serve it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ QKV = ("query", "key", "value")
 class Inputs(NamedTuple):
     """The optional inputs of a call. A field holds tensors, alone or in a tuple or a NamedTuple, or a constant."""
 
-    score_captures: tuple[Tensor, ...] = ()  # what score_mod captures
+    score_captures: tuple[Tensor, ...] = ()  # captures of score_mod
     mask_captures: tuple[Tensor, ...] = ()
     schedule: Schedule | None = None  # which blocks to visit; None for all
     tile_map: TileMap | None = None  # where tiles lie and which indices mods see there; None for a plain call
-    scattered: bool = False  # whether a map's tiles of keys lie anywhere
-    ring: Ring | None = None  # of ranks, each of which has a part of the keys
+    scattered: bool = False  # whether a map's tiles of keys may lie anywhere
+    ring: Ring | None = None  # of ranks, if each has a part of the keys
     partial: bool = False  # outputs and gradients in fp32, to be added to those of other calls
-    stand_ins: tuple[Tensor, ...] = ()  # for key and value, whose gradients these get, in fp32; not read
-    sharded: tuple[Any, Any] | None = None  # tokens here, of how many that mods see; only checked
+    stand_ins: tuple[Tensor, ...] = ()  # for key and value: they get the gradients, in fp32; not read
+    sharded: tuple[Any, Any] | None = None  # tokens here, and how many mods see; only checked
 
     def given(self) -> list[str]:
-        """The names of those that the call has."""
+        """The names of the inputs that the call has."""
         return [name for name, value in zip(self._fields, self, strict=True) if not _is_absent(value)]
 
     def wire(self) -> dict[str, Any]:
-        """As graphs hold it: they have no NamedTuples."""
+        """In the form of graphs, which have no NamedTuples."""
         found = {name: getattr(self, name) for name in self.given()}
         if self.schedule is not None:
             found["schedule"] = (kind_of(self.schedule), *self.schedule)
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def read(cls, wire: Any, form: str | None = None) -> Inputs:
-        """From `wire`. `form` is the schedule's where the values are not the call's own."""
+        """From `wire`. `form` is the schedule's, if the values are not the call's own."""
         if isinstance(wire, Inputs):
             return wire
         found = dict(wire)
@@ -83,7 +83,7 @@ class Inputs(NamedTuple):
         return [tensor for name in DIFFERENTIABLE for tensor in _tensors(getattr(self, name))]
 
     def by_tensor(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """For every tensor of `parts` its gradient, given those of `differentiable`."""
+        """The gradient of every tensor of `parts`, given those of `differentiable`."""
         found = iter(gradients)
         return [
             next(found) if name in DIFFERENTIABLE else None
@@ -102,7 +102,7 @@ def _is_absent(value: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[Any]:
-    """In the order of tree_flatten, which takes ten times as long: eager calls ask several times."""
+    """In the order of tree_flatten. That takes ten times as long, and eager calls ask several times."""
     found: list[Any] = []
     for part in value if isinstance(value, tuple) else (value,):
         if part is None:  # most are
@@ -181,7 +181,7 @@ def read_options(wire: Any) -> CallOptions:
 
 
 def is_guarded(mask_mod: Any, inputs: Inputs) -> bool:
-    """Whether scores may be ruled out: their indices may then lie outside of what the mods look up."""
+    """Whether scores may be masked: their indices may then lie outside the tensors that the mods look up."""
     return mask_mod is not None or inputs.schedule is not None
 
 
@@ -194,7 +194,7 @@ def wanted_gradients(joint: Any, count: int) -> list[bool]:
 
 
 def check_served(inputs: Inputs, served: Iterable[str]) -> None:
-    """Refuse inputs that whoever computes the call does not know."""
+    """Refuse inputs that the code computing the call does not know."""
     missing = [name for name in inputs.given() if name not in served]
     if missing:
         raise errors.inputs_not_served(missing)
@@ -215,15 +215,15 @@ def rows_of(call: AttentionCall | BackwardCall) -> list[Tensor]:
 
 
 def class_of(call: AttentionCall | BackwardCall) -> Any:
-    """What one compiled kernel may serve: all of a call but its lengths and values."""
+    """The key of the calls that one compiled kernel serves: all of a call but its lengths and values."""
     shapes = [tensor.shape for tensor in tensors_of(call)]
     return *shapes_of_class(shapes, len(rows_of(call))), _class_of(call)
 
 
 def shapes_of_class(shapes: Sequence[Sequence[int]], rows: int) -> list[tuple[int, ...]]:
-    """What of the tensors' shapes a class fixes: of the first, which have `rows`, heads and head dims.
+    """The part of the tensors' shapes that a class fixes: for the first, which have `rows`, heads and head dims.
 
-    A size of 1 or 0 makes another kernel: it may be broadcast, or empty.
+    Sizes of 1 and 0 make other kernels: such a tensor may be broadcast, or empty.
     """
     fixed = [(*shape[3:], shape[1], min(shape[0], 2), min(shape[2], 2)) for shape in shapes[:rows]]
     return fixed + [tuple([min(size, 2) for size in shape]) for shape in shapes[rows:]]

@@ -23,7 +23,7 @@ _NAME_OF_BUNDLE = {bundle: name for name, bundle in _BUNDLES.items()}
 
 
 class Call(NamedTuple):
-    """What such an op is called with beside query, key, value and its own tensors."""
+    """The arguments of such an op beside query, key, value and its own tensors."""
 
     inputs: Inputs
     mods: Programs
@@ -85,7 +85,7 @@ def inputs_data(inputs: Inputs) -> tuple[dict[str, Any], list[Any]]:
 
 def inputs_from(data: Any, tensors: Sequence[Tensor] | None) -> Inputs:
     """The inputs that `inputs_data` gave these data for."""
-    given = tensors or ()  # packaged code gives no list where it is empty
+    given = tensors or ()  # packaged code leaves out an empty list
 
     def value(data: Any) -> Any:
         if isinstance(data, list):

@@ -1,7 +1,7 @@
 """Attention in chunks with an online softmax: the route that serves every device, dtype and mod.
 
-Memory is bounded by CHUNK_ELEMENTS scores at a time, or as many elements of a tensor that a mod makes for each score.
-What the schedule rules out is not computed.
+Memory is bounded by CHUNK_ELEMENTS scores at a time, or by as many elements if a mod makes a tensor for each score.
+Blocks that the schedule leaves out are not computed.
 
     B batch  H query heads  K key/value heads  G = H / K  M queries  N keys  D, V head dims
 """
@@ -43,13 +43,13 @@ class _Tile(NamedTuple):
     h: slice
     m: slice
     n: slice
-    kv_b: slice | None = None  # of keys and values, where a map has them in other batches
+    kv_b: slice | None = None  # of keys and values, if a map has them in other batches
     line: int = 0  # of the map
     shift: tuple[int, int, int, int] = (0, 0, 0, 0)  # from places in memory to the indices that mods see
 
     @property
     def lanes(self) -> list[range]:
-        """What mods see along AXES."""
+        """The indices that mods see along AXES."""
         places = (self.b, self.h, self.m, self.n)
         return [range(at.start + by, at.stop + by) for at, by in zip(places, self.shift, strict=True)]
 
@@ -65,7 +65,7 @@ def forward(
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value, inputs.partial)
     run = _run(query, key, value, inputs, mods, scale, (value,))
-    if inputs.tile_map is not None:  # which may leave rows out
+    if inputs.tile_map is not None:  # a map may leave rows out
         out.zero_(), lse.fill_(-math.inf), row_max.fill_(-math.inf)
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
@@ -238,13 +238,13 @@ class _Run:
         return None if self.schedule is None else self.schedule.band(rows.b, rows.h, rows.m)
 
     def key_tiles(self, rows: _Tile, band: Band | None) -> Iterator[tuple[_Tile, slice]]:
-        """The tiles of `rows` along the keys, and the keys of each as the schedule counts them."""
+        """The tiles of `rows` along the keys, and each tile's keys as the schedule counts them."""
         step = self.tile[3]
         for n in _ranges(self.keys, step) if band is None else band.key_tiles(self.keys, step):
             yield rows._replace(n=n), n
 
     def live(self, tile: _Tile, band: Band | None, n: slice) -> Tensor | None:
-        """Which lanes both the schedule and mask_mod leave, as a tensor that broadcasts; None for all."""
+        """The lanes that both the schedule and mask_mod leave, as a tensor that broadcasts; None for all."""
         if band is None:
             return None if self.mods.mask is None else self._mask(tile, None)
         if band.all_full(n) or (self.mods.mask is None and band.visits_all(n)):
@@ -310,7 +310,7 @@ class _Run:
         return None if live is None or self.all_finite else self._fold(live.expand(like_BHMN.shape))
 
     def _matmul(self, left: Tensor, right: Tensor, live: Tensor | None) -> Tensor:
-        """left @ right, where a lane that is not live adds nothing: its 0 times NaN or infinity would be NaN."""
+        """left @ right, without lanes that are not live: their 0 times NaN or infinity would be NaN."""
         if live is None:
             return left @ right
         finite = right.isfinite()
@@ -329,7 +329,7 @@ class _Run:
 
 
 class _MappedRun(_Run):
-    """One call whose tiles lie where a map says; they are the schedule's blocks."""
+    """One call with a map. Its tiles are the schedule's blocks."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, *rest: Any):
         super().__init__(query, key, value, inputs, *rest)
@@ -389,7 +389,7 @@ def run_lanes(
 
 
 def _function(graph: fx.GraphModule | Callable) -> Callable:
-    """Without a module's hooks, which may be set for all modules and expect those of a model."""
+    """Without a module's hooks: hooks set for all modules may expect those of a model."""
     return graph.forward if isinstance(graph, fx.GraphModule) else graph
 
 
@@ -409,7 +409,7 @@ def _guard(live: Tensor | None, axes: Sequence[str], device: torch.device) -> tu
 
 
 def _unexpanded(lanes: Tensor) -> Tensor:
-    """Without the repetition that vmap gives a result along axes it does not depend on."""
+    """The result without vmap's repetition along axes it does not depend on."""
     for dim in range(len(AXES)):
         if lanes.stride(dim) == 0:
             lanes = lanes.narrow(dim, 0, 1)
@@ -417,7 +417,7 @@ def _unexpanded(lanes: Tensor) -> Tensor:
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> bool:
-    # A sum is not finite if any element is not; where finite ones overflow, the careful way is taken in vain.
+    # A sum is not finite if any element is not. If finite ones overflow, the careful way is taken in vain.
     sums = [tensor.sum(dtype=score_dtype(tensor.dtype)) for tensor in tensors]
     return bool(torch.stack(sums).isfinite().all())
 
@@ -487,7 +487,7 @@ class _Accumulators:
 
 
 def _sum(lanes: Tensor, dims: Sequence[int]) -> Tensor:
-    """Sum along `dims`, kept, one at a time: torch cuts a sum to a single number up by the number of threads."""
+    """Sum along `dims`, kept, one at a time: torch splits a sum to a single number by the number of threads."""
     for dim in reversed(dims):
         lanes = lanes.sum(dim, keepdim=True)
     return lanes

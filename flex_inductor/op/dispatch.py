@@ -1,4 +1,4 @@
-"""What the ops do eagerly, and how tracers, fake tensors, functionalization and checkpointing see them."""
+"""The ops in eager mode, and under tracers, fake tensors, functionalization and checkpointing."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *
             examples = example_lanes(call.query, lanes)
         with LaneIndexing():
             graph = reenter_make_fx(_keeping_lines(mod))(*examples, *captures)
-        if drawn := random_op(graph):  # in inference mode nobody has looked yet
+        if drawn := random_op(graph):  # in inference mode nothing has checked yet
             raise errors.mod_is_random(field, drawn)
         name = mode.tracer.get_fresh_qualname(field)
         mode.tracer.root.register_module(name, graph)
@@ -134,7 +134,7 @@ def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *
 
 
 def _negated(op: HigherOrderOperator, *args):
-    """Of views whose values are to be negated when they are read."""
+    """For views whose values are negated on reading."""
     return op(*tree_map_only(Tensor, Tensor.resolve_neg, args))
 
 

@@ -1,4 +1,4 @@
-"""How Dynamo traces a call of the ops: both mods become subgraphs, what they capture becomes inputs.
+"""How Dynamo traces a call of the ops: both mods become subgraphs, their captures become inputs.
 
 Imported only once Dynamo itself is.
 """
@@ -141,7 +141,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
         )
         for placeholder in graph.find_nodes(op="placeholder"):
-            # Dynamo would ask a vmapped tensor for its symbolic sizes, which torch cannot tell.
+            # Dynamo would ask a vmapped tensor for its symbolic sizes, which torch does not know.
             example = placeholder.meta["example_value"]
             if isinstance(example, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(example):
                 del placeholder.meta["example_value"]
@@ -171,7 +171,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return contextlib.nullcontext()
 
         def refuse(function, *_):
-            # A graph break would not do: what Dynamo makes of one inside a transform fails without saying why.
+            # No graph break: inside a transform Dynamo's code for one fails without saying why.
             error = errors.function_in_compiled_transform(name, function.fn_cls.__name__)
             raise compat.through_dynamo(error)
 
@@ -185,7 +185,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
 
 def _no_hooks(name: str) -> Any:
-    """Where Dynamo traces a mod: no hook would be in its graph, and the gradient is another trace."""
+    """While Dynamo traces a mod: its graph would have no hook, and the gradient is another trace."""
 
     def refuse(_tensor, tx, *_):
         _refuse(tx, errors.hook_in_mod(name))
@@ -194,7 +194,7 @@ def _no_hooks(name: str) -> Any:
 
 
 def _refuse(tx: Any, error: Exception) -> None:
-    """A graph break, after which the same error is raised eagerly; or the error where none is allowed."""
+    """A graph break, after which the same error is raised eagerly; or the error, if no break is allowed."""
     if compat.breaks_are_errors(tx):
         raise compat.out_of_dynamo(tx, error)
     unimplemented(
@@ -281,7 +281,7 @@ def _with_static_block_sizes(schedule: Any) -> Any:
 
 
 def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:
-    """Captures that the mod turned out not to read, such as a query of which it only used the length."""
+    """Captures that the mod does not read after all, such as a query whose length it uses."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     kept = []
     for placeholder, outer in zip(placeholders, captures, strict=True):

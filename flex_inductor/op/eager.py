@@ -1,4 +1,4 @@
-"""Which way an eager call goes: torch operations in chunks, or a kernel that is compiled for its class.
+"""How an eager call runs: torch operations in chunks, or a kernel that is compiled for its class.
 
 A kernel takes seconds to compile. By default a class of calls gets one when it has computed ENOUGH scores in chunks,
 which takes about as long; `set_eager_kernels` says otherwise.
@@ -19,16 +19,16 @@ from . import known
 from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
-SCORES_A_TILE = 1 << 18  # in as much time: chunks take the tiles of a map one by one, some 4 ms each
-MOST_CLASSES = 1024  # that are counted
-LEAST = 1 << 20  # of a call: to know its class takes longer than a smaller one itself
+SCORES_A_TILE = 1 << 18  # scores in as much time: chunks take a map's tiles one by one, some 4 ms each
+MOST_CLASSES = 1024  # counted at a time
+LEAST = 1 << 20  # scores of a call: finding the class of a smaller one takes longer than the call
 
 log = logging.getLogger("flex_inductor")
 
 _MODES = ("auto", "always", "never")
 _mode = "auto"
 _lock = threading.Lock()
-_scores: dict[Any, int] = {}  # that each class has computed
+_scores: dict[Any, int] = {}  # by class, how many it has computed
 _failed: set[Any] = set()
 
 
@@ -36,7 +36,7 @@ def set_eager_kernels(mode: str) -> str:
     """Whether eager calls run kernels compiled for them, for the whole process; returns what was set before.
 
     "auto" compiles a class of calls once it has computed many scores, "always" any call at once, and "never"
-    none. The way that a call went is in `flex_inductor.decisions()`.
+    none. `flex_inductor.decisions()` says how a call ran.
     """
     global _mode
     if mode not in _MODES:
@@ -47,7 +47,7 @@ def set_eager_kernels(mode: str) -> str:
 
 
 def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
-    """What the call gives."""
+    """The results of the call."""
     tensors = tensors_of(call)
     if not _may_compile(call, tensors):
         return chunked()
@@ -57,7 +57,7 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
         before = _scores.pop(key, 0)
         computed = _scores[key] = before + _scores_of(call)
         if len(_scores) > MOST_CLASSES:
-            del _scores[next(iter(_scores))]  # of the class that was called longest ago
+            del _scores[next(iter(_scores))]  # the class called longest ago
     if key in _failed or (_mode == "auto" and computed < ENOUGH):
         if not before:
             why = f"an eager call; its class gets a kernel after {ENOUGH:,} scores"

@@ -32,7 +32,7 @@ def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
     tensors = [t for t in (*(given or ()), *(tile_map or ())) if isinstance(t, Tensor)]
     if given is None or not isinstance(lanes, int) or not all(map(_has_values, tensors)):
         return lanes
-    # The query may be of a device that is not there.
+    # The query's device may not be there.
     schedule = given.bands(queries, call.key.size(2), tile_map, torch.device("cpu"))
     if tile_map is not None and call.inputs.ring is None:
         return _visited_in_map(schedule, tile_map, heads)
@@ -47,7 +47,7 @@ def _visited_lanes(call: AttentionCall | BackwardCall) -> int:
 
 
 def _visited_in_map(schedule: Any, tile_map: TileMap, heads: int) -> int:
-    """Tiles have as many tokens as the map says."""
+    """The map says how many tokens tiles have."""
     queries, keys = (lines[:, COUNT].long() for lines in tile_map)
     block, visited = schedule.q_block, 0
     for tile, tokens in enumerate(queries.tolist()):

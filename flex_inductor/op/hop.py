@@ -29,7 +29,8 @@ _functorch: Any = torch._C._functorch  # its stubs are not complete
 
 class _Op(HigherOrderOperator):
     def given(self, call: AttentionCall | BackwardCall) -> Any:
-        """What the op gives. torch's dispatcher takes longer than a small kernel: it is asked where it has a choice."""
+        """The op's results. torch's dispatcher takes longer than a small kernel, so it is asked only if it has a
+        choice."""
         tensors = tensors_of(call)
         if not _only_autograd_sees(tensors):
             if any(map(_functorch.is_dead_tensor_wrapper, tensors)):  # of a transform that has ended
@@ -70,7 +71,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @functools.cache
 def _keys(device: torch.device) -> int:
-    """Of a plain tensor, for the dispatcher."""
+    """The dispatch keys of a plain tensor."""
     with torch.inference_mode(False):
         return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()
 

@@ -1,8 +1,8 @@
 """Python numbers that change from call to call, in a mod that Dynamo traces.
 
-Such a number reaches the op as a 0-d tensor, so that it does not compile again. What a mod makes of numbers
-and captured tensors alone is computed before the op, where they are numbers still: sizes and slices need that.
-So is a tensor that the mod writes out as a list, which kernels cannot hold.
+Such a number reaches the op as a 0-d tensor, so new values do not recompile. Nodes that depend on numbers and captured
+tensors alone are computed before the op, where numbers are still numbers: sizes and slices need that. So are tensors
+that the mod writes out as a list, which kernels cannot hold.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def changing_numbers(tx: Any) -> Iterator[None]:
 def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
     """A Python float that changes from call to call, as a 0-d tensor.
 
-    Multiplying a tensor is what keeps Dynamo from making a constant of it, and compiling for each value.
+    The product with a tensor keeps Dynamo from making it a constant and compiling for each value.
     """
     if not isinstance(value, fx.Proxy) or not _is_float(value.node):
         return value
@@ -76,7 +76,7 @@ def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
         return made("call_function", operator.mul, one.as_proxy(), fx.Proxy(number, value.tracer))
 
     def computed(node: fx.Node) -> fx.Proxy:
-        """The same of tensors for each of the floats that it was computed of."""
+        """The same computation on tensors, one for each float that the number was computed from."""
         if not _is_float(node):
             return fx.Proxy(node, value.tracer)
         if not _computes_with_floats(node):
@@ -100,10 +100,10 @@ def _computes_with_floats(node: fx.Node) -> bool:
 def numbers_outside(
     tx: Any, query: Tensor, graph: fx.Graph, captures: Sequence[fx.Proxy], lanes: int
 ) -> list[fx.Proxy]:
-    """The captures of `graph` once what it makes of numbers and captures alone is made outside of it.
+    """The captures of `graph` after moving out of it whatever depends on numbers and captures alone.
 
-    The op takes the numbers that are left as 0-d tensors. Where an operation cannot take them so, they are
-    constants from here on, and another value compiles again.
+    The op takes the remaining numbers as 0-d tensors. If an operation cannot, they are constants from here on, and
+    another value recompiles.
     """
     return _Outside(tx, query, graph, captures, lanes).run()
 
@@ -191,7 +191,7 @@ class _Outside:
                     getattr(args[0], node.target)(*args[1:], **kwargs)
                 else:
                     node.target(*args, **kwargs)
-        except Exception:  # whatever the operation has against a tensor
+        except Exception:  # for whatever reason the operation refuses a tensor
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""What happens to a call before either op looks at it: mods become checked graphs, numbers become tensors."""
+"""Prepares a call for the ops: mods become checked graphs, numbers become tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .call import AttentionCall, Inputs
 
 
 def lift_captures(call: AttentionCall) -> AttentionCall:
-    """Calls from plain Python bring mods that still hold their captures."""
+    """Mods of calls from plain Python still hold their captures."""
     inputs = call.inputs
     if _to_lift(call.score_mod, inputs.score_captures):
         mod, captures = lift(call.score_mod, SCORE_LANES, call.query)
@@ -73,7 +73,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
 
 
 def _check_whole(call: AttentionCall) -> None:
-    """Where this process has a part of a sequence, captures are of the whole, which mods see."""
+    """If this process has a part of a sequence, captures are of the whole: mods see all of it."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
 
     captures, (tokens, whole) = call.inputs.score_captures, call.inputs.sharded

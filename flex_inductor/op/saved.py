@@ -36,7 +36,7 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         checked = with_score_graph(call)
         tensors = (call.query, call.key, call.value, *call.inputs.differentiable)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            # Of all that can have a gradient: what asks for it is only known when the saved call runs.
+            # Gradients of everything that can have one: what needs one is known only when the saved call runs.
             wanted = [True, *(capture.is_floating_point() for capture in captures)]
             joint = joint_graph(call.score_mod, call.query, captures, wanted)
         call = checked
@@ -107,7 +107,7 @@ def _differentiable(function: Callable, joint: Callable, *args: Tensor) -> Tenso
 
 
 class _ScoreMod(torch.autograd.Function):
-    """A score_mod with the derivative that it had when it was saved, which need not be that of its graph."""
+    """A score_mod with its derivative at the time of saving, which may differ from that of its graph."""
 
     @staticmethod
     def forward(function, joint, *args):

@@ -201,7 +201,7 @@ class _FoldedMod:
         return trace_value(folded, JOINT_LANES, query, self.captures)
 
     def _of_one_example(self, names: Sequence[str], args: Sequence[Tensor]) -> tuple[list, list, Tensor]:
-        """The lanes and captures that the example of a lane has to itself, and which example that is."""
+        """A lane's own lanes and captures within its example, and which example that is."""
         lanes, captures = list(args[: len(names)]), args[len(names) :]
         batch = captures[-1] if isinstance(self.batch, torch.SymInt) else self.batch
         b = names.index("b")

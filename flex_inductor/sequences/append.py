@@ -1,4 +1,4 @@
-"""New keys and values into a cache, where attention then reads them.
+"""Writes new keys and values into a cache, for attention to read.
 
 An op of its own that writes in place: compiled graphs and CUDA graphs keep it before the attention that reads.
 """
@@ -32,8 +32,8 @@ def append_kv(
 ) -> Tensor | None:
     """Write the keys and values of a step's tokens into the cache, in place.
 
-    `sequences` are those of the step's attention: `used_k` counts the new tokens, which come last. What would lie
-    outside of a row or of the pages is not written.
+    `sequences` are those of the step's attention: `used_k` counts the new tokens, which come last. Nothing is written
+    outside of a row or of the pages.
 
     Args:
         k_cache: [rows, length, H, D], or with pages [pages, page_size, H, D].
@@ -81,7 +81,7 @@ def write(
     q_starts: Tensor | None = None,
     q_moves: bool = True,
 ) -> Tensor:
-    """`append_kv` of tokens that begin at `starts`, whose places end at `ends`; returns q rotated.
+    """`append_kv` for tokens that begin at `starts`, with places that end at `ends`; returns q rotated.
 
     The queries begin at `q_starts`, and without `q_moves` all of them have the position of the first new token.
     """
@@ -95,7 +95,7 @@ def write(
 def check_append(
     k_cache: Any, v_cache: Any, k: Any, v: Any, sequences: Sequences, rotary: Any, q: Any
 ) -> None:
-    """Everything but values and numbers of tokens."""
+    """Checks everything but values and numbers of tokens."""
     if sequences.cu_k is not None:
         raise errors.append_to_packed()
     for name, tensor in (("k", k), ("v", v), ("q", q)):
@@ -139,7 +139,7 @@ def check_rotary(rotary: Any, k: Tensor, q: Tensor | None, sequences: Sequences)
 
 
 def verify_appends(module: fx.GraphModule) -> None:
-    """Have a graph's appends look at values first."""
+    """Make a graph's appends check values first."""
     for node in module.graph.nodes:
         if node.target is torch.ops.flex_inductor.append_kv.default:
             node.target = torch.ops.flex_inductor.verified_append_kv.default
@@ -256,7 +256,7 @@ for _name in ("append_kv", "verified_append_kv"):
 
 
 def _places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token its sequence, its number there, and whether any sequence reaches that far."""
+    """Each token's sequence, its number there, and whether any sequence reaches that far."""
     at = torch.arange(tokens, device=starts.device)
     sequence = torch.searchsorted(starts[1:], at, right=True)
     last = starts.numel() - 2

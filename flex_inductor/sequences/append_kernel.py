@@ -1,4 +1,4 @@
-"""The kernel of append_kv: an instance for each new token, and for each query that is rotated beside.
+"""The kernel of append_kv: an instance for each new token, and for each query to rotate.
 
     k_cache, v_cache  [rows, length, heads, D] and [..., V], or pages of a pool
     k, v, q, turned   [tokens, heads, D or V], contiguous in the last dimension; `turned` is q rotated, and contiguous
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @triton.jit
 def sequence_of(starts, token, sequences):
-    """The first sequence that ends behind the token; `sequences` if none does."""
+    """The first sequence that ends after the token; `sequences` if none does."""
     low = token * 0
     high = low + sequences
     while low < high:

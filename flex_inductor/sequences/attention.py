@@ -72,7 +72,7 @@ def varlen_attention(
     if in_cache:  # a row or a page that is not there is never read
         batch, row, rest = tile_map.keys.split([1, 1, COLUMNS - 2], 1)
         batch = batch.clamp(0, key.size(0) - 1)
-        if scattered and _follow(key) and _follow(value):  # kernels look up one number for a key
+        if scattered and _follow(key) and _follow(value):  # kernels look up one number per key
             batch, row = torch.zeros_like(batch), batch * key.size(2) + row
             key, value = _one_row(key), _one_row(value)
         tile_map = TileMap(tile_map.queries, torch.cat([batch, row, rest], 1))

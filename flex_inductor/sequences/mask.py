@@ -39,7 +39,7 @@ class SequenceMask:
     tile_map: TileMap
     sequences: Any
     mask_mod: MaskMod | None
-    heads: int | None  # that mask_mod tells apart
+    heads: int | None  # the number that mask_mod tells apart
 
     @property
     def visits(self) -> Bounds | BlockRuns:
@@ -55,7 +55,7 @@ def sequence_mask(
     block_size: Any,
     window: Window = ALL,
 ) -> SequenceMask:
-    """For what both `mask_mod` and `window` leave."""
+    """The mask of what both `mask_mod` and `window` let through."""
     if mask_mod is not None and torch.compiler.is_dynamo_compiling():
         refused(errors.mask_in_graph())
     if heads is not None and (not isinstance(heads, int) or isinstance(heads, bool) or heads < 1):
@@ -88,7 +88,7 @@ def sequence_mask(
 
 
 def _block_size(given: Any, max_q: int, keys: Places) -> tuple[int, int]:
-    if given is None:  # one of three, so that there are few kernels
+    if given is None:  # one of three sizes, so that there are few kernels
         return (1 if max_q <= 1 else FEW if max_q <= FEW else BLOCK), block_within(keys, BLOCK)
     pair = given if isinstance(given, tuple) else (given, given)
     if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
@@ -104,7 +104,7 @@ def _in_window(
     """Kernels find from the window's numbers what a tile visits."""
     bounds = bounds_of(window, (queries.block, keys.block), None)
     of_sequences = SequenceEntry(keys.first, lengths[1], queries.first, lengths[0])
-    # Lines of the map that are not needed are said to be of the first sequence, also where there is none.
+    # Unused lines of the map count as the first sequence's, even if there is none.
     table = with_zeros(of_sequences).to(torch.int32)
     return bounds._replace(sequence_table=table, scattered=scattered)
 
@@ -118,11 +118,11 @@ def _by_analysis(
     heads: int,
     pieces: int = 1,
 ) -> BlockRuns:
-    """Any mask: as the grid of each sequence, in `pieces` of so many tiles, which are then put where they lie."""
+    """Any mask: the grid of each sequence, in `pieces` of that many tiles, moved to where they lie."""
     shift = lengths[1] - lengths[0]
 
     def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # Behind a sequence's end a mask is asked about its last token: no table has an entry for what is not there.
+        # Past a sequence's end the mask gets its last token: no table has an entry beyond it.
         last_q, last_kv = (
             torch.minimum(x, length[b] - 1) for x, length in zip((q, kv), lengths, strict=True)
         )
@@ -140,7 +140,7 @@ def _by_analysis(
     line = head * lines + queries.first[sequence] + row
     first = keys.first[sequence]
     start, stop = runs.start * pieces, runs.stop * pieces
-    if pieces > 1:  # no tile without a key is visited
+    if pieces > 1:  # tiles without keys are not visited
         stop = torch.minimum(stop, (lengths[1][sequence] + (keys.block - 1)) // keys.block)
     placed = merged(kept_heads * lines, others, line, start + first, stop + first, runs.kind)
     tables = [

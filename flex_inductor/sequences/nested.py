@@ -71,7 +71,7 @@ def _check_same(sides: list[_Side]) -> None:
 
 
 def _sequences(query: _Side, key: _Side) -> Sequences:
-    """What the offsets say, which nobody reads on the host."""
+    """The sequences of the offsets, without reading these on the host."""
     cu_q, used_q = _int32(query)
     cu_k, used_k = (cu_q, used_q) if key.like(query) else _int32(key)
     totals = {"max_q": query.total, "max_k": key.total, "total_q": query.total, "total_k": key.total}
@@ -84,7 +84,7 @@ def _int32(side: _Side) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_mask(masked: Sequences, made: Sequences) -> None:
-    """That the mask is about the sequences of these tensors: attention would silently cross their borders."""
+    """Checks that the mask has the sequences of these tensors: else attention would silently cross their borders."""
     names = ("cu_q", "cu_k", "used_q", "used_k")
     for one, other in ((getattr(masked, name), getattr(made, name)) for name in names):
         if one is other:

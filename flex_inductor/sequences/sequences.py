@@ -23,8 +23,8 @@ class Sequences:
     Positions are local, and the last query stands at the last key: with 2 queries and 10 keys, the queries are at 8
     and 9. So `q_idx >= kv_idx` is causal for prefill, for a chunk of a prompt and for a step of decoding.
 
-    Values are checked here, once. Others may be copied into the tensors later, as for a CUDA graph, and nobody reads
-    them on the host then: `max_q`, `max_k` and the ends of the offsets are the most there may be.
+    Values are checked here, once. You may copy others into the tensors later, as for a CUDA graph. They are not read on
+    the host then: `max_q`, `max_k` and the ends of the offsets are upper bounds.
 
     Args:
         cu_q: int32 [sequences + 1], from 0, never falling.
@@ -120,7 +120,7 @@ class Sequences:
 
     @property
     def places(self) -> tuple[Places, Places]:
-        """Of queries and of keys; one and the same where tokens have both."""
+        """Those of queries and of keys; the same object if tokens have both."""
         queries = Packed.within(self.cu_q, self.used_q, self.total_q)
         if self.cu_k is self.cu_q and self.used_k is self.used_q:
             return queries, queries
@@ -154,7 +154,8 @@ class Sequences:
 
     @classmethod
     def unchecked(cls, cu_q: Tensor, cu_k: Tensor | None, **rest: Any) -> Sequences:
-        """Of tensors whose values nobody looks at. `rest` has all other fields that are not None, with the totals."""
+        """Sequences from tensors, without reading values. `rest` has all other fields that are not None, with the
+        totals."""
         made = object.__new__(cls)
         for name in (*TENSORS, *_NUMBERS):
             object.__setattr__(made, name, rest.get(name))
@@ -176,7 +177,7 @@ class Sequences:
 
     @classmethod
     def from_padding_mask(cls, mask: Tensor) -> Sequences:
-        """What `unpad` packs: the tokens of each row of `mask` [batch, length] at which it is True."""
+        """The sequences that `unpad` packs: the tokens of each row of `mask` [batch, length] at which it is True."""
         check_padding_mask(mask)
         return cls.from_lengths(mask.sum(1), device=mask.device)
 

@@ -54,7 +54,7 @@ class OneSequence(Exact):
         tile_map: Any = inputs.tile_map
         schedule: Any = inputs.schedule
         self.of_tiles = None  # [H or 1, tiles of queries, tiles of keys]
-        if isinstance(schedule, Bounds):  # all keys of the sequence, as far as mask_mod lets them through
+        if isinstance(schedule, Bounds):  # all keys of the sequence that mask_mod lets through
             keys = (tile_map.keys[:, SEQUENCE] == tile_map.queries[queries[0], SEQUENCE]).nonzero().flatten()
         else:
             visited = Visited(schedule, len(tile_map.keys), query.device)

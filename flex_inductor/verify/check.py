@@ -25,7 +25,7 @@ from .by_sequence import OneSequence, Side, groups_of
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
-SAMPLES = 4  # of each kind of tile in larger calls
+SAMPLES = 4  # tiles of each kind in larger calls
 TILE = 128  # what a message calls a tile
 
 _places = random.Random(0)  # its own generator: verifying must not change the numbers that others draw
@@ -44,7 +44,7 @@ _library.define(
 
 
 class _Part(NamedTuple):
-    """What is checked at a time: the whole call, or what it does for a sequence."""
+    """The part that is checked at a time: the whole call, or one sequence of it."""
 
     exact: Exact
     whole: bool  # whether all of it is checked
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
         return self.exact.sequence if isinstance(self.exact, OneSequence) else None
 
     def rows(self, tensor: Any) -> Any:
-        """What the call has for its queries."""
+        """The parts of the call's tensors for its queries."""
         if tensor is None or not isinstance(self.exact, OneSequence):
             return tensor
         return self.exact.queries.taken(tensor)
@@ -90,7 +90,7 @@ class _Call(NamedTuple):
         return torch.Size(self.sizes).numel()
 
     def parts(self) -> tuple[list[_Part], bool]:
-        """What is to be checked, and whether that is all of the call."""
+        """The parts to check, and whether they are all of the call."""
         inputs: Any = self.call.inputs
         score, mask = self.call.texts["score"], self.call.texts["mask"]
         mods = (
@@ -231,7 +231,7 @@ def _check_rest(call: _Call, name: str, got: Tensor, lines: Tensor) -> None:
 
 
 def _region_along(call: _Call, axes: Sequence[str]) -> Region | None:
-    """What adds to the elements for some positions along `axes`, if that is few enough lanes."""
+    """The lanes that add to the elements for some positions along `axes`, if they are few enough."""
     spans = [slice(0, size) for size in call.sizes]
     for axis in ("q_idx", "kv_idx", "h", "b"):
         i = AXES.index(axis)
@@ -289,7 +289,7 @@ def _lanes(spans: Sequence[slice]) -> int:
 
 
 def _check_blocks(exact: Exact, region: Region) -> None:
-    """Blocks that all heads or batches share must be right for each of them, as far as mask_mod says."""
+    """Blocks that heads or batches share must agree with mask_mod for each of them."""
     if exact.visited is None or exact.mask_mod is None:
         return
     shared = [i for i in (0, 1) if exact.visited.grids[i] == 1 < exact.query.size(i)]
@@ -321,7 +321,7 @@ def _compare(part: _Part, name: str, got: Tensor, gold: Bounded, rows: Sequence[
 
 
 def _compare_captured(call: _Call, captured: dict[int, Tensor], leaves: Leaves) -> set[int]:
-    """Which of the captured gradients have been compared. In a part of a call NaN stands for what is not known."""
+    """The captured gradients that were compared. In a part of a call, NaN means unknown."""
     eps = torch.finfo(leaves.dtype).eps
     golds = leaves.gradients(call.call.inputs.score_captures, sum(call.sizes[2:]), eps)
     compared = set()
@@ -343,7 +343,7 @@ def _compare_tile(
     gold = gold.rounded(got.dtype)
     part, want, allowed = got[where].double(), gold.value[where], gold.error[where]
     off = (part - want).abs()
-    # What does not fit the dtype becomes infinite; bounds that are NaN allow anything.
+    # Values beyond the dtype become infinite. Bounds that are NaN allow anything.
     right = torch.where(want.isfinite(), off <= allowed, ~part.isfinite())
     right |= (part == want.to(got.dtype).double()) | (want.isfinite() & allowed.isnan())
     if not right.all():

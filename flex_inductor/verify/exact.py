@@ -10,7 +10,7 @@ A kernel rounds in few places, and each bound is made of what is rounded there:
     sums      in fp32
     results   rounded once, to their own dtype
 
-So a bound knows about every element: it is small where little was summed, and large where scores are.
+So each element has its own bound: small where little was summed, large where scores are large.
 
     b, h, m, n  ranges of batches, query heads, queries and keys: a tile
 """
@@ -32,11 +32,11 @@ from ..mod_ir.serialise import GraphFunction
 from ..visits import BlockRuns, Bounds
 from .lanes import Visited, on_lanes
 
-LANES, KEYS = 1 << 17, 512  # of a tile: float64 of it stays in a cache, and of a causal mask half is left out
+LANES, KEYS = 1 << 17, 512  # of a tile: in float64 it fits a cache, and half of a causal mask is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
 # Errors of products: so many standard deviations. One rounding has a standard deviation of at most 0.6 of its bound.
 SPREAD = 6
-NEIGHBOURS = 16  # keys: how well a mod computes in fp32 is judged by the worst of these lanes
+NEIGHBOURS = 16  # keys: the worst of these lanes tells how well a mod computes in fp32
 TINY = 2.0**-120  # a weight below may be 0
 
 
@@ -51,7 +51,7 @@ class Bounded(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What is looked at: ranges of batches, heads, queries and keys."""
+    """Ranges of batches, heads, queries and keys to look at."""
 
     b: slice
     h: slice
@@ -205,7 +205,7 @@ class Exact:
         return self.allowed(tile, *((None, None) if self.visited is None else self.visited.lanes(*tile)))
 
     def allowed(self, tile: _Tile, visited: Tensor | None, full: Tensor | None) -> Tensor:
-        """What mask_mod leaves of the lanes in visited blocks; full ones it does not ask about."""
+        """The lanes in visited blocks that mask_mod lets through; it is not asked in full ones."""
         if self.mask_mod is not None:
             partial = None if visited is None or full is None else visited & ~full
             (allowed,) = self.mask_mod.rounded(self.indices(tile), partial, self.dtype)
@@ -257,7 +257,7 @@ class Exact:
         return (OPERATIONS + math.sqrt(count) / 2) * self.units.scores
 
     def _products(self, squares: Tensor, terms: Tensor, moved: Tensor) -> Tensor:
-        """What is lost where one factor of each of the products that were summed is rounded; `moved` is one sample."""
+        """The error from rounding one factor of each summed product; `moved` is one sample."""
         worst = 2 * _size(moved).amax(-1, keepdim=True)
         return torch.minimum(
             self.units.weights * SPREAD * squares.sqrt() + worst, 1.2 * self.units.weights * terms
@@ -358,7 +358,7 @@ class Exact:
         return results, leaves
 
     def _product(self, live: Tensor, factor: Tensor, factor_off: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        """What a _Sum of factor @ other adds up."""
+        """The terms that a _Sum of factor @ other adds up."""
         size, magnitude = _size(other), _size(factor)
         return (
             _times(factor, other, live),
@@ -380,7 +380,7 @@ class Exact:
     def _gradients(self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Weights, the gradients of scores, and the gradient of out.
 
-        Weights with how far they may be off, gradients with how far each may be off by itself, and with its row.
+        Weights come with their error bound, gradients with two: for errors of their own, and of their row.
         """
         out, lse, grad_out, grad_lse = upstream
         value = self.of_keys(self.value, tile)
@@ -403,7 +403,7 @@ class Exact:
 
 
 class _Sum(NamedTuple):
-    """A product of matrices as it adds up, and what is needed to bound its error."""
+    """A matrix product as it adds up, and what bounds its error."""
 
     value: Tensor
     linear: Tensor  # errors that factors came with
@@ -432,8 +432,8 @@ class Leaves:
             ]
             for leaf in joint.wide.leaves
         ]
-        # For each leaf: exact, as the mod's own dtypes make it, errors that lanes share, the squares of those that
-        # they do not, and magnitudes.
+        # For each leaf: exact, in the mod's own dtypes, errors that lanes share, the squares of those that they do not,
+        # and magnitudes.
         self.sums: list[list[Tensor] | None] = [None] * len(self.shapes)
 
     def add(
@@ -562,12 +562,12 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def _size(tensor: Tensor) -> Tensor:
-    """Magnitudes, 0 for what is not finite: bounds say nothing about that."""
+    """Magnitudes, 0 for numbers that are not finite: bounds do not cover those."""
     return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
 
 
 def _apart(left: Tensor, right: Tensor) -> Tensor:
-    """How far apart; infinities of one sign and NaN are not."""
+    """The distance; 0 for NaN, and between infinities of one sign."""
     return (left - right).abs().nan_to_num(0.0, math.inf, math.inf)
 
 

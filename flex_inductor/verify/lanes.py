@@ -1,4 +1,4 @@
-"""What mods give and what a schedule says, lane by lane. Shares no code with what computes attention."""
+"""Results of mods and entries of a schedule, lane by lane. Shares no code with the computation of attention."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from ..problem import AttentionProblem
 from . import lanes, template
 from .call import add_node, contiguous_layout, fixed_layout, inlinable, rendered, tiles, visited
 
-PARTS = 8  # at least as many work items, where there are as many rows of tiles
+PARTS = 8  # at least this many work items, if there are as many rows of tiles
 ITEMS_OF_PART = 8  # rows of tiles of a sequence that several parts share
-LEAF_BYTES = 64 << 20  # of sums of captured gradients that are held apart
+LEAF_BYTES = 64 << 20  # bytes of separate sums of captured gradients
 
 
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choice]]:
@@ -69,7 +69,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
             ],
             walks=walked,
-            # With a map, mods see other heads than there are.
+            # With a map, mods see other heads than the tensors have.
             leaves_by_head=joint is not None
             and call.inputs.tile_map is None
             and all("h" in own for own in joint.mod.own_indices),

@@ -1,4 +1,4 @@
-"""What the CPU kernels read of a call: its mods as lane programs, its schedule, its outputs."""
+"""The parts of a call that CPU kernels read: its mods as lane programs, its schedule, its outputs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ..problem import AttentionProblem
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 
-AMX_KEYS = 32  # that a product of tiles takes: in smaller blocks some would belong to a neighbour
+AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some would belong to a neighbour
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
 
 def programs(problem: AttentionProblem) -> Programs:
-    """The call's mods as kernels inline them. What mask_mod rules out is only known once it has been computed."""
+    """The call's mods as kernels inline them. mask_mod's result is known only once it is computed."""
     score, mask, joint = without_guards(problem)
     if mask is not None:
         score, joint = (program and with_guards(program) for program in (score, joint))
@@ -56,12 +56,12 @@ def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
 
 
 class _Reads:
-    """How the C++ of a kernel speaks of the line at hand; see visits.text.Kernel."""
+    """How the C++ of a kernel names the present line; see visits.text.Kernel."""
 
     language = CPP
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}  # that say what is visited, by name
+        self.tensors: dict[str, Any] = {}  # the tensors that say what is visited, by name
 
     def argument(self, name: str, tensor: Any) -> str:
         self.tensors[name] = realized(tensor)
@@ -117,10 +117,10 @@ def rendered(
     bodies: dict[str, lanes.Body],
     **values: Any,
 ) -> str:
-    """The template of this name with what every CPU kernel is given, and `values`."""
+    """Renders the template of this name with `values` and those that every CPU kernel gets."""
     given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
     return INCLUDES + template.source(name).render(
-        name=kernel.kernel_name,  # also of the namespace: a package has all its kernels in one file
+        name=kernel.kernel_name,  # names the namespace too: a package has all its kernels in one file
         element=template.element_type(kernel.tensors[0]),
         is_bf16=int(problem.dtype == torch.bfloat16),
         has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),
@@ -143,7 +143,7 @@ def rendered(
 
 
 def _grids(schedule: Any, lists: dict[str, Any], given: dict[str, template.Argument]) -> tuple[str, str]:
-    """For how many batches and heads the schedule says something."""
+    """For how many batches and heads the schedule has entries."""
     if isinstance(schedule, Bounds):
         return ("B" if lists and schedule.sequence_table is None else "1"), "1"
     batches, heads = next(iter(given[name].size[:2] for name in lists), ("1", "1"))
@@ -161,7 +161,7 @@ def _limits(problem: AttentionProblem, schedule: Any) -> dict[str, Any]:
     mask = problem.programs.mask
     found = ALL if mask is None else limits_of(graph(mask.lane))
     ends = {"left": found.left, "right": found.right}
-    # Of larger numbers, sums of indices may wrap around.
+    # With larger numbers, sums of indices may wrap around.
     return {name: int(end) if abs(end) < MOST else None for name, end in ends.items()}
 
 

@@ -18,7 +18,7 @@ class Caches(NamedTuple):
 
     @classmethod
     def of_this_machine(cls) -> Caches:
-        found = {1: 32 << 10, 2: 512 << 10}  # what most have, where the system does not tell
+        found = {1: 32 << 10, 2: 512 << 10}  # the usual sizes, if the system gives none
         for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
             level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
             if kind != "Instruction" and size.endswith("K"):
@@ -103,7 +103,7 @@ def estimate(kernel: str, config: Any, problem: AttentionProblem) -> str:
 def _working_set(kernel: str, config: Any, problem: AttentionProblem) -> tuple[int, int]:
     """Bytes of the innermost loops, and of the tile around them."""
     width = _hint(problem.D) + _hint(problem.V)
-    element = 2 if problem.dtype == torch.bfloat16 else 4  # as products read it
+    element = 2 if problem.dtype == torch.bfloat16 else 4  # as products read them
     if kernel == "decode":
         return 0, config.block_n * width * problem.dtype.itemsize
     scores = 4 * (config.block_n + _PANEL)

@@ -17,14 +17,14 @@ from .call import add_node, fixed_layout, inlinable, rendered, tiles, visited
 OUTPUTS = ("out", "lse", "max_scores")
 
 
-PACKED_BYTES = 8 << 20  # of keys and values in use at a time
+PACKED_BYTES = 8 << 20  # bytes of keys and values in use at a time
 MOST_DECODE_ROWS = 16
 
 
 def is_decode(problem: AttentionProblem) -> bool:
     """Whether so few queries read each KV head that packing its keys would not pay.
 
-    A map says nothing of how many tiles of queries read a key: blocks for few queries are taken for a sign of one.
+    A map does not say how many tiles of queries read a key. Blocks for few queries are taken to mean one.
     """
     known = V.graph.sizevars.statically_known_leq
     queries = problem.M

@@ -1,6 +1,6 @@
-"""Whether an index that a lane computes can leave the tensor it looks up: ranges whose ends are made of sizes.
+"""Whether a lane's index can leave its tensor, from ranges whose ends are expressions of sizes.
 
-Ranges are those of exact integers. Where sums or products wrap around, a result that fits its dtype is right again.
+Ranges are those of exact integers. If sums or products wrap around, a result that fits its dtype is still right.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MODULAR = ("add", "mul", "neg", "sub")
 
 
 class NoMore(NamedTuple):
-    """A condition: that one number is no more than another."""
+    """A condition: one number is at most another."""
 
     less: Any
     more: Any
 
 
 def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | None:
-    """What must hold for 0 <= index < length in every lane, beside what is evident; None where nothing is known.
+    """The conditions for 0 <= index < length in every lane that are not evident; None if nothing is known.
 
     `bounds` are those of b, h, q_idx and kv_idx, by name.
     """

@@ -86,10 +86,10 @@ _BOUNDS_IN_TILE = {
 
 
 class Lanes:
-    """One mod of one call, its lanes those of a tile.
+    """One mod of one call, on the lanes of a tile.
 
-    Where a map says which indices mods see, these are known tile by tile: `in_tile` is the mod for tiles of which
-    `needed` holds. No index leaves a tensor there.
+    With a map, indices are known tile by tile: `in_tile` is the mod for tiles in which `needed` holds, so that no index
+    leaves a tensor.
     """
 
     def __init__(self, mod: Mod, sizes: dict[str, Any], of_tile: bool = False):
@@ -128,14 +128,15 @@ class Lanes:
         )
 
     def conditions(self, indices: Sequence[Any], sizes: Sequence[Any]) -> set[NoMore] | None:
-        """With what indices, nodes of the lane graph, lie within `sizes` in every lane; None where they may not."""
+        """The conditions for `indices`, nodes of the lane graph, to lie within `sizes` in every lane; None if
+        unknown."""
         found = [needed(index, size, self.bounds) for index, size in zip(indices, sizes, strict=False)]
         if None in found or (any(found) and not self.of_tile):
             return None
         return set().union(*found)
 
     def _drop_needless_guards(self) -> None:
-        """Where an index cannot leave the tensor, neither a guard nor a check is needed."""
+        """An index that cannot leave the tensor needs neither guard nor check."""
         lane, tensors = graph(self.mod.program.lane), self.mod.inputs
         placeholders = lane.find_nodes(op="placeholder")
         named = dict(zip(placeholders[len(placeholders) - len(tensors) :], tensors, strict=True))
@@ -154,7 +155,7 @@ class Lanes:
         lane.eliminate_dead_code()
 
     def _wrap_around(self) -> None:
-        """Inductor computes with indices as with exact integers, unless an operation comes between that it cannot."""
+        """Inductor computes with indices as exact integers, up to the first operation that it cannot."""
         lane = graph(self.mod.program.lane)
         bounds = self.bounds if self.sizes else dict.fromkeys(_BOUNDS_IN_TILE, _MAPPED)
         for node in list(lane.nodes):
@@ -224,7 +225,7 @@ def gradient_stores(joint: Lanes, mask: Lanes | None) -> list[Store]:
 
 
 class Body(NamedTuple):
-    """Statements, and the same for tiles of which `needed` holds."""
+    """Statements, and the same for tiles in which `needed` holds."""
 
     stores: list[Store]
     in_tile: list[Store]
@@ -232,14 +233,14 @@ class Body(NamedTuple):
 
 
 def body(make: Callable[..., list[Store]], *mods: Lanes | None) -> Body:
-    """What `make` gives for the mods."""
+    """The results of `make` for the mods."""
     inner = [mod and mod.in_tile for mod in mods]
     found = frozenset().union(*(mod.needed for mod in inner if mod))
     return Body(make(*mods), make(*inner) if found else [], found)
 
 
 class Scatter(NamedTuple):
-    """How lanes add to a leaf. What has the same index along rows or columns of the tile is summed there first."""
+    """How lanes add to a leaf. Lanes with the same index along rows or columns of the tile are summed first."""
 
     over_rows: bool  # one sum for each column
     over_columns: bool  # one sum for each row
@@ -293,7 +294,7 @@ def _scatter(joint: Lanes, leaf: int, at: Callable) -> tuple[Store, frozenset[No
     return store, frozenset(found | joint.needed if found else ())
 
 
-# What the template has a faster function for.
+# The template has a faster function for these.
 _FASTER = (
     (r"(at::vec::Vectorized(?:N)?<[^<>]*>)::arange\(", r"progression<\1>("),
     (r"\b(\w+)\.tanh\(\)", r"hyperbolic_tangent(\1)"),

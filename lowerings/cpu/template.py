@@ -21,8 +21,8 @@ from torch._inductor.virtualized import V
 from ..observing import observer
 
 TILES = ("q_tiles", "kv_tiles")  # what templates call the tensors of a map of tiles
-TABLE = "sequence_table"  # and what bounds of sequences have of each
-DOCUMENTS = "documents"  # and where the document of each position begins and ends
+TABLE = "sequence_table"  # the table of sequences, for bounds
+DOCUMENTS = "documents"  # the table of documents
 
 
 class Argument(NamedTuple):
@@ -34,7 +34,7 @@ class Argument(NamedTuple):
 
 
 class NamedSizes(KernelArgs):
-    """Sizes have the names of their symbols. Inductor counts those that it meets after the declaration, and the number
+    """Sizes have the names of their symbols. Inductor numbers those that it meets after the declaration, and the number
     may be another symbol's."""
 
     def size(self, name: sympy.Symbol) -> str:
@@ -52,7 +52,7 @@ class TemplateKernel(CppTemplateKernel):
         self.outputs = {i: t for i, t in enumerate(outputs) if t.get_name() not in removed}
 
     def declare(self) -> None:
-        """Name the arguments: what is rendered refers to them."""
+        """Name the arguments, for the rendered text."""
         self.names = {t.get_name(): f"in_{i}" for i, t in enumerate(self.tensors)}
         self.names |= {t.get_name(): f"out_{i}" for i, t in self.outputs.items()}
         by_name = {t.get_name(): t for t in self.tensors}
@@ -95,8 +95,8 @@ def add_node(
             with dynamo_timed("flex_inductor.render"):
                 source = finished(kernel, render)
             observer().kernel_rendered(node, kind, kernel, source)
-            # Inductor expects no users but outputs. Who writes into what the kernel reads is one: a weak one, for its
-            # place in the order, which is fixed by now.
+            # Inductor expects no users but outputs. An op that writes into the kernel's inputs is one too: a weak one,
+            # only for its place in the order, which is fixed by now.
             buffer = V.graph.scheduler.name_to_buf[node.get_name()]
             buffer.users = [user for user in buffer.users if not user.is_weak]
             return source

@@ -25,15 +25,15 @@ from .configs import Caches
 
 ENOUGH_SECONDS = 0.5  # for each candidate
 MOST_ROUNDS = 20
-LIKELY_SHARE = 0.5  # of the blocks, where nobody knows how many are visited
+LIKELY_SHARE = 0.5  # share of blocks visited, if unknown
 
 
 class Builder(AsyncCompile):
-    """Builds what is timed, also where the kernels of the graph itself are left unbuilt."""
+    """Builds the kernels to time, even if those of the graph itself are not built."""
 
 
 def device() -> str:
-    """What the timings hold for."""
+    """The device that the timings hold for."""
     caches = Caches.of_this_machine()
     sizes = f"L1 {caches.first >> 10}K L2 {caches.second >> 10}K"
     return f"cpu {fingerprint.instruction_set()} {sizes} {torch.get_num_threads()} threads"
@@ -132,7 +132,7 @@ def _example(
 
 
 def _example_documents(size: list[int], problem: AttentionProblem) -> torch.Tensor:
-    """Documents as long as the share of blocks that is visited says."""
+    """Documents of a length that gives the share of visited blocks."""
     tokens = max(round(sum(problem.options.visited or (LIKELY_SHARE,)) * size[1]), 1)
     begin = torch.arange(size[1], dtype=torch.int32) // tokens * tokens
     ends = (begin + tokens).clamp(max=size[1])
@@ -162,7 +162,7 @@ def _example_list(
 def _example_sequence(
     n: int, grid: tuple[int, int], problem: AttentionProblem, sequences: int | None
 ) -> SequenceEntry:
-    """One of sequences that share tiles out."""
+    """One of the sequences that share the tiles."""
     assert problem.blocks is not None and sequences is not None
     starts = [[-(-i * tiles // sequences) for i in (n, n + 1)] for tiles in grid]
     (query_tile, query_stop), (key_tile, key_stop) = starts
@@ -174,7 +174,7 @@ def _example_sequence(
 def _example_map(
     role: str, grid: tuple[int, int], problem: AttentionProblem, sequences: int | None
 ) -> torch.Tensor:
-    """Tiles of one sequence in each batch, which they share out; or of so many sequences, with their positions."""
+    """Tiles of one sequence in each batch, shared evenly; or of that many sequences, with their positions."""
     assert problem.blocks is not None
     side = template.TILES.index(role)
     batches, length = ((problem.B, problem.M), (problem.B_kv, problem.N))[side]

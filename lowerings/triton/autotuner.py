@@ -1,9 +1,9 @@
-"""What a kernel of generated code does at its first call: it keeps the config that is fastest, and goes on to the next
-one that should fit where one cannot be compiled, or the card lacks shared memory or registers for it.
+"""The first call of a kernel of generated code: it chooses the config.
 
-How many registers a config takes is only known once it is compiled. If it needs local memory, the next two are
-compiled as well, and the one that needs least is taken. So are its layouts: where they rule out additions in place,
-Triton's own take their part.
+The fastest config is kept. If one cannot be compiled, or the card lacks shared memory or registers for it, the next one
+that should fit is tried. Only compiling shows how many registers a config takes. If it needs local memory, the next two
+are compiled as well, and the one that needs least is taken. Only compiling shows layouts, too: if they rule out
+additions in place, Triton's own replace them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .in_place import adds_twice
 
 log = logging.getLogger("flex_inductor")
 
-BETTER = 2  # configs that are tried where the first takes more
+BETTER = 2  # configs to try if the first takes more
 
 
 def or_next(
@@ -70,7 +70,7 @@ class _Keep(NamedTuple):
 
 
 class CompilerGaveUp(PTXASError):
-    """A pass of Triton's failed. After errors of the assembler Inductor tries the next config, after this not."""
+    """A pass of Triton failed. Inductor tries the next config after errors of the assembler, but not after this."""
 
     def __str__(self) -> str:
         return self.args[0]

@@ -90,7 +90,7 @@ def _exponent(call: LoweredCall) -> Any:
 
 
 def _in_whole_tiles(rows: Any, beyond: float) -> Any:
-    """[B, H, M] with as many more rows as the largest tile may take."""
+    """[B, H, M], padded by the rows that the largest tile may read beyond."""
     M = rows.get_size()[2]
     return realized(lowerings[aten.constant_pad_nd](rows, [0, sympy.Mod(-M, LARGEST_TILE)], beyond))
 
@@ -213,7 +213,7 @@ def _sum_parts(parts: Any, problem: AttentionProblem) -> Any:
 def _values(
     builder: Builder, call: LoweredCall, tensors: dict[str, ir.IRNode], inlined: Inlined
 ) -> dict[str, Any]:
-    """What both templates are given."""
+    """The values that both templates get."""
     scale, scored = float(call.scale), inlined.score is not None
     return {
         **builder.common(inlined),

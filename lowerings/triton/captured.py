@@ -42,7 +42,7 @@ class Sum(NamedTuple):
     `where` it is added: by each "lane", by each "column" of a tile, or at the kernel's end by each "row" or "once".
     """
 
-    how: str  # "stores", "atomics", "slots", "units", or "magnitude" where only that is wanted
+    how: str  # "stores", "atomics", "slots", "units", or "magnitude" if only that is wanted
     where: str
     size: list[Any]  # of the leaf
     buffer: Any  # the leaf in fp32 or in units, or slots for rows of queries
@@ -51,7 +51,7 @@ class Sum(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A leaf as the template writes it."""
+    """A leaf in the form of the template."""
 
     name: str
     how: str
@@ -92,7 +92,7 @@ def _where(leaf: Leaf) -> str:
 
 def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
     """For each leaf, whether each lane has its own element: every axis longer than 1 is an index unchanged."""
-    if problem.map_tiles is not None:  # mods may see the same indices in several tiles
+    if problem.map_tiles is not None:  # with a map, mods may see the same indices in several tiles
         return [False] * len(joint.program.leaves)
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     wanted = {axis for axis, size in sizes.items() if size != 1}
@@ -176,7 +176,7 @@ def place(
 
 
 def counts(placed: Sequence[Placed]) -> Counter[str]:
-    """As Shape counts them: places in leaves that are kept, and what is added where the scores are."""
+    """The counts of Shape: places in leaves that are kept, and additions in the layout of the scores."""
     return Counter(
         tile_values=sum(each.where == "lane" for each in placed),
         score_adds=sum(each.in_place for each in placed),

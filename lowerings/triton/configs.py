@@ -18,7 +18,7 @@ class Config(NamedTuple):
     warps: int
     stages: int
     descriptors: int = 0  # the forward's keys and values are copied by tensor descriptors (TMA)
-    # What every score adds to memory passes through shared memory, for neighbours in a warp to add side by side.
+    # Contributions of every score pass through shared memory, so that neighbours in a warp add side by side.
     coalesced: int = 0
 
     def constants(self, axes: Sequence[str] = ()) -> dict[str, int]:
@@ -51,7 +51,7 @@ def launched_with(config: Any) -> Config:
 
 
 class Device(NamedTuple):
-    """What limits a kernel. `arch` is sm_80... or gfx942, or "interpreter"."""
+    """The limits of a kernel. `arch` is sm_80... or gfx942, or "interpreter"."""
 
     arch: str
     shared_bytes: int  # that one instance may have
@@ -60,7 +60,7 @@ class Device(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What timings are valid for."""
+        """The device that timings are valid for."""
         return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
 
     @property
@@ -120,7 +120,7 @@ def current_device(device: torch.device) -> Device:
 
 
 class Shape(NamedTuple):
-    """What the estimates need to know of a call."""
+    """The facts of a call that estimates need."""
 
     D: int  # head dims, padded
     V: int
@@ -129,9 +129,9 @@ class Shape(NamedTuple):
     kv_block: int | None = None
     tile_loads: int = 0  # captured values that every lane reads: the pipeline keeps them in shared memory
     score_loads: int = 0  # those that do not pass through it, see `per_score` in tiles.jinja
-    score_adds: int = 0  # what every score adds to memory and need not pass through it, see Config.coalesced
+    score_adds: int = 0  # contributions of every score that need not pass through it, see Config.coalesced
     line_loads: int = 0  # those that vary along the walked side alone
-    tile_values: int = 0  # what is computed for every lane's score and kept for its gradient
+    tile_values: int = 0  # values of every lane's score that are kept for its gradient
     aligned: bool = True  # see AttentionProblem.aligned
     rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
     exact: bool = False  # fp32 products that tensor cores cannot do: threads multiply and add
@@ -162,9 +162,9 @@ def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int
 
 def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
-    loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # there with 64-bit addresses
+    loaded = shape.tile_loads * (3 if device.family == "blackwell" else 1)  # in memory, with 64-bit addresses
     tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
-    # Found by compiling: what lanes add to memory changes its layout on the way.
+    # Found by compiling: contributions of lanes change their layout on the way to memory.
     moves = shape.score_loads and shape.tile_values and (config.coalesced or not shape.score_adds)
     moved = 512 * config.warps if moves else 0
     return _backward_shared(config, shape, device, m, n) + moved, tiles + _operands(m + n, shape, device)
@@ -192,14 +192,14 @@ def _backward_shared(config: Config, shape: Shape, device: Device, held: int, wa
     if device.family == "amd":  # the tiles of one product at a time
         return max(held, walked) * shape.widest * shape.bytes
     rows = held + _walked(config, shape, device) * walked
-    # What one product gives the next: sm_90 keeps it in registers.
+    # A product's result for the next one: sm_90 keeps it in registers.
     between = 0 if device.family == "hopper" and shape.bytes < 4 else held * walked
     return (rows * (shape.D + shape.V) + between) * shape.bytes + _captured(config, shape, device, walked)
 
 
 def _walked(config: Config, shape: Shape, device: Device) -> int:
-    """How many of the tiles that the loop walks are in shared memory at once. The one at hand is in registers, unless
-    tensor cores read it from there."""
+    """How many of the loop's tiles are in shared memory at once. The present one is in registers, unless tensor cores
+    read it from shared memory."""
     return max(config.stages - (shape.exact or not device.shared_operands), 1)
 
 
@@ -265,7 +265,7 @@ def _adapted(config: Config, shape: Shape, device: Device) -> Config:
 
 
 def without_choice(kind: str, config: Config) -> str | None:
-    """An axis of the config that a kind of kernel does not have."""
+    """An axis of the config that this kind of kernel lacks."""
     has = {"descriptors": "forward", "coalesced": "backward_dq"}
     return next((axis for axis in axes_of([config]) if has[axis] != kind), None)
 

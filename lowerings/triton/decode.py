@@ -1,5 +1,5 @@
-"""Few queries: heads that share a KV head share a tile. Where that makes too few instances, each takes a part of the
-keys, and a second kernel combines the parts."""
+"""Few queries: heads that share a KV head share a tile. If that makes too few instances, each takes a part of the keys,
+and a second kernel combines the parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .fitting import Chosen, chosen, few, first_choice, packed, queries_of, refu
 from .kernel import empty
 from .kernel_builder import LN_2, Builder, softmax_values, tiles, walked
 
-# Instances that a multiprocessor is kept busy with.
+# Instances that keep a multiprocessor busy.
 INSTANCES_EACH = 2
-# Keys from which on a second kernel is worth its launch.
+# From this many keys on, a second kernel is worth its launch.
 WORTH_SPLITTING = 256
 
 
@@ -43,13 +43,14 @@ def serves(problem: AttentionProblem) -> bool:
 
 
 def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
-    """How many parts were asked for, or fill the device with so many heads in an instance, none smaller than a tile."""
+    """The number of parts asked for, or that fills the device with that many heads in an instance; no part is smaller
+    than a tile."""
     if asked := splits_asked(problem):
         return asked
     hint = V.graph.sizevars.optimization_hint
     batches, keys = _batches(problem), hint(walked(problem)[2], fallback=0)
     if problem.map_tiles is not None:
-        keys //= max(hint(batches, fallback=1), 1)  # a guess of what one tile of queries visits
+        keys //= max(hint(batches, fallback=1), 1)  # a guess of the tiles that one tile of queries visits
     if keys < WORTH_SPLITTING:
         return 1
     instances = hint(batches * (problem.H // heads), fallback=1)
@@ -59,12 +60,12 @@ def splits(problem: AttentionProblem, config: Config, heads: int) -> int:
 
 
 def _batches(problem: AttentionProblem) -> Any:
-    """What the third axis of a launch numbers: batches, or tiles of queries."""
+    """The third axis of a launch: batches, or tiles of queries."""
     return problem.B if problem.map_tiles is None else problem.map_tiles[0]
 
 
 def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dict[str, Any]) -> list[Choice]:
-    """Write `outputs`, None for what nobody reads."""
+    """Write `outputs`, None for those that nothing reads."""
     builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
     inlined = builder.inline()
     if inlined.mask is not None:
@@ -92,7 +93,7 @@ def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dic
 
 
 def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
-    """Where instances leave what they found."""
+    """Buffers for the instances' results."""
     size = [count, _batches(problem), problem.H, queries_of(problem)]
     return {
         "part_acc": empty([*size, problem.V], None, torch.float32, problem.device),

@@ -1,8 +1,8 @@
-"""Functions of fp32 in few instructions, as exact as 16-bit inputs can show.
+"""Functions of fp32 in few instructions, exact enough for 16-bit inputs.
 
-Results are those of an argument moved by two units in its last place, or off by 2**-16 of themselves at most, where
-the inputs of the call are rounded to 2**-9 or 2**-12 of themselves; tanh is off by 2e-7. Infinities, NaN and both
-ends of the range come out as from the library, but subnormal numbers count as zero.
+Results are those of an argument moved by two units in its last place, or have a relative error of at most 2**-16; that
+of tanh is off by 2e-7. The call's inputs are rounded to 2**-9 or 2**-12 of themselves. Infinities, NaN and both ends of
+the range are as in the library, but subnormal numbers count as zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2)
-# Nearer to 0 a few terms of a series are more exact than the hardware's function minus 1, or of 1 plus the argument.
+# Nearer to 0 a few terms of a series are more exact than the hardware's function minus 1, or at 1 plus the argument.
 _NEAR = 2.0**-6
 
 OF_MULTIPLES = ("exp", "exp2", "sigmoid", "tanh")  # a factor in the argument costs no instruction

@@ -36,12 +36,12 @@ HOLD_QUERIES = ("forward", "decode", "backward_dq", "backward_magnitudes")  # an
 
 
 class Chosen(NamedTuple):
-    """What a kernel is made with."""
+    """The configs of a kernel."""
 
     kind: str
     configs: Sequence[Config]  # the one to use, or those to time
     axes: Sequence[str] = ()  # along which they may differ
-    spare: Sequence[Config] = ()  # tried if the card has not the resources for what is chosen
+    spare: Sequence[Config] = ()  # tried if the card lacks resources for the chosen one
     asked_for: bool = False  # whether hints chose
     timed_as: tuple[str, str] | None = None  # the class and the device that the fastest is kept for
     choice: Choice | None = None
@@ -73,7 +73,7 @@ def chosen(problem: AttentionProblem, kind: str, counts: Mapping[str, int]) -> C
     spare: list[Config] = []
     if demanded(problem, kind) is None:
         spare = [c for c in others if c not in configs and {*axes}.issuperset(axes_of([c]))]
-    if shape.score_adds and "coalesced" not in axes:  # what layouts forbid is known once it is compiled
+    if shape.score_adds and "coalesced" not in axes:  # only compiling shows whether layouts forbid it
         axes.append("coalesced")
     timed_as = (problem_class(problem, kind), device.key) if len(configs) > 1 else None
     return Chosen(kind, configs, axes, spare, asked_for, timed_as, choice)
@@ -83,7 +83,7 @@ def chosen(problem: AttentionProblem, kind: str, counts: Mapping[str, int]) -> C
 
 
 def shape_of(problem: AttentionProblem, kind: str, counts: Mapping[str, int] | None = None) -> Shape:
-    """What configs are chosen by; `counts` are of what mods load, keep and add."""
+    """The facts that configs are chosen by; `counts` are of values that mods load, keep and add."""
     q_block, kv_block = problem.blocks or (None, None)
 
     def divides(block: int | None, length: Any) -> int | None:
@@ -106,7 +106,7 @@ def shape_of(problem: AttentionProblem, kind: str, counts: Mapping[str, int] | N
 
 
 def one_block(problem: AttentionProblem, block: int, length: Any) -> bool:
-    """Whether one block holds all there is, wherever it lies."""
+    """Whether one block holds everything, wherever it lies."""
     return problem.map_tiles is None and V.graph.sizevars.statically_known_leq(length, block)
 
 
@@ -200,7 +200,7 @@ def hinted(config: Config, kind: str, hints: Mapping[str, Any]) -> Config:
 
 
 def refused_hint(kind: str, problem: AttentionProblem) -> str | None:
-    """Why what hints ask for is not used."""
+    """Why a hint is not followed."""
     first = first_choice(kind, problem)
     wanted = hinted(first, kind, problem.options.hinted)
     reason = refused_config(kind, wanted, problem) if wanted != first else None

@@ -46,6 +46,6 @@ def _lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: di
 
 
 def _used_outputs() -> set[str]:
-    """The output, and what else the graph reads."""
+    """The output, and the other results that the graph reads."""
     taken = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
     return {"out", *(name for i, name in enumerate(OUTPUTS) if i in taken)}

@@ -1,4 +1,4 @@
-"""Additions to memory by assembly, which each thread does for all that it holds: right only where no two hold the same.
+"""Additions to memory by assembly. Each thread adds all that it holds, so no two may hold the same element.
 
 How a tile lies in threads is known once Triton has compiled the kernel.
 """
@@ -31,7 +31,8 @@ def adds_once(ttgir: str) -> bool:
 
 
 def _held_once(layout: str, tile: tuple[int, int]) -> bool:
-    """Whether each element of a tile is one thread's. Layouts reach all of them: it is if there is room for no more."""
+    """Whether each element of a tile belongs to one thread. Layouts cover every element, so it does if they have no
+    room for more."""
     kind = layout.removeprefix("#ttg.").partition("<")[0]
     if kind == "linear":  # a pair for every bit of the place in a thread, a warp, among warps
         pairs = re.findall(r"\[\d+, \d+\]", layout)
@@ -45,7 +46,7 @@ def _held_once(layout: str, tile: tuple[int, int]) -> bool:
     return all(room <= length for room, length in zip(unit, tile, strict=True))
 
 
-# Of the unit that a layout repeats to fill a tile. In a tile that is smaller threads share elements.
+# For the unit that a layout repeats to fill a tile. In a smaller tile, threads share elements.
 _FACTORS = {
     "nvidia_mma": ("instrShape", "warpsPerCTA"),
     "blocked": ("sizePerThread", "threadsPerWarp", "warpsPerCTA"),

@@ -38,7 +38,7 @@ class Arguments:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}  # buffers, and views of them
-        self.captures: dict[str, str] = {}  # names of Inductor's buffers -> of arguments
+        self.captures: dict[str, str] = {}  # names of Inductor's buffers -> names of arguments
         self.written: list[str] = []
         self.sizes: dict[sympy.Expr, str] = {}
 

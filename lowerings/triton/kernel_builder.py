@@ -1,4 +1,4 @@
-"""What the kernels of one call have in common: their mods, schedule and rendering."""
+"""The parts that the kernels of a call share: mods, schedule and rendering."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Grid: TypeAlias = Callable[[Config], Sequence[Any]]
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-FAR = 1 << 30  # no position in a sequence lies further
+FAR = 1 << 30  # no position in a sequence is larger
 
 
 class MapTables(NamedTuple):
-    """A call's map as templates write it."""
+    """A call's map in the form of templates."""
 
     m: Tensor
     n: Tensor
@@ -62,7 +62,7 @@ _COLUMNS = {
 
 
 class Text(NamedTuple):
-    """A mod as the template writes it."""
+    """A mod in the form of the template."""
 
     statements: list[Statement]
     outer: frozenset[str]  # the axes that are fixed before the loop
@@ -72,12 +72,12 @@ class Text(NamedTuple):
 
     @property
     def inside(self) -> list[str]:
-        """What is computed in the loop."""
+        """The statements in the loop."""
         return [statement.text for statement in self._inside]
 
     @property
     def hoisted(self) -> list[str]:
-        """What is computed before it."""
+        """The statements before it."""
         return [statement.text for statement in self.statements if statement.axes <= self.outer]
 
     @property
@@ -123,7 +123,7 @@ class Inlined(NamedTuple):
 
 
 class _Reads(NamedTuple):
-    """How the Triton of a kernel speaks of the line at hand; see visits.text.Kernel."""
+    """How the Triton of a kernel names the present line; see visits.text.Kernel."""
 
     builder: Builder
     line: str
@@ -243,7 +243,7 @@ class Builder:
         return walks(call.inputs.schedule, side, self.mods.mask is not None, self.tile_map is not None, reads)
 
     def common(self, inlined: Inlined) -> dict[str, Any]:
-        """What every template is given."""
+        """The values that every template gets."""
         p = self.problem
         blocks = p.blocks or (None, None)
         sizes = {name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")}
@@ -270,7 +270,7 @@ class Builder:
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
         }
-        if self.tile_map is not None:  # lengths become the ends of the tile at hand
+        if self.tile_map is not None:  # lengths become the ends of the present tile
             m, n = (self.tensor(f"tiles_{s}", realized(x)) for s, x in zip("mn", self.tile_map, strict=True))
             aligned = blocks[1] & (blocks[1] - 1) == 0
             tile_map = MapTables(m, n, p.scattered, aligned, _COLUMNS)
@@ -303,8 +303,8 @@ class Builder:
         return f"{size} % {unit} == 0"
 
     def scaling(self, scaled: bool, scale: float) -> dict[str, Any]:
-        """Where the scale is applied: to scores, or to what the instance holds before its products. The latter only
-        for a power of two from 1/16 to 1, which is exact but for float16 below 2**-25."""
+        """Where the scale is applied: to scores, or to what the instance holds before its products. The latter only for
+        a power of two from 1/16 to 1, which is exact except for float16 below 2**-25."""
         exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
         # Found by compiling: in other kernels it runs out of registers, or keeps the unscaled operand as well.
         if current_device(self.problem.device).shared_operands:
@@ -355,7 +355,7 @@ def _or_next(chosen: Chosen) -> list[str]:
 
 
 def softmax_values(builder: Builder, call: LoweredCall, inlined: Inlined) -> dict[str, Any]:
-    """What the templates that use softmax.jinja are given."""
+    """The values for templates that use softmax.jinja."""
     scale = float(call.scale)
     # Otherwise the scale is part of the exponent, which a negative one would turn around.
     scaled = inlined.score is not None or scale <= 0
@@ -369,7 +369,7 @@ def softmax_values(builder: Builder, call: LoweredCall, inlined: Inlined) -> dic
 
 
 def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:
-    """The batches, queries and keys that kernels go through. With a map that is one batch of whole blocks."""
+    """The batches, queries and keys that kernels go through. With a map: one batch of whole blocks."""
     if problem.map_tiles is None:
         return problem.B, problem.M, problem.N
     return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))

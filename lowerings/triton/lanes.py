@@ -181,7 +181,7 @@ def _constant(value: Any, dtype: torch.dtype) -> ir.TensorBox:
 
 
 def _of_index(operator: str, x: ir.TensorBox, y: Any) -> ir.TensorBox | None:
-    """The quotient or remainder of what is not negative by a positive number, with no case for other signs."""
+    """The quotient or remainder of a number of at least 0 by a positive one, without cases for signs."""
     dtype = x.get_dtype()
     variable = _computed(x) if dtype in (torch.int32, torch.int64) else None
     if not isinstance(variable, CSEVariable) or not isinstance(y, int) or not 0 < y < INT_MAX:

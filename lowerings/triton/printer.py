@@ -1,8 +1,8 @@
-"""How a lane graph's values are written: Inductor's Triton printer, with what it costs and where it may be cheaper.
+"""Writes a lane graph's values: Inductor's Triton printer, with costs and cheaper forms.
 
-Every value knows the lane axes it varies along, so that what does not change in a kernel's loop is
-computed before it. A load whose index may leave the tensor is masked by that comparison: a dead lane may
-hold any index, and a live one with an index out of range reads NaN (0 from integers).
+For every value the lane axes are known along which it varies, so values that do not change in a kernel's loop are
+computed before it. A load whose index may leave the tensor is masked: a dead lane may hold any index, and a live one
+with an index out of range reads NaN (0 from integers).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Written(IndentedBuffer):
 
 
 class LaneKernel(Kernel):
-    """The state behind Inductor's printer: names, statements, and what the tensors are called."""
+    """The state behind Inductor's printer: names, statements, and names of tensors."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class LaneOps(CSEProxy):
         if not self.kernel.nvidia or x.dtype != torch.int32 or str(x) in self.kernel.constants:
             return x
         bits = other is not None and self.kernel.mantissas and _in_a_mantissa(x) and _in_a_mantissa(other)
-        # The score has both as mantissas already, and these compare as the indices do.
+        # The score already has both as mantissas, and these compare like the indices.
         if bits and str(other) not in self.kernel.constants:
             found = self.kernel.new(f"each_alone({x} + 0x4B000000)", x.dtype)
         else:
@@ -318,13 +318,13 @@ class LaneOps(CSEProxy):
         return self.kernel.new(self.kernel.functions.power(str(x), exponent), torch.float32)
 
     def masked(self, mask: CSEVariable, body: Callable[[], Any], other: Any) -> CSEVariable:
-        """Inductor inlines only what reads nothing: `body` may be computed where it does not count."""
+        """Inductor inlines only code that reads nothing, so `body` may be computed where its value is not used."""
         value = body()
         value = value.value if isinstance(value, OpsValue) else value
         return self._default("where", (mask, value, self.constant(other, value.dtype)), {})
 
     def index_expr(self, expr: sympy.Expr, dtype: torch.dtype) -> CSEVariable:
-        """Of positions, as of torch.arange in a mod, or of sizes alone."""
+        """Positions, as from torch.arange in a mod, or expressions of sizes alone."""
         expr = sympy.sympify(expr)
         text = self.kernel.text(expr, wide=True)
         if not any(symbol.name in self.kernel.axes for symbol in expr.free_symbols):

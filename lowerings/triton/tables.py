@@ -15,7 +15,7 @@ from .configs import (
 )
 
 # Queries x keys / warps / stages. With three stages two tiles of a tensor are copied while one is computed, with two
-# none: they are for calls that leave less memory or fewer registers.
+# stages none: these are for calls that leave less memory or fewer registers.
 _TEXT = """
 forward
     interpreter 1024: 32x32/4/1 16x32/4/1 32x16/4/1 16x16/4/1

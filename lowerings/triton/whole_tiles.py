@@ -1,7 +1,7 @@
 """Whether mask_mod chooses every lane of a tile: one comparison of bounds in place of one for each lane.
 
-The ends of a tile's ranges are written as scalar expressions. Ranges are known of indices, of what is the same in the
-whole tile, and of integer arithmetic on these that cannot wrap around.
+The ends of a tile's ranges are written as scalar expressions. Indices, values that are the same in the whole tile, and
+integer arithmetic on these that cannot wrap around have known ranges.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _InTile:
             ranges = [*map(self.range, operands)]
             return None if None in ranges else COMPARISONS[operation](*ranges)
         connective = operation.removeprefix("logical_").removeprefix("bitwise_").removesuffix("_")
-        if connective not in CONNECTIVES or connective == "xor":  # which would write its operands twice
+        if connective not in CONNECTIVES or connective == "xor":  # it would write its operands twice
             return None
         truths = [*map(self.truth, operands)]
         return None if None in truths else CONNECTIVES[connective](*truths)
@@ -146,7 +146,7 @@ def _is_integer(x: Any, dtypes: Sequence[torch.dtype] = INTEGERS) -> bool:
 
 
 def _exact(x: CSEVariable, operation: str, operands: Any, ranges: Sequence[Any]) -> Sequence[Any] | None:
-    """Nothing wraps around, whatever the lengths. Quotients are of what is not negative."""
+    """Nothing wraps around, whatever the lengths. Only numbers of at least 0 are divided."""
     positive = all(isinstance(operand, CSEVariable) and operand.bounds.lower >= 0 for operand in operands)
     if operation in ("same", "quotient") or (positive and operation in ("sub", "minimum", "maximum")):
         return ranges

@@ -7,7 +7,7 @@ which takes about as long; `set_eager_kernels` says otherwise.
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from .. import errors, upward
+from ..kept import Kept
 from . import known
 from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
 SCORES_A_TILE = 1 << 18  # in as much time: chunks take the tiles of a map one by one, some 4 ms each
-MOST_CLASSES = 1024  # that are counted
 LEAST = 1 << 20  # of a call: to know its class takes longer than a smaller one itself
 
 log = logging.getLogger("flex_inductor")
 
 _MODES = ("auto", "always", "never")
 _mode = "auto"
-_lock = threading.Lock()
-_scores: dict[Any, int] = {}  # that each class has computed
-_failed: set[Any] = set()
+_computed: Kept[float] = Kept(1024)  # scores, by class
+_FAILED = -math.inf  # whatever is added, the class has not computed enough
 
 
 def set_eager_kernels(mode: str) -> str:
@@ -53,13 +52,10 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
         return chunked()
     own = call._replace(options=call.options._replace(eager=True))
     key = class_of(own)
-    with _lock:
-        before = _scores.pop(key, 0)
-        computed = _scores[key] = before + _scores_of(call)
-        if len(_scores) > MOST_CLASSES:
-            del _scores[next(iter(_scores))]  # of the class that was called longest ago
-    if key in _failed or (_mode == "auto" and computed < ENOUGH):
-        if not before:
+    scores = _scores_of(call)
+    computed = _computed.change(key, lambda before: (before or 0) + scores)
+    if _mode == "auto" and computed < ENOUGH:
+        if computed == scores:
             why = f"an eager call; its class gets a kernel after {ENOUGH:,} scores"
             upward.record_eager(call, why)
         return chunked()
@@ -68,7 +64,7 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
     except Exception as error:
         if _mode == "always":
             raise
-        _failed.add(key)
+        _computed.put(key, _FAILED)
         log.warning("an eager call's kernel could not be made, it goes on in chunks: %s", error)
         return chunked()
     return run_compiled()

@@ -502,9 +502,11 @@ def blocks_not_for_all(names: Sequence[str], place: Sequence[int]) -> FlexValueE
     )
 
 
-def inputs_not_served(names: Sequence[str]) -> FlexNotImplementedError:
+def inputs_not_served(names: Sequence[str], served: Iterable[str]) -> FlexNotImplementedError:
+    given = " and ".join(f"inputs.{name}" for name in names)
     return FlexNotImplementedError(
-        f"the call has {' and '.join(names)}, which flex_inductor does not serve here. Call it without."
+        f"{given} cannot be used by the code that computes this call; expected no inputs but {', '.join(served)}. "
+        f"Leave {given} out."
     )
 
 
@@ -523,8 +525,8 @@ def tile_map_without_schedule() -> FlexValueError:
 
 def tile_map_without_runs(form: str) -> FlexValueError:
     return FlexValueError(
-        f"tile_map is given with a schedule of {form}; expected one of runs, whose tiles follow each other, or of "
-        "bounds with a table of sequences. Pass BlockRuns or Bounds."
+        f"tile_map is given with a schedule of {form}; expected BlockRuns of runs for rows and columns, or Bounds "
+        "with a sequence_table. Pass one of these, or leave tile_map out."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -18,10 +19,14 @@ class Kept(Generic[Value]):
     def __init__(self, limit: int):
         self.limit = limit
         self._lock = threading.RLock()  # dropping a value may run code that uses this cache
-        self._values: dict[Any, Value] = {}  # the last used at the end
+        self._values: OrderedDict[Any, Value] = OrderedDict()  # the last used at the end
 
     def get(self, key: Hashable) -> Value | None:
-        return self.change(key, lambda value: value)
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
 
     def put(self, key: Hashable, value: Value) -> None:
         self.change(key, lambda _: value)
@@ -42,7 +47,7 @@ class Kept(Generic[Value]):
             if value is not None:
                 self._values[key] = value
             if len(self._values) > self.limit:
-                del self._values[next(iter(self._values))]
+                self._values.popitem(last=False)
             return value
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from flex_inductor.kept import Kept
 from flex_inductor.mod_ir.apart import apart_from_surrounding_trace
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward, known
 from flex_inductor.op.call import class_of, rows_of, tensors_of
@@ -57,21 +58,21 @@ class Kernel(NamedTuple):
         return [place.of(tensors) for place in self.symbols]
 
 
-class _Classes(dict[Any, list[Kernel]]):
+class _Classes(Kept[list[Kernel]]):
     def cache_clear(self) -> None:
         """Lets Inductor clear this cache with its own."""
         self.clear()
         known.forget()
 
 
-_kernels = _Classes()
+_kernels = _Classes(1024)
 clear_on_fresh_cache(_kernels)
 
 
 def compiled(call: Call, its_class: Any = None) -> Callable[[], Any]:
     """A function with the op's results. Its kernel is already compiled: errors that it raises are the call's."""
     key = class_of(call) if its_class is None else its_class, known.settings()
-    kernels = _kernels.setdefault(key, [])
+    kernels = _kernels.once(key, list)
     tensors = tensors_of(call)
     if not _have_one(kernels, tensors):
         with compile_lock:

@@ -17,14 +17,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .. import compat, upward
 from ..kept import Kept
+from ..op.library import define
 from . import errors
 from .layout import Layout
 
-_library = torch.library.Library("flex_inductor", "FRAGMENT")
-_library.define(
-    "send_rows(Tensor rows, Tensor sent, Tensor received, SymInt count, Tensor? plan, str group) -> Tensor",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
 compat.when_imported("torch._inductor.lowering", lambda _: upward.exchange())
 
 
@@ -149,7 +145,6 @@ def waited(coming: Tensor, group: str) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(coming)
 
 
-@torch.library.impl(_library, "send_rows", "CompositeExplicitAutograd")
 def _send_rows(rows, sent, received, count, plan, group):
     """Begins to send. Reading the result waits for it."""
     if plan is not None:
@@ -163,10 +158,16 @@ def _send_rows(rows, sent, received, count, plan, group):
     return out
 
 
-@torch.library.register_fake("flex_inductor::send_rows", lib=_library)
 def _send_rows_fake(rows, sent, received, count, plan, group):
     return rows.new_empty((count, *rows.shape[1:]))
 
+
+define(
+    "send_rows",
+    "(Tensor rows, Tensor sent, Tensor received, SymInt count, Tensor? plan, str group) -> Tensor",
+    _send_rows,
+    _send_rows_fake,
+)
 
 _agreed: Kept[bool] = Kept(4096)  # groups and planned masks on which all ranks agree
 

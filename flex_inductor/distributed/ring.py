@@ -27,6 +27,7 @@ from ..mod_ir.trace import trace_value
 from ..op import AttentionCall, BackwardCall, Inputs, attention, attention_backward, call_text, chunked
 from ..op.call import QKV, wanted_gradients
 from ..op.layout import empty_like_layout
+from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by
 from ..options import loaded_options, saved_options
 from ..visits import BlockRuns
@@ -257,16 +258,6 @@ def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 # In compiled code the call is one op that takes mods as text. Each step runs a kernel of its class.
 
-_library = torch.library.Library("flex_inductor", "FRAGMENT")
-_library.define(
-    "ring_forward(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-_library.define(
-    "ring_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_out, "
-    "Tensor? grad_lse, Tensor[] tensors, str call) -> Tensor[]",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
 _GRAPHS = {"score_mod": SCORE_LANES, "mask_mod": MASK_LANES, "joint": JOINT_LANES}
 
 
@@ -316,7 +307,6 @@ def _compiled(call: Any) -> Any:
     return upward.compiled(call)()
 
 
-@torch.library.impl(_library, "ring_forward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _ring_forward(query, key, value, tensors, call):
     read = _load(call, tensors, query)
@@ -324,12 +314,10 @@ def _ring_forward(query, key, value, tensors, call):
     return forward(AttentionCall(query, key, value, **fields), _compiled)
 
 
-@torch.library.register_fake("flex_inductor::ring_forward", lib=_library)
 def _ring_forward_fake(query, key, value, *_):
     return chunked.empty_outputs(query, value)
 
 
-@torch.library.impl(_library, "ring_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _ring_backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
     read = _load(call, tensors, query)
@@ -340,7 +328,6 @@ def _ring_backward(query, key, value, out, lse, grad_out, grad_lse, tensors, cal
     return [grad for grad in (*grads, *captured) if grad is not None]
 
 
-@torch.library.register_fake("flex_inductor::ring_backward", lib=_library)
 def _ring_backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
     data, _, _, wants, functions = _read(call)
     named = zip(QKV, (query, key, value), strict=True)
@@ -353,3 +340,7 @@ def _ring_backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors
         for c, want in zip(captures, wanted, strict=True)
         if want is not None
     ]
+
+
+define("ring_forward", FORWARD, _ring_forward, _ring_forward_fake)
+define("ring_backward", BACKWARD, _ring_backward, _ring_backward_fake)

@@ -27,6 +27,7 @@ from ..mod_ir.capture import lift
 from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.trace import fake_like, numbers_known
 from ..mod_ir.tracer import Tracer
+from ..op.library import define
 from .analysis.tiles import analysed
 from .lists import lists_from_runs
 from .ordinary import ordinary_tensors
@@ -72,15 +73,6 @@ class _BlockLists(HigherOrderOperator):
 traced_block_lists = _BlockLists()
 
 
-_library = torch.library.Library("flex_inductor", "FRAGMENT")
-_library.define(
-    "block_lists(Tensor like, str mask_mod, Tensor[] tensors, SymInt[] numbers, SymInt[] sizes, SymInt[] room, "
-    "bool separate_full_blocks, str unstated) -> Tensor[]",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-
-
-@torch.library.impl(_library, "block_lists", "CompositeExplicitAutograd")
 def _block_lists(
     like: Tensor,
     mask_mod: str,
@@ -127,10 +119,18 @@ def _lists(
     return [_padded(x, shape).contiguous() for x, shape in zip(lists, shapes, strict=True)]
 
 
-@torch.library.register_fake("flex_inductor::block_lists", lib=_library)
 def _fake_block_lists(like, mask_mod, tensors, numbers, sizes, room, separate_full_blocks, unstated):
     shapes = _list_shapes(_extent(sizes), room, separate_full_blocks)
     return [like.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+define(
+    "block_lists",
+    "(Tensor like, str mask_mod, Tensor[] tensors, SymInt[] numbers, SymInt[] sizes, SymInt[] room, "
+    "bool separate_full_blocks, str unstated) -> Tensor[]",
+    _block_lists,
+    _fake_block_lists,
+)
 
 
 def _list_shapes(extent: Extent, room: Sequence[int], separate_full_blocks: bool) -> list[tuple[int, ...]]:

@@ -197,7 +197,7 @@ def check_served(inputs: Inputs, served: Iterable[str]) -> None:
     """Refuse inputs that the code computing the call does not know."""
     missing = [name for name in inputs.given() if name not in served]
     if missing:
-        raise errors.inputs_not_served(missing)
+        raise errors.inputs_not_served(missing, served)
 
 
 def tensors_of(call: AttentionCall | BackwardCall) -> list[Tensor]:

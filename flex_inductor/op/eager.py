@@ -7,7 +7,7 @@ which takes about as long; `set_eager_kernels` says otherwise.
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from .. import errors, upward
+from ..kept import Kept
 from . import known
 from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
 SCORES_A_TILE = 1 << 18  # scores in as much time: chunks take a map's tiles one by one, some 4 ms each
-MOST_CLASSES = 1024  # counted at a time
 LEAST = 1 << 20  # scores of a call: finding the class of a smaller one takes longer than the call
 
 log = logging.getLogger("flex_inductor")
 
 _MODES = ("auto", "always", "never")
 _mode = "auto"
-_lock = threading.Lock()
-_scores: dict[Any, int] = {}  # by class, how many it has computed
-_failed: set[Any] = set()
+_computed: Kept[float] = Kept(1024)  # scores, by class
+_FAILED = -math.inf  # whatever is added, the class has not computed enough
 
 
 def set_eager_kernels(mode: str) -> str:
@@ -53,13 +52,10 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
         return chunked()
     own = call._replace(options=call.options._replace(eager=True))
     key = class_of(own)
-    with _lock:
-        before = _scores.pop(key, 0)
-        computed = _scores[key] = before + _scores_of(call)
-        if len(_scores) > MOST_CLASSES:
-            del _scores[next(iter(_scores))]  # the class called longest ago
-    if key in _failed or (_mode == "auto" and computed < ENOUGH):
-        if not before:
+    scores = _scores_of(call)
+    computed = _computed.change(key, lambda before: (before or 0) + scores)
+    if _mode == "auto" and computed < ENOUGH:
+        if computed == scores:
             why = f"an eager call; its class gets a kernel after {ENOUGH:,} scores"
             upward.record_eager(call, why)
         return chunked()
@@ -68,7 +64,7 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
     except Exception as error:
         if _mode == "always":
             raise
-        _failed.add(key)
+        _computed.put(key, _FAILED)
         log.warning("an eager call's kernel could not be made, it goes on in chunks: %s", error)
         return chunked()
     return run_compiled()

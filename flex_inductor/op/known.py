@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import compat
+from ..kept import Kept
 from ..mod_ir.capture import LiftedMod
 from ..mod_ir.widths import rounded
 from .call import AttentionCall, BackwardCall, rows_of, shapes_of_class
@@ -36,7 +37,7 @@ class _Asked:
         self.served_by: Run | None = None
 
 
-_runs: dict[Any, Run] = {}
+_runs: Kept[Run] = Kept(MOST)
 _thread = threading.local()
 
 
@@ -59,9 +60,7 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
     finally:
         _thread.asked = outer
     if asked.served_by is not None and key == _key(call, tensors):
-        if len(runs) >= MOST:
-            runs.clear()
-        runs[key] = asked.served_by
+        runs.put(key, asked.served_by)
     return results
 
 
@@ -74,7 +73,7 @@ def served(tensors: Sequence[Tensor], by: Run) -> None:
 
 def forget() -> None:
     global _runs
-    _runs = {}
+    _runs = Kept(MOST)
 
 
 def settings() -> tuple[Any, ...]:

@@ -19,12 +19,10 @@ from ..mod_ir.names import WrappedMod
 from ..options import loaded_options, saved_options
 from . import call_text
 from .call import AttentionCall
+from .library import FORWARD, LIBRARY
 from .prepare import prepare, with_score_graph
 
-_library = torch.library.Library("flex_inductor", "FRAGMENT")
-_library.define(
-    "saved_attention(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call) -> (Tensor, Tensor, Tensor)"
-)
+LIBRARY.define(f"saved_attention{FORWARD}")
 
 
 def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +53,7 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.flex_inductor.saved_attention(call.query, call.key, call.value, given, text)
 
 
-@torch.library.impl(_library, "saved_attention", "CompositeImplicitAutograd")
+@torch.library.impl(LIBRARY, "saved_attention", "CompositeImplicitAutograd")
 def _run(query, key, value, tensors, call):
     saved = _read(call)
     inputs = call_text.inputs_from(saved.inputs, tensors)

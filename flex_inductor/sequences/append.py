@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ..attention import refused
 from ..errors import FlexError
+from ..op.library import LIBRARY, define
 from . import errors
 from .sequences import Sequences
 
@@ -170,17 +171,13 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point()
 
 
-_library = torch.library.Library("flex_inductor", "FRAGMENT")
 _ARGUMENTS = (
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, Tensor? cos, Tensor? sin, Tensor starts, "
     "Tensor? q_starts, Tensor? counts, Tensor ends, Tensor? pads, Tensor? rows, Tensor? pages, bool interleaved, "
     "bool q_moves) -> Tensor"
 )
-_library.define(f"append_kv{_ARGUMENTS}")
-_library.define(f"verified_append_kv{_ARGUMENTS}", tags=(torch.Tag.cudagraph_unsafe,))
 
 
-@torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
 def _with_torch(
     k_cache,
     v_cache,
@@ -224,14 +221,12 @@ def _with_torch(
     return _rotated(q, cos, sin, position.clamp_(min=0), interleaved)
 
 
-@torch.library.impl(_library, "append_kv", "CUDA")
 def _with_triton(*args):
     from .append_kernel import launch
 
     return launch(*args)
 
 
-@torch.library.impl(_library, "verified_append_kv", "CompositeExplicitAutograd")
 def _verified(k_cache, v_cache, *rest):
     ends, pads, rows, pages = rest[8:12]
     check_values(k_cache, ends, pads, rows, pages)
@@ -249,10 +244,12 @@ def _noting_the_change(op, keys, k_cache, v_cache, *rest):
         return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, k_cache, v_cache, *rest)
 
 
+define("append_kv", _ARGUMENTS, _with_torch, _fake, tags=())
+LIBRARY.impl("append_kv", _with_triton, "CUDA")
+define("verified_append_kv", _ARGUMENTS, _verified, _fake)
 for _name in ("append_kv", "verified_append_kv"):
     _op = getattr(torch.ops.flex_inductor, _name).default
-    _library.impl(_name, functools.partial(_noting_the_change, _op), "ADInplaceOrView", with_keyset=True)
-    _library.impl(_name, _fake, "Meta")
+    LIBRARY.impl(_name, functools.partial(_noting_the_change, _op), "ADInplaceOrView", with_keyset=True)
 
 
 def _places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

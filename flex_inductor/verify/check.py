@@ -20,6 +20,7 @@ from .. import errors
 from ..mod_ir.program import AXES
 from ..op import call_text
 from ..op.call import QKV, check_served
+from ..op.library import define
 from ..visits.places import COUNT
 from .by_sequence import OneSequence, Side, groups_of
 from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
@@ -29,18 +30,6 @@ SAMPLES = 4  # tiles of each kind in larger calls
 TILE = 128  # what a message calls a tile
 
 _places = random.Random(0)  # its own generator: verifying must not change the numbers that others draw
-
-_library = torch.library.Library("flex_inductor", "FRAGMENT")
-_CALL = "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call, str code"
-_library.define(
-    f"verified_forward({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-_library.define(
-    f"verified_backward({_CALL}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, Tensor[] grads) "
-    "-> Tensor[]",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
 
 
 class _Part(NamedTuple):
@@ -122,7 +111,6 @@ def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, co
     return _Call(query, key, value, call, code)
 
 
-@torch.library.impl(_library, "verified_forward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _forward(*args: Any) -> Tensor:
     call, given = _call(*args[:6]), dict(zip(("out", "lse", "max_scores"), args[6:], strict=True))
@@ -141,7 +129,6 @@ def _forward(*args: Any) -> Tensor:
     return args[6].clone()
 
 
-@torch.library.impl(_library, "verified_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _backward(*args: Any) -> list[Tensor]:
     call = _call(*args[:6])
@@ -178,14 +165,27 @@ def _backward(*args: Any) -> list[Tensor]:
     return [grad.clone() for grad in grads]
 
 
-@torch.library.register_fake("flex_inductor::verified_forward", lib=_library)
 def _forward_fake(*args: Any) -> Tensor:
     return torch.empty_like(args[6])
 
 
-@torch.library.register_fake("flex_inductor::verified_backward", lib=_library)
 def _backward_fake(*args: Any) -> list[Tensor]:
     return [torch.empty_like(grad) for grad in args[-1]]
+
+
+_CALL = "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call, str code"
+define(
+    "verified_forward",
+    f"({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor",
+    _forward,
+    _forward_fake,
+)
+define(
+    "verified_backward",
+    f"({_CALL}, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, Tensor[] grads) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)
 
 
 def _sampled(part: _Part, length: int) -> list[slice]:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from flex_inductor import FlexError, create_block_mask, flex_attention, set_eager_kernels
 from flex_inductor.flash import flash_attn_func
+from flex_inductor.kept import Kept
 from flex_inductor.op import dispatch, known
 from flex_inductor.reference import reference
 
@@ -241,11 +242,11 @@ def test_what_is_forgotten_meanwhile_stays_so(prepared, monkeypatch):
 
 
 def test_few_are_kept(monkeypatch):
-    monkeypatch.setattr(known, "MOST", 2)
+    monkeypatch.setattr(known, "_runs", Kept(2))
     qkv = inputs(1, 2, 40, 16)
     for number in (0.5, 0.25, 3.0):
         flex_attention(*qkv, times(number))
-    assert len(known._runs) == 1
+    assert len(known._runs) == 2
 
 
 def test_windows_of_growing_lengths(prepared):

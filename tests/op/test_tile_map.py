@@ -103,7 +103,8 @@ def test_a_map_needs_a_schedule():
         attention(*tensors(20, 70), None, None, 0.3, inputs._replace(schedule=None))
     listed = create_block_mask(causal, 1, 1, 20, 70, "cpu", BLOCK)
     with pytest.raises(
-        FlexValueError, match=r"^tile_map is given with a schedule of lists; expected one of runs"
+        FlexValueError,
+        match=r"^tile_map is given with a schedule of lists; expected BlockRuns of runs for rows",
     ):
         attention(*tensors(20, 70), None, None, 0.3, inputs._replace(schedule=schedule_parts(listed)[0]))
 
@@ -127,6 +128,9 @@ def test_a_map_of_other_tiles_than_the_schedules(side, what):
 def test_what_is_not_served_is_refused_by_name(monkeypatch):
     inputs, _ = packed(None, [Part(20, 70)], BLOCK)
     monkeypatch.setattr(chunked, "SERVES", ("schedule", "scattered"))
-    text = r"^the call has tile_map, which flex_inductor does not serve here. Call it without.$"
+    text = (
+        r"^inputs.tile_map cannot be used by the code that computes this call; expected no inputs but schedule, "
+        r"scattered. Leave inputs.tile_map out.$"
+    )
     with pytest.raises(FlexNotImplementedError, match=text):
         attention(*tensors(20, 70), None, None, 0.3, inputs)

@@ -4,7 +4,7 @@ import pytest
 
 from flex_inductor.lowerings.triton.kernel import Tensor
 from flex_inductor.lowerings.triton.kernel_builder import source
-from flex_inductor.lowerings.walks import Walk
+from flex_inductor.visits.text import Walk
 
 tiles = source("tiles.jinja").module
 
@@ -20,6 +20,6 @@ def test_rows_of_lists(offsets):
 @pytest.mark.parametrize("offsets, run", [("tl.int32", "run"), ("tl.int64", "tl.cast(run, tl.int64)")])
 def test_runs(offsets, run):
     runs = Tensor("runs", ["size_0", "2"], ["2", "1"], offsets)
-    walk = Walk("", False, "runs", runs, runs)
+    walk = Walk("", False, "partial", "runs", runs, runs)
     ends = [tiles.run_end("run", end, walk) for end in (0, 1)]
     assert ends == [f"tl.load(runs + {run} * 2)", f"tl.load(runs + {run} * 2 + 1)"]

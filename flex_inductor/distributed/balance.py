@@ -153,7 +153,7 @@ def owners(
 
 
 def _by_order(name: str, order: Tensor | None, work: TileWork, ranks: int) -> tuple[int, ...]:
-    """Owners from torch's order [1 or batch, tokens], of which each rank has an equal part."""
+    """Owners from torch's order [1 or batch, tokens]: each rank has an equal part of it."""
     if order is None or order.dim() != 2 or order.size(1) != work.length or (order != order[:1]).any():
         what = "none" if order is None else f"{list(order.shape)}"
         raise errors.other_order(name, what, work.length)

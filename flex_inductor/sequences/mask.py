@@ -26,7 +26,7 @@ from ..visits.window import ALL, Window
 from . import errors
 from .places import Places, Tiles, block_within, with_zeros
 
-FEW = 16  # queries, of which decoding kernels take all at once
+FEW = 16  # queries: decoding kernels take all of them at once
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -21,8 +21,6 @@ from ..op.library import define
 from . import errors
 from .layout import Layout
 
-compat.when_imported("torch._inductor.lowering", lambda _: upward.exchange())
-
 
 class Traffic(NamedTuple):
     """How many rows go to each rank and come from each: int64, on the CPU, where torch.distributed reads them."""
@@ -168,6 +166,7 @@ define(
     _send_rows,
     _send_rows_fake,
 )
+compat.when_imported("torch._inductor.lowering", lambda _: upward.exchange())
 
 _agreed: Kept[bool] = Kept(4096)  # groups and planned masks on which all ranks agree
 

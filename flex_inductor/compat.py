@@ -63,6 +63,15 @@ def allows_tf32() -> bool:
     return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def compile_alone() -> contextlib.AbstractContextManager:
+    """Compile without the other ranks: 2.12 compares the graphs of all, and waits for those that compile none."""
+    from torch._inductor import config
+
+    setting = "aten_distributed_optimizations.spmd_check"
+    known = hasattr(config.aten_distributed_optimizations, "spmd_check")
+    return config.patch({setting: False}) if known else contextlib.nullcontext()
+
+
 def inductor_option_names() -> frozenset[str]:
     import torch._inductor
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from flex_inductor.compat import compile_alone
 from flex_inductor.kept import Kept
 from flex_inductor.mod_ir.apart import apart_from_surrounding_trace
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward, known
@@ -127,7 +128,7 @@ def _compile(call: Call) -> Kernel:
     with apart_from_surrounding_trace(), torch.no_grad(), mode:
         # Lowerings expect the parts of mods outside of lanes as Inductor decomposes them.
         module = make_fx(flat, select_decomp_table())(*symbols, *fakes)
-    with torch.no_grad(), tracing(TracingContext(mode)):
+    with torch.no_grad(), tracing(TracingContext(mode)), compile_alone():
         run: Any = compile_fx_inner(module, [*symbols, *fakes], is_inference=True)
     guards: Any = compile(env.produce_guards_expression(symbols) or "True", "<guards>", "eval")
     layout = _layout_test(fakes, symbols)

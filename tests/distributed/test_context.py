@@ -17,11 +17,13 @@ from flex_inductor import (
     create_block_mask,
     decisions,
     flex_attention,
+    set_eager_kernels,
 )
 from flex_inductor.distributed.cost import CostModel
 from flex_inductor.lowerings.decision import Decision
 from flex_inductor.masks import causal, sliding_window
 from tests.distributed.cases import Case, mesh_of
+from tests.support import served_by
 
 LENGTH = 300
 
@@ -88,6 +90,30 @@ def test_a_plan_says_what_it_chose(group):
     for auto, ring in group.run(chosen):
         assert auto == ("cast", ["all_gather", "ulysses", "ring_ulysses", "ring"])
         assert ring == ("ring", ["all_gather", "cast", "ulysses", "ring_ulysses"])
+
+
+def alone(group):
+    """An eager call whose kernel no other rank compiles."""
+    if group.rank():
+        return
+    graphs_compared = torch._inductor.config.patch(
+        {
+            f"aten_distributed_optimizations.{name}": True
+            for name in ("spmd_check", "enable_overlap_scheduling")
+            if hasattr(torch._inductor.config.aten_distributed_optimizations, name)
+        }
+    )
+    query = torch.randn(1, 3, 40, 24)
+    before = set_eager_kernels("always")
+    with graphs_compared, served_by("cpu"):
+        found = flex_attention(query, query, query, lambda score, b, h, q, k: score + 0.125 * q)
+    set_eager_kernels(before)
+    want = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    torch.testing.assert_close(found, want)
+
+
+def test_one_rank_alone(group):
+    group.run(alone, ranks=2)
 
 
 def served(group, is_causal, gqa):

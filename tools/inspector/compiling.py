@@ -103,6 +103,7 @@ def _compile_only(
     import torch._functorch.config as functorch_config
 
     from flex_inductor.backend import attention_nodes, flex_inductor, prepare_calls
+    from flex_inductor.compat import compile_alone
     from flex_inductor.options import BackendOptions
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
@@ -127,7 +128,7 @@ def _compile_only(
     fresh = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
     # It also remembers the last call's sizes, and would make those that differ dynamic.
     static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
-    with contextlib.suppress(_Compiled), static:
+    with contextlib.suppress(_Compiled), static, compile_alone():
         torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
 
 

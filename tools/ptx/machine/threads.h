@@ -93,7 +93,7 @@ inline Action bind_scalar(const Instruction& in, Launch& launch) {
       const int part = 8 * bytes / int(std::max(to.size(), from.size()));
       each(lanes, [&](int lane) {
         Bits whole = 0;
-        for (size_t i = 0; i < from.size(); ++i) whole |= (warp.at(from[i])[lane] & mask_of(part / 8)) << part * i;
+        for (size_t i = 0; i < from.size(); ++i) whole |= (warp.at(from[i])[lane] & mask_of(from.size() == 1 ? bytes : part / 8)) << part * i;
         for (size_t i = 0; i < to.size(); ++i)
           warp.of(to[i], lane) = to.size() == 1 ? whole : whole >> part * i & mask_of(part / 8);
       });
@@ -131,7 +131,7 @@ inline Action bind_branch(const Instruction& in, Launch&) {
     };
   }
   // No effect on what is computed.
-  for (const char* start : {"setmaxnreg", "griddepcontrol", "prefetch", "nanosleep", "membar", "fence.acq_rel", "fence.sc", "fence.mbarrier_init", "pragma", "applypriority"})
+  for (const char* start : {"setmaxnreg", "griddepcontrol", "prefetch", "nanosleep", "membar", "fence.acq_rel", "fence.sc", "fence.mbarrier_init", "pragma", "applypriority", "createpolicy"})
     if (in.is(start)) return [](Warp&, uint32_t) { return true; };
   if (in.name == "trap") return [](Warp&, uint32_t) -> bool { throw Fault{"out_of_bounds", "the kernel trapped: an assertion of its own failed"}; };
   return {};

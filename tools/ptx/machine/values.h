@@ -38,6 +38,7 @@ inline Bits rounded(double x, int exponent_bits, int mantissa_bits, bool to_zero
   const Bits head = sign << (exponent_bits + mantissa_bits);
   if (std::isnan(x)) return infinity | ((Bits{1} << mantissa_bits) - 1);
   if (std::isinf(x)) return head | infinity;
+  if (x == 0) return head;
   x = std::fabs(x);
   int exponent = 0;
   std::frexp(x, &exponent);

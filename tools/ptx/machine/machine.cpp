@@ -15,7 +15,7 @@ struct Reader {
 
 void bind(Instruction& in, Launch& launch) {
   for (auto* family : {bind_scalar, bind_branch, bind_memory, bind_atomic, bind_exchange, bind_barrier, bind_matrix, bind_product,
-                       bind_warp_group, bind_copy})
+                       bind_warp_group, bind_copy, bind_transaction, bind_tensor_map, bind_bulk})
     if (Action found = family(in, launch)) {
       in.execute = found;
       return;
@@ -24,7 +24,7 @@ void bind(Instruction& in, Launch& launch) {
 }
 
 bool has_result(const Instruction& in) {
-  for (const char* start : {"st.", "red.", "bar", "bra", "ret", "exit", "cp.", "fence", "membar", "mbarrier.init", "mbarrier.inval",
+  for (const char* start : {"st.", "red.", "bar", "bra", "ret", "exit", "cp.", "fence", "membar", "mbarrier.init", "mbarrier.inval", "mbarrier.arrive",
                             "stmatrix", "wgmma", "tensormap", "prefetch", "trap"})
     if (in.is(start)) return false;
   return !in.operands.empty();
@@ -148,8 +148,22 @@ bool runnable(Warp& warp) {
   return true;
 }
 
-// Ends one copy that a waiting warp needs; false if there is none.
-bool deliver(Block&) { return false; }
+// Ends one copy that somebody waits for; false if there is none.
+bool deliver(Block& block) {
+  for (auto& [address, barrier] : block.transactions) {
+    if (barrier.copies.empty()) continue;
+    const size_t which = block.launch->random() % barrier.copies.size();
+    Pending work = std::move(barrier.copies[which]);
+    barrier.copies.erase(barrier.copies.begin() + which);
+    try {
+      work.finish();
+    } catch (Fault& fault) {
+      throw Stop{fault, work.instruction->line, block.number, -1};
+    }
+    return true;
+  }
+  return false;
+}
 
 void run_some(Launch& launch, Warp& warp) {
   try {

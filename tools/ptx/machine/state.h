@@ -89,7 +89,7 @@ struct Warp {
   std::function<bool()> ready;  // set while it waits
   const Instruction* waits_at = nullptr;
 
-  Groups copies, products;
+  Groups copies, bulk, products;
   std::map<int, int> in_flight;  // registers of products under way, and how many
   std::vector<uint32_t> stamps;  // of each register: the fences passed when it was written
   uint32_t fences = 1;
@@ -118,6 +118,7 @@ struct Block {
   std::unique_ptr<Shared> shared;
   std::map<int, Barrier> barriers;
   std::map<Bits, TransactionBarrier> transactions;
+  uint32_t copies = 0;  // in bulk, so far
 };
 
 enum class When { late, early, random };

@@ -124,6 +124,8 @@ inline Action bind_branch(const Instruction& in, Launch&) {
       warp.live &= ~lanes;
       if (!warp.live) {
         warp.copies.wait(0);
+        warp.bulk.commit();
+        warp.bulk.wait(0);
         if (!warp.products.committed.empty() || !warp.products.open.empty())
           throw Fault{"race", "the kernel ends while products are under way"};
       }

@@ -52,7 +52,7 @@ class RunSchedule:
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    separate_full_blocks: bool = True  # whether its BlockMask has lists of full tiles
+    separate_full_blocks: bool  # whether its BlockMask has lists of full tiles
 
     @staticmethod
     def from_runs(
@@ -60,6 +60,7 @@ class RunSchedule:
         grids: tuple[int, int],
         extent: Extent,
         mask_mod: Callable,
+        separate_full_blocks: bool = True,
         jumps: tuple[Tensor, Tensor] | None = None,
     ) -> RunSchedule:
         """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids.
@@ -81,6 +82,7 @@ class RunSchedule:
             seq_lengths=extent.lengths,
             BLOCK_SIZE=extent.block,
             mask_mod=mask_mod,
+            separate_full_blocks=separate_full_blocks,
         )
 
     @staticmethod
@@ -89,8 +91,8 @@ class RunSchedule:
         """The same tiles as `block_mask`, which may come from torch."""
         extent = extent_of(block_mask)
         runs, grids = runs_of_block_mask(block_mask)
-        made = RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod)
-        return replace(made, separate_full_blocks=block_mask.full_kv_num_blocks is not None)
+        separate = block_mask.full_kv_num_blocks is not None
+        return RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod, separate)
 
     @ordinary_tensors
     def to_block_mask(self, separate_full_blocks: bool | None = None) -> BlockMask:
@@ -175,8 +177,8 @@ class RunSchedule:
         q_start, q_stop = (min(r * self.BLOCK_SIZE[0], self.seq_lengths[0]) for r in (r0, r1))
         extent = Extent(b1 - b0, h1 - h0, (q_stop - q_start, self.seq_lengths[1]), self.BLOCK_SIZE)
         moved = offset(self.mask_mod, b=b0, h=h0, q=q_start) if b0 or h0 or q_start else self.mask_mod
-        made = RunSchedule.from_runs(part, (take_b.numel(), take_h.numel()), extent, moved)
-        return replace(made, separate_full_blocks=self.separate_full_blocks)
+        grids = take_b.numel(), take_h.numel()
+        return RunSchedule.from_runs(part, grids, extent, moved, self.separate_full_blocks)
 
     @ordinary_tensors
     def cut(
@@ -206,8 +208,8 @@ class RunSchedule:
         part = cut_runs(self.row_runs(), self.grids[0] * self.grids[1], chosen[0], chosen[1])
         extent = Extent(self.batch, self.heads, (lengths[0], lengths[1]), self.BLOCK_SIZE)
         at = [tiles.to(self.device) for tiles in chosen]
-        made = RunSchedule.from_runs(part, self.grids, extent, cut_mask(self.mask_mod, self.BLOCK_SIZE, *at))
-        return replace(made, separate_full_blocks=self.separate_full_blocks)
+        mask_mod = cut_mask(self.mask_mod, self.BLOCK_SIZE, *at)
+        return RunSchedule.from_runs(part, self.grids, extent, mask_mod, self.separate_full_blocks)
 
     def picture(self, cells: int = 20, b: int = 0, h: int = 0) -> str:
         """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""

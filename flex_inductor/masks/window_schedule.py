@@ -48,6 +48,7 @@ class WindowSchedule(RunSchedule):
         give(self, "BLOCK_SIZE", extent.block)
         give(self, "_device", device)
         give(self, "mask_mod", mask_mod)
+        give(self, "separate_full_blocks", True)
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .files import to_write
+from .options import to_write
 from .users_code import Refused, found, running
 
 DTYPES = {

@@ -14,7 +14,7 @@ from flex_inductor.masks.draw import draw_mask
 from flex_inductor.masks.errors import FlexError
 from flex_inductor.masks.library.blockmask import create_block_mask
 
-from .files import at_least_one, to_write
+from .options import at_least_one, to_write
 
 CONSTRUCTORS = {
     f.__name__: f

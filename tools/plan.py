@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .files import at_least_one, to_write
+from .options import at_least_one, to_write
 from .users_code import Refused, found, running
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .files import to_write
+from .options import to_write
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:

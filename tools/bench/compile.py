@@ -8,27 +8,34 @@ Kernels are compiled side by side, and while others are: seconds of the compiler
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..files import at_least_one
-from .harness import OURS, Result, Spread, command, run_cases, timed
+from ..options import at_least_one
+from .harness import OURS, Result, Spread, rounds, timed
 from .workers import Job, Workers
 
+HELP = "a transformer's cold compilation on CPUs, next to SDPA's"
+COLUMNS = ("side", "ms", "over SDPA", "at most", "kernels")
 SDPA = "SDPA"
 SIDES = (SDPA, OURS)
 AIMS = {1: 1.6, 12: 1.25}  # of SDPA's time at most, by layers
+OPTIONS: dict[str, Any] = {
+    **rounds(3),
+    "--layers": {"type": at_least_one, "nargs": "+", "default": [*AIMS], "help": "default: 1 and 12"},
+    "--bf16": {"action": "store_true", "help": "weights and activations in bfloat16"},
+}
 BATCH, LENGTH, WIDTH, HEADS = 2, 512, 256, 4
 
 
@@ -42,44 +49,36 @@ class Step:
     kernels: list[tuple[str, float]]  # what the C++ compiler was started for, and how long it ran
 
 
-def register(kinds: Any) -> None:
-    parser = command(
-        kinds, "compile", "a transformer's cold compilation on CPUs, next to SDPA's", __doc__, run, rounds=3
-    )
-    parser.add_argument(
-        "--layers", type=at_least_one, nargs="+", default=list(AIMS), help="default: 1 and 12"
-    )
-    parser.add_argument("--bf16", action="store_true", help="weights and activations in bfloat16")
+class Case(NamedTuple):
+    layers: int
+
+    @property
+    def title(self) -> str:
+        return f"layers: {self.layers}"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    measured = partial(measure, rounds=arguments.rounds, bf16=arguments.bf16)
-    columns = ("side", "ms", "over SDPA", "at most", "kernels")
-    return 0 if run_cases(arguments.layers, measured, arguments, columns, title_of) else 2
+def cases(arguments: Namespace) -> list[Case]:
+    return [*map(Case, arguments.layers)]
 
 
-def title_of(layers: int) -> str:
-    return f"layers: {layers}"
-
-
-def measure(layers: int, rounds: int, bf16: bool) -> Iterator[Result]:
+def measure(case: Case, arguments: Namespace) -> Iterator[Result]:
     steps: dict[str, list[Step]] = {side: [] for side in SIDES}
 
     def wall(side: str) -> float:
-        steps[side].append(in_own_process(side, layers, bf16))
+        steps[side].append(in_own_process(side, case.layers, arguments.bf16))
         return steps[side][-1].wall * 1e3
 
     def aim(side: str, _: list[float]) -> dict[str, Any]:
-        return {"at_most": AIMS.get(layers, "") if side == OURS else ""}
+        return {"at_most": AIMS.get(case.layers, "") if side == OURS else ""}
 
-    yield from timed(title_of(layers), {side: partial(wall, side) for side in SIDES}, rounds, aim)
+    yield from timed(case.title, {side: partial(wall, side) for side in SIDES}, arguments.rounds, aim)
     parts = {side: [*map(parts_of, steps[side])] for side in SIDES}
     for what in dict.fromkeys(what for side in reversed(SIDES) for what in parts[side][0]):
         for side in SIDES:
             found = [part.get(what, (0.0, 0)) for part in parts[side]]
             facts = {"ratio": "", "at_most": "", "kernels": found[0][1]}
             spread = Spread.of([seconds * 1e3 for seconds, _ in found])
-            yield Result(f"{title_of(layers)}, {what}", side, spread, facts=facts)
+            yield Result(f"{case.title}, {what}", side, spread, facts=facts)
 
 
 def parts_of(step: Step) -> dict[str, tuple[float, Any]]:

@@ -8,9 +8,9 @@ value, of outputs and of all gradients.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,10 +24,18 @@ from torch import Tensor
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.masks import document
 
-from ..files import at_least_one
+from ..options import count
 from .call import documents
-from .harness import Result, Spread, alternate, command, milliseconds, results_of, run_cases
+from .harness import Result, Spread, alternate, milliseconds, results_of, rounds
 
+HELP = "methods of context parallelism, over processes on the CPU"
+OPTIONS: dict[str, Any] = {
+    **rounds(5),
+    "--ranks": count(4, "processes"),
+    "--length": count(8192, "tokens"),
+    "--eager": {"action": "store_true", "help": "compile nothing: torch operations in chunks"},
+}
+COLUMNS = ("side", "ms", "over cast", "with backward", "MiB sent", "in the backward", "error")
 METHODS = ("cast", "all_gather", "ring", "ulysses", "ring_ulysses")
 TORCH = "torch's flex"
 SECONDS = 600  # that ranks wait for each other, at most while one compiles
@@ -79,22 +87,7 @@ class Case:
 CASES = (Case("documents"), Case("documents, learnt bias", bias=True), Case("window of 512", window=512))
 
 
-def register(kinds: Any) -> None:
-    text = "methods of context parallelism, over processes on the CPU"
-    parser = command(kinds, "distributed", text, __doc__, run, rounds=5)
-    parser.add_argument("--ranks", type=at_least_one, default=4, metavar="N", help="processes (default 4)")
-    parser.add_argument(
-        "--length", type=at_least_one, default=8192, metavar="N", help="tokens (default 8192)"
-    )
-    parser.add_argument("--eager", action="store_true", help="compile nothing: torch operations in chunks")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    columns = ("side", "ms", "over cast", "with backward", "MiB sent", "in the backward", "error")
-    return 0 if run_cases(CASES, partial(measure, arguments=arguments), arguments, columns) else 2
-
-
-def measure(case: Case, arguments: argparse.Namespace) -> list[Result]:
+def measure(case: Case, arguments: Namespace) -> list[Result]:
     """By processes of their own."""
     import torch.multiprocessing as mp
 
@@ -131,7 +124,7 @@ def _step(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *filled]
 
 
-def _rank(rank: int, case: Case, arguments: argparse.Namespace, folder: str) -> None:
+def _rank(rank: int, case: Case, arguments: Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     where: dict[str, Any] = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=SECONDS)}

@@ -21,7 +21,7 @@ import torch
 
 from flex_inductor.lowerings.triton.tables import TABLES
 
-from . import gpu_calls
+from . import gpu_calls, harness
 from .gpu_calls import BACKWARD, CASES, FORWARD, Case, Limits, Setting, Side
 from .harness import Result, Table, selected
 from .workers import Deadline, Failed, Job, Workers
@@ -39,17 +39,15 @@ PASS_OF = {
 }
 
 
-def register(kinds: Any) -> None:
-    parser = kinds.add_parser("gpu", help="attention kernels on this machine's card", description=__doc__)
-    parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
-    parser.add_argument("--minutes", type=float, default=6.0, help="end after these (default 6)")
-    parser.add_argument("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
-    parser.add_argument("--max-autotune", action="store_true", help="tune our configs and torch's")
-    parser.add_argument(
-        "--compare", metavar="KERNEL", help="time every config of this kernel of ours instead"
-    )
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write report.md and report.json there")
-    parser.set_defaults(run=run)
+HELP = "attention kernels on this machine's card"
+OPTIONS: dict[str, Any] = {
+    "--only": harness.OPTIONS["--only"],
+    **harness.rounds(6),
+    "--minutes": {"type": float, "default": 6.0, "help": "end after these (default 6)"},
+    "--max-autotune": {"action": "store_true", "help": "tune our configs and torch's"},
+    "--compare": {"metavar": "KERNEL", "help": "time every config of this kernel of ours instead"},
+    "--out": {"metavar": "FOLDER", "type": Path, "help": "write report.md and report.json there"},
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,12 @@
-"""Files that commands write, checked before the work begins."""
+"""What arguments of commands may be, checked before the work begins."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 
 def to_write(name: str) -> str:
@@ -27,3 +29,31 @@ def at_least_one(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}.")
     return int(text)
+
+
+def above_zero(text: str) -> float:
+    """The type of an argument that is a rate or an amount."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}.")
+    return number
+
+
+def count(default: int, what: str = "") -> dict[str, Any]:
+    """An option that counts, as `add_argument` takes it."""
+    help = f"{what} (default {default})".strip()
+    return {"type": at_least_one, "default": default, "metavar": "N", "help": help}
+
+
+def file(what: str) -> dict[str, Any]:
+    """An option that names a file to be written."""
+    return {"type": to_write, "metavar": "FILE", "help": what}
+
+
+def add(parser: Any, options: dict[str, dict[str, Any]]) -> None:
+    """Arguments by name, each with what `add_argument` takes."""
+    for name, given in options.items():
+        parser.add_argument(name, **given)

@@ -10,12 +10,11 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """One line of the page; `ok` is None where there is nothing to pass or fail."""
 
     name: str
@@ -32,7 +31,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     sections = collect()
     if args.json:
-        print(json.dumps({title: [asdict(fact) for fact in facts] for title, facts in sections.items()}))
+        print(json.dumps({title: [fact._asdict() for fact in facts] for title, facts in sections.items()}))
     else:
         show(sections)
     return 0
@@ -54,14 +53,11 @@ def show(sections: dict[str, list[Fact]]) -> None:
     from rich.text import Text
 
     mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = Table.grid("", "", "", padding=(0, 2, 0, 0))
     for title, facts in sections.items():
         table.add_row(Text(title, "bold"))
         for fact in facts:
-            table.add_row(Text(f"  {fact.name}"), mark[fact.ok], Text(fact.text))
+            table.add_row(Text(f"  {fact.name}"), mark[fact.ok], Text(fact.text, overflow="fold"))
     Console().print(table)
 
 
@@ -98,24 +94,21 @@ def devices() -> Iterator[Fact]:
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        yield Fact("accelerator", no_accelerator(), ok=False)
-        return
-    for index in range(torch.accelerator.device_count()):
+    count = torch.accelerator.device_count() if device is not None else 0
+    for index in range(count):
         yield Fact(f"{device.type}:{index}", describe_device(device.type, index), ok=True)
-
-
-def no_accelerator() -> str:
-    import torch
-
+    if device is not None:
+        return
     built_for = torch.accelerator.current_accelerator(check_available=False)
     if built_for is None:
-        return "this build of torch is for the CPU only (no CUDA, no ROCm)"
-    try:
-        torch.get_device_module(built_for).init()
-    except (RuntimeError, AssertionError, AttributeError) as error:
-        return f"torch is built for {built_for.type}, but: {str(error).splitlines()[0]}"
-    return f"torch is built for {built_for.type}, but sees no such device"
+        why = "this build of torch is for the CPU only (no CUDA, no ROCm)"
+    else:
+        why = f"torch is built for {built_for.type}, but sees no such device"
+        try:
+            torch.get_device_module(built_for).init()
+        except (RuntimeError, AssertionError, AttributeError) as error:
+            why = f"torch is built for {built_for.type}, but: {str(error).splitlines()[0]}"
+    yield Fact("accelerator", why, ok=False)
 
 
 def describe_device(kind: str, index: int) -> str:

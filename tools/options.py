@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .users_code import Refused
 
 
 def to_write(name: str) -> str:
@@ -57,3 +60,17 @@ def add(parser: Any, options: dict[str, dict[str, Any]]) -> None:
     """Arguments by name, each with what `add_argument` takes."""
     for name, given in options.items():
         parser.add_argument(name, **given)
+
+
+def pairs(
+    what: str, given: Sequence[str], known: Mapping[str, Callable[[str], Any]], expected: str
+) -> dict[str, Any]:
+    """Arguments key=value, each read by its key's function."""
+    found = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        try:
+            found[key] = known[key](value)
+        except (KeyError, ValueError):
+            raise Refused(f"{what}: expected {expected}; got {text!r}") from None
+    return found

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flex_inductor.lowerings.toolchain import missing_for_triton
-from flex_inductor.lowerings.triton.configs import STACK_BYTES
+from flex_inductor.lowerings.triton.configs import STACK_BYTES, known_device
 from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .errors import no_triton
 from .generated import GeneratedKernel
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, Loop, instructions, main_loops
 
-TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+# The threads and the instances that a multiprocessor runs at once, at most.
+_MOST = {"sm_80": (2048, 32), "sm_86": (1536, 16), "sm_90": (2048, 32), "sm_100": (2048, 32)}
+_MOST |= {"sm_120": (1536, 24), "gfx942": (2048, 32)}
+TARGETS = tuple(_MOST)
 
 
 @dataclass
@@ -35,27 +38,6 @@ class Resources:
     loops: list[Loop] = field(default_factory=list)  # with work for tensor cores
 
 
-class Multiprocessor(NamedTuple):
-    """What instances share that run on it at once."""
-
-    registers: int
-    threads: int
-    shared_bytes: int
-    instances: int
-    reserved_bytes: int  # of shared memory, for each instance
-
-
-_MULTIPROCESSORS = {
-    "sm_80": Multiprocessor(65536, 2048, 164 << 10, 32, 1 << 10),
-    "sm_86": Multiprocessor(65536, 1536, 100 << 10, 16, 1 << 10),
-    "sm_90": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
-    "sm_100": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
-    "sm_120": Multiprocessor(65536, 1536, 100 << 10, 24, 1 << 10),
-    # Four units, each with 512 registers for 64 threads each and at most 8 waves.
-    "gfx942": Multiprocessor(4 * 512 * 64, 4 * 8 * 64, 64 << 10, 32, 0),
-}
-
-
 class Occupancy(NamedTuple):
     instances: int  # that a multiprocessor runs at once
     limit: str  # what keeps it from more
@@ -63,16 +45,17 @@ class Occupancy(NamedTuple):
 
 def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
     """None where the resources or the device are not known."""
-    device = _MULTIPROCESSORS.get(target)
-    if device is None or found.registers is None or found.shared_bytes is None:
+    if target not in _MOST or found.registers is None or found.shared_bytes is None:
         return None
-    threads = warps * (64 if target.startswith("gfx") else 32)
+    device, (most_threads, most_instances) = known_device(target), _MOST[target]
+    threads = warps * device.warp
     registers = -(-max(found.registers, 1) // 8) * 8  # they are allocated in eights
+    reserved = 1024 if device.nvidia else 0  # bytes of shared memory, for each instance
     limits = {
-        "registers": device.registers // (registers * threads),
-        "shared memory": device.shared_bytes // (found.shared_bytes + device.reserved_bytes or 1),
-        "threads": device.threads // threads,
-        "instances": device.instances,
+        "registers": (1 << (16 if device.nvidia else 17)) // (registers * threads),
+        "shared memory": (device.shared_bytes + reserved) // (found.shared_bytes + reserved or 1),
+        "threads": most_threads // threads,
+        "instances": most_instances,
     }
     limit = min(limits, key=lambda name: limits[name])
     return Occupancy(limits[limit], limit)

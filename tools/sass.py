@@ -38,7 +38,7 @@ _ENDS = (
     "s_cbranch",
     "s_endpgm",
     "s_setpc",
-)  # of a basic block
+)  # of basic blocks
 
 
 def instructions(text: str) -> list[Instruction]:

@@ -154,7 +154,7 @@ def small_masks(monkeypatch):
     causal = next(case for case in masks.CASES if case.title == "causal")
     short = replace(causal, length=300)
     monkeypatch.setattr(masks, "CASES", (short, replace(short, title="runs", compact=True, torch_too=False)))
-    monkeypatch.setattr(masks, "Workers", Here)
+    monkeypatch.setattr(masks, "Worker", Here)
     monkeypatch.setattr(masks, "ROUNDS", 2)
 
 

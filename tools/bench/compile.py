@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..options import at_least_one
 from .harness import OURS, Result, Spread, rounds, timed
-from .workers import Job, Workers
+from .workers import Job, Worker
 
 HELP = "a transformer's cold compilation on CPUs, next to SDPA's"
 COLUMNS = ("side", "ms", "over SDPA", "at most", "kernels")
@@ -91,8 +91,8 @@ def parts_of(step: Step) -> dict[str, tuple[float, Any]]:
 
 
 def in_own_process(side: str, layers: int, bf16: bool) -> Step:
-    with Workers() as workers:
-        return workers.run(Job(first_step, (side, layers, bf16)))
+    with Worker() as worker:
+        return worker.run(Job(first_step, (side, layers, bf16)))
 
 
 class Layer(nn.Module):

@@ -24,7 +24,7 @@ from flex_inductor.lowerings.triton.tables import TABLES
 from . import gpu_calls, harness
 from .gpu_calls import BACKWARD, CASES, FORWARD, Case, Limits, Setting, Side
 from .harness import Result, Table, selected
-from .workers import Deadline, Failed, Job, Workers
+from .workers import Deadline, Failed, Job, Worker, run_all
 
 PREPARING, TIMING = 150.0, 10.0  # seconds that a side may take
 FIRST_BATCH, BATCH = 1, 6  # cases that are compiled side by side before they are timed one by one
@@ -110,8 +110,8 @@ class Bench:
         cores = os.cpu_count() or 1
         count = workers or max(1, min(8, cores // 2))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // count)))
-        self.workers = Workers(count)
-        self.timer = Workers(1) if count > 1 else self.workers
+        self.workers = [Worker() for _ in range(count)]
+        self.timer = Worker() if count > 1 else self.workers[0]
         self.limits = Limits(0.0, 0.0)
 
     def __enter__(self) -> Bench:
@@ -123,8 +123,8 @@ class Bench:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.timer.__exit__(*exception)
-        self.workers.__exit__(*exception)
+        for worker in (self.timer, *self.workers):
+            worker.stop()
 
     def _job(self, function: Callable, seconds: float, *arguments: Any) -> Job:
         patience = 10 if self.setting.device == "cpu" else 1  # Triton's interpreter is slow
@@ -150,7 +150,7 @@ class Bench:
         ]
         failed = {
             job.arguments[:2]: str(answer)
-            for job, answer in self.workers.run_all(jobs, self.deadline)
+            for job, answer in run_all(self.workers, jobs, self.deadline)
             if isinstance(answer, Failed)
         }
         for case, sides in batch:

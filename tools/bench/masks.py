@@ -24,7 +24,7 @@ from flex_inductor.masks.library.blockmask import create_block_mask
 
 from .call import documents
 from .harness import OURS, PLOT, Result, above_start, milliseconds, timed
-from .workers import Failed, Job, Workers
+from .workers import Failed, Job, Worker
 
 HELP = "the cost of building block masks"
 OPTIONS: dict[str, Any] = {
@@ -133,7 +133,7 @@ def measure(case: Case, arguments: Namespace) -> list[Result]:
 
     with ExitStack() as processes:
         for side in SIDES if case.torch_too and not arguments.no_torch else SIDES[:1]:
-            worker = processes.enter_context(Workers())
+            worker = processes.enter_context(Worker())
             try:
                 found[side] = worker.run(Job(prepare, (case.title, side)))
                 sides[side] = partial(worker.run, Job(again, (side,)))

@@ -24,7 +24,8 @@ from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_untuned
 from .calls import facts_of
 from .compiling import Source, Watched, watch
-from .report import Call, Kernel, Report
+from .model import Call, Kernel
+from .report import Report
 
 __all__ = ["Call", "Kernel", "Report", "attention_kernels", "inspect", "kind"]
 

@@ -7,6 +7,8 @@ import functools
 import json
 import math
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,8 @@ from flex_inductor import errors
 from flex_inductor.lowerings import cache_folder
 from flex_inductor.op.flops import _backward_flops, _forward_flops
 
-from .model import Call
+from .calls import CallFacts, TensorFacts
+from .compiling import Lowered
 
 
 class Device(NamedTuple):
@@ -73,30 +76,22 @@ class Cost(NamedTuple):
         return None if self.seconds is None or not self.measured else self.seconds / self.measured
 
 
-def costs_of(call: Call, device: str | None = None) -> dict[str, Cost]:
-    """Of each direction, on a card of DEVICES or on this machine's CPU."""
-    return {direction: _cost(call, direction, device) for direction in call.lowered}
-
-
-def _cost(call: Call, direction: str, device: str | None) -> Cost:
+def cost_of(
+    facts: CallFacts, direction: str, lowered: Lowered, target: str, device: str | None = None
+) -> Cost:
+    """Of one direction of a call, on a card of DEVICES or on this machine's CPU."""
     forward = direction == "forward"
-    values = call.facts.values
-    flops = int((_forward_flops if forward else _backward_flops)(*_arguments(values, forward)))
-    moved = _bytes(call, forward)
-    found = _device(device, call.target)
-    measured = _measured_seconds(call, direction) if device is None else None
-    dtype = call.facts.tensors[0].dtype
+    flops = int((_forward_flops if forward else _backward_flops)(*_arguments(facts.values, forward)))
+    moved = _bytes(facts, forward)
+    found = _device(device, target)
+    times = [choice.milliseconds for choice in lowered.decision.kernels if device is None]
+    measured = sum(times) / 1e3 if times and None not in times else None  # of kernels that were all timed
+    dtype = facts.tensors[0].dtype
     if dtype not in found.flops:
         return Cost(flops, moved, found.name, None, "", measured)
     computing, moving = flops / found.flops[dtype], moved / found.bandwidth
     bound = "compute" if computing >= moving else "memory"
     return Cost(flops, moved, found.name, max(computing, moving), bound, measured)
-
-
-def _measured_seconds(call: Call, direction: str) -> float | None:
-    """Of all its kernels together, where each was timed."""
-    times = [choice.milliseconds for choice in call.lowered[direction].decision.kernels]
-    return sum(times) / 1e3 if times and None not in times else None
 
 
 def _arguments(values: Any, forward: bool) -> tuple:
@@ -109,23 +104,18 @@ def _arguments(values: Any, forward: bool) -> tuple:
     return tuple(BackwardCall(**{**given, **known}))
 
 
-def _bytes(call: Call, forward: bool) -> int:
-    query, key, value = call.facts.tensors
-    size = torch.empty((), dtype=getattr(torch, query.dtype)).element_size()
-    rows = query.shape[0] * query.shape[1] * query.shape[2]
-    shapes = (query.shape, key.shape, value.shape, (*query.shape[:3], value.shape[-1]))
-    q, k, v, out = map(math.prod, shapes)
-    captured = sum(
-        math.prod(capture.shape) * torch.empty((), dtype=getattr(torch, capture.dtype)).element_size()
-        for mod in (call.facts.score_mod, call.facts.mask_mod)
-        if mod
-        for capture in mod.captures
-        if hasattr(torch, capture.dtype)
-    )
+def _bytes(facts: CallFacts, forward: bool) -> int:
+    def size(tensors: Iterable[TensorFacts]) -> int:
+        known = (t for t in tensors if hasattr(torch, t.dtype))
+        return sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in known)
+
+    query, _, value = facts.tensors
+    out = replace(query, shape=(*query.shape[:3], value.shape[-1]))
+    captured = size(capture for mod in (facts.score_mod, facts.mask_mod) if mod for capture in mod.captures)
     if forward:
-        return (q + k + v + out) * size + captured
+        return size((*facts.tensors, out)) + captured
     # The output and its gradient are read for the rows' sums; gradients are written.
-    return (2 * (q + k + v) + 2 * out) * size + 4 * rows + 2 * captured
+    return 2 * size((*facts.tensors, out)) + 4 * math.prod(query.shape[:3]) + 2 * captured
 
 
 def _device(name: str | None, target: str) -> Device:

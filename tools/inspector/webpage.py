@@ -14,14 +14,12 @@ from pygments.lexers import CppLexer, PythonLexer
 
 from flex_inductor.lowerings.decision import config_text
 
-from .cost import costs_of
-from .model import Report
 from .page import cost_text, same_as, uses
 
 LIGHT, DARK = "friendly", "github-dark"
 
 
-def webpage(report: Report) -> str:
+def webpage(report: Any) -> str:
     users: dict[Any, list[int]] = {}
     for call in report.calls:
         for kernel in call.kernels:
@@ -30,7 +28,7 @@ def webpage(report: Report) -> str:
         report=report,
         users=users,
         places={kernel: f"kernel-{i}" for i, kernel in enumerate(report.kernels)},
-        earlier={call.number: same_as(report, call) for call in report.calls},
+        earlier={call.number: same_as(report.calls, call) for call in report.calls},
         styles={scheme: _style(style) for scheme, style in (("light", LIGHT), ("dark", DARK))},
     )
 
@@ -44,7 +42,6 @@ def _template() -> jinja2.Template:
         "python": functools.partial(_coloured, PythonLexer(stripnl=False)),
         "cpp": functools.partial(_coloured, CppLexer(stripnl=False)),
         "config": config_text,
-        "costs": costs_of,
         "cost": cost_text,
         "uses": uses,
     }

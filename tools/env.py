@@ -75,6 +75,10 @@ def versions() -> Iterator[Fact]:
     yield Fact("python", f"{platform.python_version()} on {platform.platform()}")
 
 
+def packages() -> dict[str, str]:
+    return {fact.name: fact.text for fact in versions() if fact.name != "python"}
+
+
 def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -137,8 +141,13 @@ def cpp_compiler() -> Fact:
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         # Inductor's error is the whole command line, then what the compiler said.
         return Fact("C++ compiler", str(error).rpartition("Output:\n")[2].strip(), ok=False)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    return Fact("C++ compiler", ": ".join([f"{compiler} works", *version.splitlines()[:1]]), ok=True)
+    return Fact("C++ compiler", f"{compiler} works: {compiler_version(compiler)}", ok=True)
+
+
+def compiler_version(compiler: str) -> str:
+    """The first line of what it says of itself, or its name."""
+    text = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return (text.splitlines() or [compiler])[0]
 
 
 def python_headers() -> Fact:

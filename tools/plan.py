@@ -210,9 +210,9 @@ def page(planned: Planned, facts: dict[str, list[float]]) -> str:
         "",
         RANK.format("rank", "tokens", "tiles of work", "cast: gets", "sends"),
     ]
-    ranks = dict(enumerate(zip(*facts.values(), strict=True)))
+    ranks: dict[Any, Any] = dict(enumerate(zip(*facts.values(), strict=True)))
     if planned.ranks > LISTED:  # the ends of many
-        ends = {"least": min, "mean": lambda values: sum(values) / len(values), "most": max}
+        ends: dict[str, Any] = {"least": min, "mean": lambda values: sum(values) / len(values), "most": max}
         ranks = {name: tuple(map(of, facts.values())) for name, of in ends.items()}
     for rank, (tokens, done, received, sent) in ranks.items():
         lines.append(RANK.format(str(rank), f"{tokens:.0f}", f"{done:.0f}", amount(received), amount(sent)))

@@ -28,12 +28,12 @@ TARGETS = tuple(_MOST)
 
 @dataclass
 class Resources:
-    """Per thread, but for shared memory, which is per instance. None where `reasons` says why."""
+    """Per thread, but for shared memory, which is per instance. None where `reasons` says why: of kernels for a CPU."""
 
-    registers: int | None
-    spill_bytes: int | None  # local memory: what did not fit into registers, and arrays on the stack
-    shared_bytes: int | None
-    instructions: dict[str, int] | None  # of the whole kernel, by class
+    registers: int | None = None
+    spill_bytes: int | None = None  # local memory: what did not fit into registers, and arrays on the stack
+    shared_bytes: int | None = None
+    instructions: dict[str, int] | None = None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)  # with work for tensor cores
 
@@ -123,21 +123,10 @@ def _alone(parse: Callable) -> Callable:
 
 def resources(compiled: Any, target: str) -> Resources:
     code = machine_code(compiled)
-    amd = target.startswith("gfx")
-    counts: Counter[str] = Counter(
-        next((name for name, pattern in (_AMD if amd else _NVIDIA).items() if i.matches(pattern)), "other")
-        for i in code
-    )
-    found = Resources(
-        *(_used_on_amd(compiled.asm["amdgcn"]) if amd else _used(compiled)),
-        compiled.metadata.shared,
-        dict(counts),
-        loops=[Loop.of(loop) for loop in main_loops(code)],
-    )
-    for name in ("registers", "spill_bytes"):
-        if getattr(found, name) is None:
-            found.reasons[name] = "the compiler's assembly has no such metadata"
-    return found
+    classes = _AMD if target.startswith("gfx") else _NVIDIA
+    counts = Counter(next((name for name, of in classes.items() if i.matches(of)), "other") for i in code)
+    loops = [Loop.of(loop) for loop in main_loops(code)]
+    return Resources(*_used(compiled), compiled.metadata.shared, dict(counts), loops=loops)
 
 
 def machine_code(compiled: Any) -> list[Instruction]:
@@ -146,8 +135,12 @@ def machine_code(compiled: Any) -> list[Instruction]:
 
 def _used(compiled: Any) -> tuple[int, int]:
     """Registers and bytes of local memory."""
-    usage = _of_binary(compiled, "cuobjdump", "-res-usage")
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    amd = compiled.asm.get("amdgcn")
+    names = r"\.(vgpr_count|agpr_count|private_segment_fixed_size)" if amd else r"\b(REG|STACK|LOCAL)"
+    text = amd or _of_binary(compiled, "cuobjdump", "-res-usage")
+    found = {name: int(value) for name, value in re.findall(rf"{names}:\s*(\d+)", text)}
+    if amd:
+        return max(found["vgpr_count"], found.get("agpr_count", 0)), found["private_segment_fixed_size"]
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
@@ -160,15 +153,6 @@ def _of_binary(compiled: Any, tool: str, *options: str) -> str:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
-
-
-def _used_on_amd(assembly: str) -> tuple[int | None, int | None]:
-    def metadata(name: str) -> int | None:
-        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
-        return int(found[1]) if found else None
-
-    vgprs, agprs = metadata("vgpr_count"), metadata("agpr_count")
-    return None if vgprs is None else max(vgprs, agprs or 0), metadata("private_segment_fixed_size")
 
 
 # The first pattern that matches an operation's start names its class.

@@ -16,8 +16,9 @@ from tests import inspected
 from tests.reports import inspected_anew, report
 
 CHANGES = (
-    (r"^(.*) for (\S+) \(.*\)$", lambda line: re.sub(r" [^ ,]+(?=[,)])", " ·", line[0])),  # versions
+    (r"\b(flex_inductor|torch|triton) \d[^ ,)]*", r"\1 ·"),
     (r"^   config   (?: \w+=\d+)+", lambda line: re.sub(r"=\d+", "=·", line[0])),
+    (r" COALESCED=·", ""),  # an axis that not every version of triton uses here
     (r"(?<==·) {2,}.*", ""),  # why, and the configs not taken
     (r"built by  .*", "built by  ·"),
     (r"\d+ (registers|bytes)", r"· \1"),
@@ -197,7 +198,7 @@ class Pages(expecttest.TestCase):
    loops     instructions of a tile, for each loop: ·
 
 == flex_inductor_backward_dq_0: backward_dq of call 0
-   config    BLOCK_M=· BLOCK_N=· COALESCED=· num_warps=· num_stages=·
+   config    BLOCK_M=· BLOCK_N=· num_warps=· num_stages=·
    built by  ·
    uses      · registers, · bytes spilled, · bytes of shared memory
    occupancy instances on a multiprocessor at once: ·

@@ -11,19 +11,19 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from ..options import at_least_one
-from .harness import OURS, Result, Spread, rounds, timed
+from .harness import OURS, Result, Spread, alternate, milliseconds, results_of, rounds
 from .workers import Job, Worker
 
 HELP = "a transformer's cold compilation on CPUs, next to SDPA's"
@@ -71,7 +71,8 @@ def measure(case: Case, arguments: Namespace) -> Iterator[Result]:
     def aim(side: str, _: list[float]) -> dict[str, Any]:
         return {"at_most": AIMS.get(case.layers, "") if side == OURS else ""}
 
-    yield from timed(case.title, {side: partial(wall, side) for side in SIDES}, arguments.rounds, aim)
+    times = alternate({side: partial(wall, side) for side in SIDES}, arguments.rounds)
+    yield from results_of(case.title, times, aim)
     parts = {side: [*map(parts_of, steps[side])] for side in SIDES}
     for what in dict.fromkeys(what for side in reversed(SIDES) for what in parts[side][0]):
         for side in SIDES:
@@ -122,12 +123,6 @@ def attention_of(side: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def first_step(side: str, layers: int, bf16: bool) -> Step:
     """In this process, which has compiled nothing, with an empty cache folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        return _first_step(side, layers, bf16)
-
-
-def _first_step(side: str, layers: int, bf16: bool) -> Step:
     from torch._dynamo.utils import compilation_time_metrics
     from torch._inductor.cpp_builder import CppBuilder
 
@@ -135,21 +130,24 @@ def _first_step(side: str, layers: int, bf16: bool) -> Step:
     model = nn.Sequential(*(Layer(attention_of(side)) for _ in range(layers))).to(dtype)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype)
     small = torch.ones(64, requires_grad=True)
-    torch.compile(torch.sin)(small).sum().backward()
     kernels: list[tuple[str, float]] = []
     build = CppBuilder.build
 
     def timed(self: CppBuilder) -> None:
-        start = time.perf_counter()
-        build(self)
-        kernels.append((kind_of(self.get_target_file_path()), time.perf_counter() - start))
+        seconds = milliseconds(partial(build, self)) / 1e3
+        kernels.append((kind_of(self.get_target_file_path()), seconds))
 
-    CppBuilder.build = timed  # type: ignore[method-assign]
-    compilation_time_metrics.clear()
-    compiled = torch.compile(model, backend="flex_inductor" if side == OURS else "inductor")
-    start, cpu = time.perf_counter(), cpu_seconds()
-    compiled(x).sum().backward()
-    wall = time.perf_counter() - start
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}),
+        mock.patch.object(CppBuilder, "build", timed),
+    ):
+        torch.compile(torch.sin)(small).sum().backward()
+        kernels.clear()
+        compilation_time_metrics.clear()
+        compiled = torch.compile(model, backend="flex_inductor" if side == OURS else "inductor")
+        cpu = cpu_seconds()
+        wall = milliseconds(lambda: compiled(x).sum().backward()) / 1e3
     phases = phases_of({name: sum(seconds) for name, seconds in compilation_time_metrics.items()}, wall)
     return Step(wall, cpu_seconds() - cpu, phases, kernels)
 

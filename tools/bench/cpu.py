@@ -18,13 +18,13 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from flex_inductor import flex_attention
 
 from .call import Call, Made
-from .harness import OURS, PLOT, Result, check, in_one_line, milliseconds, rounds, timed
+from .harness import OURS, PLOT, Result, alternate, check, in_one_line, milliseconds, results_of, rounds
 
 FLEX, SDPA, MASKED, DENSE = "torch flex", "SDPA is_causal", "SDPA mask", "dense eager"
 DENSE_BYTES = 3 << 30  # no side may hold more than this in scores
 
 HELP = "the CPU kernels, next to others"
-OPTIONS = {**rounds(8), **PLOT, "--threads": {"type": int, "help": "threads to use (default: torch's)"}}
+OPTIONS = {**rounds(8), **PLOT}
 COLUMNS = ("side", "ms", "over ours", "aim")
 
 
@@ -62,12 +62,6 @@ CASES = (
 )
 
 
-def cases(arguments: Namespace) -> tuple[Case, ...]:
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    return CASES
-
-
 def measure(case: Case, arguments: Namespace) -> list[Result]:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -85,7 +79,7 @@ def measure(case: Case, arguments: Namespace) -> list[Result]:
                 raise
             refused[side] = in_one_line(error)[:60]
     facts = lambda side, _: {"aim": case.aims.get(side, "")}  # noqa: E731
-    return timed(case.title, ready, arguments.rounds, facts, refused)
+    return results_of(case.title, alternate(ready, arguments.rounds), facts, refused)
 
 
 def sides_of(made: Made) -> dict[str, Callable]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from flex_inductor.lowerings.triton.tables import TABLES
 
+from ..users_code import Refused
 from . import gpu_calls, harness
 from .gpu_calls import BACKWARD, CASES, FORWARD, Case, Limits, Setting, Side
 from .harness import Result, Table, selected
@@ -32,20 +32,14 @@ COLUMNS = ("side", "ms", "over ours", "rate", "share", "aim")
 STAGES = (1, 2, 3, 4)
 AXES = {"forward": ("descriptors",), "backward_dq": ("coalesced",)}
 TRIED_WITH_AXES = 2  # of the plain configs, the fastest
-PASS_OF = {
-    "forward": FORWARD,
-    "backward_dq": BACKWARD,
-    "backward_dkdv": BACKWARD,
-}
-
-
+PASS_OF = {"forward": FORWARD, "backward_dq": BACKWARD, "backward_dkdv": BACKWARD}
 HELP = "attention kernels on this machine's card"
 OPTIONS: dict[str, Any] = {
     "--only": harness.OPTIONS["--only"],
     **harness.rounds(6),
     "--minutes": {"type": float, "default": 6.0, "help": "end after these (default 6)"},
     "--max-autotune": {"action": "store_true", "help": "tune our configs and torch's"},
-    "--compare": {"metavar": "KERNEL", "help": "time every config of this kernel of ours instead"},
+    "--compare": {"choices": PASS_OF, "help": "time every config of this kernel of ours instead"},
     "--out": {"metavar": "FOLDER", "type": Path, "help": "write report.md and report.json there"},
 }
 
@@ -54,15 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = selected(CASES, arguments.only)
     if not chosen:
         return 2
-    if arguments.compare not in (None, *PASS_OF):
-        print(f"no kernel is called {arguments.compare!r}; there are {', '.join(PASS_OF)}", file=sys.stderr)
-        return 2
     if not torch.cuda.is_available():
-        print(
-            "this machine has no GPU that torch can use; `flex-inductor bench static` needs none",
-            file=sys.stderr,
-        )
-        return 2
+        raise Refused("this machine has no GPU that torch can use; `flex-inductor bench static` needs none")
     setting = Setting(rounds=arguments.rounds, mode=gpu_calls.TUNED if arguments.max_autotune else None)
     with Bench(setting, Report(arguments.out), Deadline(arguments.minutes)) as bench:
         if arguments.compare is None:

@@ -135,44 +135,33 @@ class Table:
 
 
 def machine() -> dict[str, str]:
-    from ..env import cpu_name, versions
+    from ..env import cpu_name, packages
 
     return {
         "cpu": cpu_name(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} threads",
-        **{fact.name: f"{fact.name} {fact.text}" for fact in versions() if fact.name != "python"},
+        **{name: f"{name} {version}" for name, version in packages().items()},
     }
-
-
-def timed(
-    case: str,
-    sides: Mapping[str, Callable[[], float]],
-    rounds: int,
-    facts: Callable[[str, list[float]], dict[str, Any]] = lambda side, times: {},
-    refused: Mapping[str, str] | None = None,
-    most_seconds: float = math.inf,
-) -> list[Result]:
-    """The sides in turns; each gives its milliseconds. Ratios are to the first. `refused` says why others have none.
-
-    `facts` are those of a side with these times.
-    """
-    return [
-        *results_of(case, alternate(sides, rounds, most_seconds), facts),
-        *(Result(case, side, note=why) for side, why in (refused or {}).items()),
-    ]
 
 
 def results_of(
     case: str,
     times: Mapping[str, list[float]],
     facts: Callable[[str, list[float]], dict[str, Any]] = lambda side, times: {},
+    refused: Mapping[str, str] | None = None,
 ) -> list[Result]:
-    """Of the milliseconds that sides took in each round."""
+    """Of the milliseconds that sides took in each round; ratios are to the first. `refused` says why others have none.
+
+    `facts` are those of a side with these times.
+    """
     first = next(iter(times.values()), [])
     return [
-        Result(case, side, Spread.of(of), facts={"ratio": over(of, first), **facts(side, of)})
-        for side, of in times.items()
+        *(
+            Result(case, s, Spread.of(t), facts={"ratio": over(t, first), **facts(s, t)})
+            for s, t in times.items()
+        ),
+        *(Result(case, side, note=why) for side, why in (refused or {}).items()),
     ]
 
 

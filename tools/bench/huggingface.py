@@ -86,8 +86,9 @@ def llama(side: str) -> Any:
         "num_key_value_heads": HEADS,
         "vocab_size": VOCAB,
         "max_position_embeddings": LENGTH,
+        "attn_implementation": side,
     }
-    return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation=side)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
 
 @torch.no_grad()

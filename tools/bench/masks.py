@@ -23,7 +23,7 @@ from flex_inductor.masks.library.algebra import or_masks
 from flex_inductor.masks.library.blockmask import create_block_mask
 
 from .call import documents
-from .harness import OURS, PLOT, Result, above_start, milliseconds, timed
+from .harness import OURS, PLOT, Result, above_start, alternate, milliseconds, results_of
 from .workers import Failed, Job, Worker
 
 HELP = "the cost of building block masks"
@@ -48,8 +48,8 @@ class Case:
     torch_too: bool = False
 
 
-def hashed() -> Callable:
-    return lambda b, h, q, kv: ((q.long() * 2654435761) ^ (kv * 40503)) % 1009 < 5
+def hashed(b, h, q, kv):
+    return ((q.long() * 2654435761) ^ (kv * 40503)) % 1009 < 5
 
 
 def image(side: int) -> Callable:
@@ -59,14 +59,12 @@ def image(side: int) -> Callable:
     return neighbours
 
 
-def unsorted(count: int) -> Callable:
-    """65,536 tokens in no order, of `count` documents at random."""
+def unsorted(count: int | None = None) -> Callable:
+    """65,536 tokens in no order, of `count` documents at random, or each of its own."""
     generator = torch.Generator().manual_seed(0)
-    return library.document(torch.randint(0, count, (65536,), generator=generator), causal=False)
-
-
-def distinct() -> Callable:
-    return library.document(torch.randperm(65536, generator=torch.Generator().manual_seed(0)), causal=False)
+    ids = torch.randint(0, count, (65536,), generator=generator) if count else None
+    ids = torch.randperm(65536, generator=generator) if ids is None else ids
+    return library.document(ids, causal=False)
 
 
 def of_documents(length: int, count: int) -> Callable[[], Callable]:
@@ -86,10 +84,10 @@ CASES = (
     Case("600 new documents", 262144, of_documents(262144, 600), 70, 120),
     Case("13 x 13 neighbours, 256 x 256", 65536, lambda: image(256), 50, 100),
     Case("13 x 13 neighbours, 250 x 250", 62500, lambda: image(250), 1500, 100),
-    Case("hash", 16384, hashed, 700, 100, **_torch),
+    Case("hash", 16384, lambda: hashed, 700, 100, **_torch),
     Case("unsorted ids of 600", 65536, lambda: unsorted(600), 4000, 150),
     Case("unsorted ids of 10,000", 65536, lambda: unsorted(10000), 4000, 150),
-    Case("distinct ids", 65536, distinct, 4000, 150),
+    Case("distinct ids", 65536, unsorted, 4000, 150),
 )
 
 
@@ -139,7 +137,7 @@ def measure(case: Case, arguments: Namespace) -> list[Result]:
                 sides[side] = partial(worker.run, Job(again, (side,)))
             except Failed as failure:
                 refused[side] = str(failure)
-        return timed(case.title, sides, ROUNDS, facts, refused, MOST_SECONDS)
+        return results_of(case.title, alternate(sides, ROUNDS, MOST_SECONDS), facts, refused)
 
 
 def plot(axis: Any, _: list[Result], arguments: Namespace) -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flex_inductor import Sequences, create_block_mask, flex_attention, pad, varlen_attention
 from flex_inductor.reference import reference
 
-from .harness import Result, check, keep_freed_memory, milliseconds, rounds, timed
+from .harness import Result, alternate, check, keep_freed_memory, milliseconds, results_of, rounds
 
 HELP = "packed sequences and paged caches on the CPU"
 OPTIONS = rounds(8)
@@ -89,7 +89,8 @@ def measure(case: Case, arguments: Namespace) -> list[Result]:
         check([*map(side.of_longest, side.step())], gold, case.dtype)
     fewest = next(iter(sides.values())).pairs
     steps = {name: partial(milliseconds, side.step) for name, side in sides.items()}
-    return timed(case.title, steps, arguments.rounds, lambda name, _: {"pairs": sides[name].pairs / fewest})
+    times = alternate(steps, arguments.rounds)
+    return results_of(case.title, times, lambda name, _: {"pairs": sides[name].pairs / fewest})
 
 
 def _compiled(attention: Callable, **options: Any) -> Callable:

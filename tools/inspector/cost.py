@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from flex_inductor import errors
 from flex_inductor.lowerings import cache_folder
@@ -29,26 +29,24 @@ class Device(NamedTuple):
     bandwidth: float
 
 
-def _card(name: str, half: float, single: float, gigabytes: float) -> Device:
-    """`half` and `single`, with tensor cores where fp32 uses them as tf32, in 1e12 operations a second."""
-    peaks = {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12}
-    return Device(name, peaks, gigabytes * 1e9)
-
-
+# 1e12 operations a second in 16 bits and in fp32, with tensor cores where it uses them as tf32, and 1e9 bytes a second.
+_PEAKS = {
+    "A100": (312, 156, 2039),
+    "A10": (125, 62.5, 600),
+    "RTX 3090": (71, 35.6, 936),
+    "RTX 4090": (165, 82.6, 1008),
+    "RTX 5090": (210, 104.8, 1792),
+    "L40S": (362, 183, 864),
+    "H100": (989, 494, 3350),
+    "H200": (989, 494, 4800),
+    "B200": (2250, 1125, 8000),
+    "MI300X": (1307, 163, 5300),
+}
 DEVICES = {
-    card.name: card
-    for card in (
-        _card("A100", 312, 156, 2039),
-        _card("A10", 125, 62.5, 600),
-        _card("RTX 3090", 71, 35.6, 936),
-        _card("RTX 4090", 165, 82.6, 1008),
-        _card("RTX 5090", 210, 104.8, 1792),
-        _card("L40S", 362, 183, 864),
-        _card("H100", 989, 494, 3350),
-        _card("H200", 989, 494, 4800),
-        _card("B200", 2250, 1125, 8000),
-        _card("MI300X", 1307, 163, 5300),
+    name: Device(
+        name, {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12}, gigabytes * 1e9
     )
+    for name, (half, single, gigabytes) in _PEAKS.items()
 }
 _OF_TARGET = {
     "sm_80": "A100",
@@ -126,7 +124,7 @@ def _device(name: str | None, target: str) -> Device:
     return DEVICES[name]
 
 
-@functools.cache
+@cache
 def this_cpu() -> Device:
     """This machine, measured once and kept in the cache folder."""
     from ..env import cpu_name
@@ -154,7 +152,7 @@ def _measured() -> dict[str, Any]:
     single = torch.randn(_SIZE, _SIZE)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         a = single.to(dtype)
-        reached = 2 * _SIZE**3 / _best(lambda a=a: a @ a)
+        reached = 2 * _SIZE**3 / _best(partial(torch.matmul, a, a))
         flops[str(dtype).removeprefix("torch.")] = max(reached, flops.get("float32", 0.0))
     source = torch.empty(1 << 25)
     target = torch.empty_like(source)
@@ -165,13 +163,7 @@ def _measured() -> dict[str, Any]:
 _SIZE = 512  # of matrices: as fast as larger ones here, and quick where 16-bit products are slow
 
 
-def _best(run: Any) -> float:
-    """The shortest of some runs within a quarter of a second, after one to warm up."""
-    run()
-    times: list[float] = []
-    until = time.perf_counter() + 0.25
-    while not times or time.perf_counter() < until:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _best(run: Callable[[], Any]) -> float:
+    """The seconds of the fastest of some runs within a quarter of a second."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.25).times)

@@ -20,7 +20,7 @@ from .calls import CallFacts
 from .compiling import Lowered, Source
 from .cost import Cost, cost_of
 from .graphs import graph_text
-from .mask import MaskFacts, facts_of_mask
+from .mask import MaskFacts
 
 
 def plain(value: Any) -> Any:
@@ -128,7 +128,7 @@ class Call:
     def schedule(self) -> MaskFacts | None:
         # A mask's tokens are not those of a tile's place where tiles lie elsewhere.
         tokens = self.mask_graph is not None and self.facts.values.inputs.tile_map is None
-        return None if self.mask is None else facts_of_mask(self.mask, tokens)
+        return None if self.mask is None else MaskFacts(self.mask, tokens)
 
     def cost(self, device: str | None = None) -> dict[str, Cost]:
         """For each direction what it takes at least, on a card of cost.DEVICES or on this machine's CPU."""

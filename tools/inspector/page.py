@@ -126,20 +126,14 @@ def _kernel(kernel: Kernel, users: Sequence[str]) -> Iterator[str]:
 def uses(kernel: Kernel) -> dict[str, str]:
     """Registers, memory and what they allow for; nothing for kernels whose compiler was not asked."""
     found = kernel.resources
-
-    def shown(name: str) -> str:
-        value = getattr(found, name)
-        return f"unknown ({found.reasons[name]})" if value is None else str(value)
-
-    if found.registers is None and found.instructions is None:
+    if found.registers is None:
         return {}
-    lines = {
-        "uses": f"{shown('registers')} registers, {shown('spill_bytes')} bytes spilled, "
-        f"{shown('shared_bytes')} bytes of shared memory"
-    }
+    spilled = f"{found.registers} registers, {found.spill_bytes} bytes spilled"
+    lines = {"uses": f"{spilled}, {found.shared_bytes} bytes of shared memory"}
     if (busy := kernel.occupancy) is not None:
-        text = f"instances on a multiprocessor at once: {busy.instances}, limited by {busy.limit}"
-        lines["occupancy"] = text
+        lines["occupancy"] = (
+            f"instances on a multiprocessor at once: {busy.instances}, limited by {busy.limit}"
+        )
     return lines
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def save(made: Source, target: str, config: dict[str, Any], schedule: Sequence[A
     if known:
         torch.save(known, script.with_suffix(".pt"))
     language, given = ("cpp", _cpp(made)) if target == "cpu" else ("triton", _triton(made))
-    template = _environment().get_template(language)
+    template = templates().get_template(f"replay_{language}.py.jinja")
     names = {"kernel": made, "target": target, "config": config, "arguments": made.launch.arguments}
     script.write_text(template.render(**names, known=known, **given))
     return script
@@ -51,12 +50,8 @@ def _triton(made: Source) -> dict[str, Any]:
     }
 
 
-def _environment() -> jinja2.Environment:
-    folder = resources.files("flex_inductor.tools.inspector")
-    return jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(f"replay_{name}.py.jinja").read_text()),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+def templates(**options: Any) -> jinja2.Environment:
+    """The templates of this folder."""
+    loader = jinja2.PackageLoader("flex_inductor.tools.inspector", "")
+    spaces = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **spaces, **options)

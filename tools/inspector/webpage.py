@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -15,6 +14,7 @@ from pygments.lexers import CppLexer, PythonLexer
 from flex_inductor.lowerings.decision import config_text
 
 from .page import cost_text, same_as, uses
+from .replay import templates
 
 LIGHT, DARK = "friendly", "github-dark"
 
@@ -35,9 +35,7 @@ def webpage(report: Any) -> str:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = templates(autoescape=True)
     environment.filters |= {
         "python": functools.partial(_coloured, PythonLexer(stripnl=False)),
         "cpp": functools.partial(_coloured, CppLexer(stripnl=False)),
@@ -45,8 +43,7 @@ def _template() -> jinja2.Template:
         "cost": cost_text,
         "uses": uses,
     }
-    text = resources.files("flex_inductor.tools.inspector").joinpath("webpage.html.jinja").read_text()
-    return environment.from_string(text)
+    return environment.get_template("webpage.html.jinja")
 
 
 def _coloured(lexer: Any, source: str) -> Markup:

@@ -53,5 +53,5 @@ def _triton(made: Source) -> dict[str, Any]:
 def templates(**options: Any) -> jinja2.Environment:
     """The templates of this folder."""
     loader = jinja2.PackageLoader("flex_inductor.tools.inspector", "")
-    spaces = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    spaces: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **spaces, **options)

@@ -28,17 +28,8 @@ _INSTRUCTION = re.compile(
 )
 _LABEL = re.compile(r"^\s*([.$\w]+):")
 _BRANCH = re.compile(r"BRA|s_c?branch")
-_ENDS = (
-    "BRA",
-    "BRX",
-    "JMP",
-    "EXIT",
-    "RET",
-    "s_branch",
-    "s_cbranch",
-    "s_endpgm",
-    "s_setpc",
-)  # of a basic block
+# What ends a basic block.
+_ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET", "s_branch", "s_cbranch", "s_endpgm", "s_setpc")
 
 
 def instructions(text: str) -> list[Instruction]:

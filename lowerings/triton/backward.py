@@ -216,8 +216,7 @@ def _values(
     """The values that both templates get."""
     scale, scored = float(call.scale), inlined.score is not None
     return {
-        **builder.common(inlined),
+        **builder.common(inlined, LOG2_E if scored else LOG2_E * scale),
         **{name: builder.tensor(name, tensor) for name, tensor in tensors.items()},
         **builder.scaling(scored, scale),
-        "to_log2": repr(LOG2_E if scored else LOG2_E * scale),
     }

@@ -117,7 +117,7 @@ def _combine(
         },
         "splits": count,
         "H": builder.size(problem.H),
-        "ln_2": repr(LN_2),
+        "to_natural": repr(LN_2),
     }
     launched = builder.launch(queries, problem.H, _batches(problem))
     builder.call("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, launched)

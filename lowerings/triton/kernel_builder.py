@@ -47,6 +47,7 @@ class MapTables(NamedTuple):
     m: Tensor
     n: Tensor
     scattered: bool
+    in_batches: bool  # whether scattered keys are of several batches
     aligned: bool  # whether the kernel's tiles of keys are whole tiles of the map, or equal parts of one
     columns: dict[str, int]
 
@@ -71,9 +72,9 @@ class Text(NamedTuple):
     whole: str | None = None  # of a mask: holds only if every lane of the tile is chosen
 
     @property
-    def inside(self) -> list[str]:
-        """The statements in the loop."""
-        return [statement.text for statement in self._inside]
+    def inside(self) -> str:
+        """The statements in the loop, a line each."""
+        return "".join(f"{statement.text}\n" for statement in self._inside)
 
     @property
     def hoisted(self) -> list[str]:
@@ -108,8 +109,8 @@ class Inlined(NamedTuple):
     joint: Text | None
 
     @property
-    def hoisted(self) -> list[str]:
-        return [line for text in self if text is not None for line in text.hoisted]
+    def hoisted(self) -> str:
+        return "\n".join(line for text in self if text is not None for line in text.hoisted)
 
     @property
     def counts(self) -> Counter[str]:
@@ -242,7 +243,7 @@ class Builder:
         reads = _Reads(self, number)
         return walks(call.inputs.schedule, side, self.mods.mask is not None, self.tile_map is not None, reads)
 
-    def common(self, inlined: Inlined) -> dict[str, Any]:
+    def common(self, inlined: Inlined, to_log2: float = LOG2_E) -> dict[str, Any]:
         """The values that every template gets."""
         p = self.problem
         blocks = p.blocks or (None, None)
@@ -250,21 +251,24 @@ class Builder:
         values: dict[str, Any] = {
             **sizes,
             "head_rows": sizes["M"],
-            "D_PAD": padded(p.D),
-            "V_PAD": padded(p.V),
             "q_block": self._block(blocks[0], p.M),
             "kv_block": self._block(blocks[1], p.N),
             "many_tiles": self._many_tiles(),
             "rows_in_tiles": self.tile_map is None
             and (blocks[0] is None or one_block(p, blocks[0], p.M) or LARGEST_TILE % blocks[0] == 0),
-            "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
-            "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
+            "constants": {
+                "D_PAD": padded(p.D),
+                "V_PAD": padded(p.V),
+                "EVEN_M": self._even(p.M, blocks[0], "BLOCK_M"),
+                "EVEN_N": self._even(p.N, blocks[1], "BLOCK_N"),
+                "TO_LOG2": to_log2,
+            },
             "group": int(p.H) // int(p.K),
             "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
             "precision": repr(dot_precision(p.dtype)),
             "nvidia": self.nvidia,
             "tile_shape": self.tile,
-            "tile_map": None,
+            "places_of": "plain_places.jinja",
             "score_mod": inlined.score,
             "mask_mod": inlined.mask,
             "joint": inlined.joint,
@@ -273,8 +277,9 @@ class Builder:
         if self.tile_map is not None:  # lengths become the ends of the present tile
             m, n = (self.tensor(f"tiles_{s}", realized(x)) for s, x in zip("mn", self.tile_map, strict=True))
             aligned = blocks[1] & (blocks[1] - 1) == 0
-            tile_map = MapTables(m, n, p.scattered, aligned, _COLUMNS)
-            values |= {"tile_map": tile_map, "M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
+            tile_map = MapTables(m, n, p.scattered, p.scattered and p.B_kv != 1, aligned, _COLUMNS)
+            values |= {"places_of": "mapped_places.jinja", "tile_map": tile_map}
+            values |= {"M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
         return values
 
     def _block(self, block: int | None, length: Any) -> str | None:
@@ -360,10 +365,9 @@ def softmax_values(builder: Builder, call: LoweredCall, inlined: Inlined) -> dic
     # Otherwise the scale is part of the exponent, which a negative one would turn around.
     scaled = inlined.score is not None or scale <= 0
     return {
-        **builder.common(inlined),
+        **builder.common(inlined, LOG2_E if scaled else LOG2_E * scale),
         **{name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")},
         **builder.scaling(scaled, scale),
-        "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
         "to_natural": repr(1.0 if scaled else scale),
     }
 

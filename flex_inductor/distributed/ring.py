@@ -127,11 +127,10 @@ def ring_inputs(part: Part, ring: Ring, head: Any) -> Inputs:
 def _step(call: Any, block: Block, step: int) -> Any:
     """The call on the keys and values that are here at this step."""
     schedule: BlockRuns = call.inputs.schedule
+    lines: TileMap = call.inputs.tile_map
     steps = call.inputs.ring.visits.numel()
-    grids = schedule.kv_offsets.size(0) // steps
-    columns = schedule.q_offsets.size(-1) - 1
+    grids, columns = schedule.kv_offsets.size(0) // steps, lines.keys.size(0) // steps
     at = [(table.offsets[step * grids : (step + 1) * grids], table.runs) for table in schedule.tables]
-    lines = call.inputs.tile_map
     part = Part(
         schedule.with_tables(at),
         TileMap(lines.queries, lines.keys[step * columns : (step + 1) * columns]),
@@ -143,7 +142,7 @@ def _step(call: Any, block: Block, step: int) -> Any:
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return None if one is None else one + other
+    return None if one is None or other is None else one + other
 
 
 def _total(total: Block | None, grads: Any, block: Block, dtype: torch.dtype) -> Block:
@@ -159,15 +158,17 @@ def _total(total: Block | None, grads: Any, block: Block, dtype: torch.dtype) ->
     return total
 
 
-def forward(call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | None = None) -> Outputs:
+def forward(
+    ring: Ring, call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | None = None
+) -> Outputs:
     attend = attend or (lambda step: attention(*step))
-    ring = call.inputs.ring
     shape = (*call.key.shape[:2], call.key.size(-1), *call.value.shape[3:])
     agree(ring.plan, shape, call.query.dtype, ring.group)
     way = _Way(ring, call.key, call.value)
     merged: Outputs | None = None
+    part: Outputs | None
     for step, block in way.blocks(call.key, call.value):
-        if way.visits[step]:
+        if block is not None and way.visits[step]:
             part = attend(_step(call, block, step))
             merged = part if merged is None else _merged(merged, part)
         block = part = None  # before further ones come
@@ -187,9 +188,9 @@ def _merged(one: Outputs, other: Outputs) -> Outputs:
     return out.mul_(weight).addcmul_(part, part_weight), total, torch.maximum(peak, part_peak)
 
 
-def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = None) -> Any:
+def backward(ring: Ring, call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = None) -> Any:
     attend = attend or (lambda step: attention_backward(*step))
-    way = _Way(call.inputs.ring, call.key, call.value)
+    way = _Way(ring, call.key, call.value)
     dtype = score_dtype(call.query.dtype)
     d_query: Tensor | None = None
     d_captures: list[Tensor | None] | None = None
@@ -198,7 +199,7 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
     coming: deque[Block | None] = deque([None] * HALVES)
     own_grads: list[Block] = []
     for step, block in way.blocks(call.key, call.value):
-        grads: Any = attend(_step(call, block, step)) if way.visits[step] else None
+        grads: Any = attend(_step(call, block, step)) if block is not None and way.visits[step] else None
         way.end(works)
         messages: list[dist.P2POp] = []
         total, arriving = coming.popleft(), None
@@ -311,7 +312,7 @@ def _compiled(call: Any) -> Any:
 def _ring_forward(query, key, value, tensors, call):
     read = _load(call, tensors, query)
     fields = {name: read[name] for name in AttentionCall._fields[3:]}
-    return forward(AttentionCall(query, key, value, **fields), _compiled)
+    return forward(read["inputs"].ring, AttentionCall(query, key, value, **fields), _compiled)
 
 
 def _ring_forward_fake(query, key, value, *_):
@@ -322,9 +323,8 @@ def _ring_forward_fake(query, key, value, *_):
 def _ring_backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
     read = _load(call, tensors, query)
     fields = {name: read[name] for name in BackwardCall._fields[7:]}
-    *grads, captured = backward(
-        BackwardCall(query, key, value, out, lse, grad_out, grad_lse, **fields), _compiled
-    )
+    whole = BackwardCall(query, key, value, out, lse, grad_out, grad_lse, **fields)
+    *grads, captured = backward(read["inputs"].ring, whole, _compiled)
     return [grad for grad in (*grads, *captured) if grad is not None]
 
 

@@ -186,7 +186,8 @@ class Recording(_Run):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.calls is None or func in _ALWAYS_CALLED:
+        calls = self.calls
+        if calls is None or func in _ALWAYS_CALLED:
             return func(*args, **kwargs)
         if _is_custom(func):  # its derivative is Python code that no torch function sees
             self.give_up()
@@ -197,21 +198,21 @@ class Recording(_Run):
             self.give_up()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.returned(key, result)
+        self.returned(calls, key, result)
         return result
 
     def place(self, tensor: Tensor) -> int:
         self.forms.append(_form(tensor))
         return super().place(tensor)
 
-    def returned(self, key: Any, result: Any) -> None:
+    def returned(self, calls: list[tuple[Any, Any]], key: Any, result: Any) -> None:
         if isinstance(result, Tensor):
             place = self.places.get(id(result))
             if place is not None and self.forms[place] != _form(result):
                 return self.give_up()  # a replay would show the last form from the first call on
-            self.calls.append((key, self.place(result) if place is None else Known(place)))
+            calls.append((key, self.place(result) if place is None else Known(place)))
         elif key[0] is Tensor.__setitem__:
-            self.calls.append((key, None))
+            calls.append((key, None))
         else:
             self.give_up()
 

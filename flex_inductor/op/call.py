@@ -64,26 +64,13 @@ class Inputs(NamedTuple):
             found["ring"] = Ring(*found["ring"])
         return cls(**found)
 
-    def parts(self) -> tuple[Inputs, list[Tensor]]:
-        """These inputs with a mark in the place of each tensor, and the tensors."""
-        leaves, spec = tree_flatten(self)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tree_unflatten(marked, spec), tensors
-
-    def filled(self, values: Iterable[Any]) -> Inputs:
-        """The first of `parts` with values in the places of its marks."""
-        leaves, spec = tree_flatten(self)
-        found = iter(values)
-        return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in leaves], spec)
-
     @property
     def differentiable(self) -> list[Tensor]:
         """The tensors that may have a gradient, in the order of the backward op's results for them."""
         return [tensor for name in DIFFERENTIABLE for tensor in _tensors(getattr(self, name))]
 
     def by_tensor(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradient of every tensor of `parts`, given those of `differentiable`."""
+        """The gradient of every tensor, in the order of the fields, given those of `differentiable`."""
         found = iter(gradients)
         return [
             next(found) if name in DIFFERENTIABLE else None
@@ -93,8 +80,6 @@ class Inputs(NamedTuple):
 
 
 DIFFERENTIABLE = ("score_captures", "stand_ins")
-
-_TENSOR = object()
 
 
 def _is_absent(value: Any) -> bool:
@@ -168,6 +153,23 @@ class BackwardCall(NamedTuple):
 
     def wire(self) -> tuple[Any, ...]:
         return (*self[:-2], self.inputs.wire(), _options_wire(self.options))
+
+
+def parts(call: AttentionCall) -> tuple[AttentionCall, list[Tensor]]:
+    """The call with a mark in the place of each tensor, and the tensors."""
+    leaves, spec = tree_flatten(call)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tree_unflatten([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec), tensors
+
+
+def filled(call: AttentionCall, values: Iterable[Any]) -> AttentionCall:
+    """The first of `parts` with values in the places of its marks."""
+    leaves, spec = tree_flatten(call)
+    found = iter(values)
+    return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+
+_TENSOR = object()
 
 
 def _options_wire(options: CallOptions) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from . import errors
 from .apart import apart_from_surrounding_trace
 
-FORMAT = 1
+FORMAT = 2
 DEPTH = 4  # how deeply lists may be nested in an argument
 
 # Python's functions that may compute with sizes.

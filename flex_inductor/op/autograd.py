@@ -12,11 +12,11 @@ from torch._C import DispatchKey
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._pytree import tree_map
 
 from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import joint_graph
-from ..visits import kind_of
 from .call import QKV, AttentionCall, BackwardCall, filled, parts
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
@@ -126,10 +126,9 @@ class _BackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        call = BackwardCall.read(*args)
-        schedule = call.inputs.schedule
-        form = None if schedule is None else kind_of(schedule)
-        folded, unfold = fold_backward(call, BackwardCall.read(*in_dims, form=form), info.batch_size)
+        # Texts name what a call has, so they stay.
+        dims = tree_map(lambda arg, dim: arg if isinstance(arg, str) else dim, args, in_dims)
+        folded, unfold = fold_backward(BackwardCall.read(*args), BackwardCall.read(*dims), info.batch_size)
         grads = unfold(_backward_op(*folded.wire()))
         return grads, tuple(None if grad is None else 0 for grad in grads)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from ..mod_ir.split import Programs
 from . import call_text, chunked
 from .call import QKV
 from .library import BACKWARD, FORWARD, define
@@ -11,25 +14,25 @@ from .library import BACKWARD, FORWARD, define
 
 @torch.no_grad()
 def _forward(query, key, value, tensors, call):
-    call = call_text.load(call, tensors)
+    call = call_text.load(call, tensors, Programs)
     return chunked.forward(query, key, value, call.inputs, call.mods, call.scale)
 
 
 def _forward_fake(query, key, value, tensors, call):
-    return chunked.empty_outputs(query, value, call_text.load(call, tensors).inputs.partial)
+    return chunked.empty_outputs(query, value, call_text.load(call, tensors, Programs).inputs.partial)
 
 
 @torch.no_grad()
 def _backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
-    call = call_text.load(call, tensors)
+    call = call_text.load(call, tensors, Programs)
     *grads, captured = chunked.backward(
         query, key, value, out, lse, grad_out, grad_lse, call.inputs, call.mods, call.scale, call.wants
     )
     return [grad for grad in (*grads, *captured) if grad is not None]
 
 
-def _backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
-    call = call_text.load(call, tensors)
+def backward_fake(mods, query, key, value, out, lse, grad_out, grad_lse, tensors, call):
+    call = call_text.load(call, tensors, mods)
     grads = [
         chunked.empty_gradient(tensor, call.inputs.partial)
         for name, tensor in zip(QKV, (query, key, value), strict=True)
@@ -40,4 +43,4 @@ def _backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors, cal
 
 
 define("chunked_forward", FORWARD, _forward, _forward_fake)
-define("chunked_backward", BACKWARD, _backward, _backward_fake)
+define("chunked_backward", BACKWARD, _backward, functools.partial(backward_fake, Programs))

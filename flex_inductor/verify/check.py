@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.program import AXES
+from ..mod_ir.split import Programs
 from ..op import call_text
 from ..op.call import QKV, check_served
 from ..op.library import define
@@ -68,7 +69,7 @@ class _Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    call: call_text.Call
+    call: call_text.Call[Programs]
     code: str
 
     @property
@@ -82,7 +83,7 @@ class _Call(NamedTuple):
     def parts(self) -> tuple[list[_Part], bool]:
         """The parts to check, and whether they are all of the call."""
         inputs: Any = self.call.inputs
-        score, mask = self.call.texts["score"], self.call.texts["mask"]
+        score, mask = self.call.data["score"], self.call.data["mask"]
         mods = (
             Mod(score, inputs.score_captures) if score else None,
             Mod(mask, inputs.mask_captures) if mask else None,
@@ -102,12 +103,12 @@ class _Call(NamedTuple):
         return [_Part(exact, whole or exact.lanes <= WHOLE_LANES, self.code) for exact in found], whole
 
     def joint(self) -> Mod | None:
-        joint = self.call.texts["joint"]
+        joint = self.call.data["joint"]
         return Mod(joint, self.call.inputs.score_captures) if joint else None
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, code: str) -> _Call:
-    call = call_text.load(text, tensors)
+    call = call_text.load(text, tensors, Programs)
     check_served(call.inputs, ("score_captures", "mask_captures", "schedule", "tile_map", "scattered"))
     return _Call(query, key, value, call, code)
 

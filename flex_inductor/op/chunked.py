@@ -149,9 +149,25 @@ def empty_outputs(query: Tensor, value: Tensor, partial: bool = False) -> tuple[
     return out, query.new_empty(rows, dtype=dtype), query.new_empty(rows, dtype=dtype)
 
 
-def empty_gradient(tensor: Tensor, partial: bool = False) -> Tensor:
-    """Unfilled, in the tensor's memory layout."""
-    return empty_like_layout(tensor, tensor.shape, score_dtype(tensor.dtype) if partial else None)
+def empty_gradients(
+    qkv: Sequence[Tensor], inputs: Inputs, wants: Sequence[str], wanted_captures: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+    """The results of `backward`, unfilled."""
+    query, key, value = (
+        empty_like_layout(t, t.shape, score_dtype(t.dtype) if inputs.partial else None)
+        if name in wants
+        else None
+        for name, t in zip(QKV, qkv, strict=True)
+    )
+    captures = zip(inputs.score_captures, wanted_captures, strict=True)
+    return (
+        query,
+        key,
+        value,
+        tuple(
+            torch.empty(c.shape, dtype=c.dtype, device=c.device) if wanted else None for c, wanted in captures
+        ),
+    )
 
 
 class _Run:

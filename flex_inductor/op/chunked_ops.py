@@ -8,7 +8,6 @@ import torch
 
 from ..mod_ir.split import Programs
 from . import call_text, chunked
-from .call import QKV
 from .library import BACKWARD, FORWARD, define
 
 
@@ -33,13 +32,10 @@ def _backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
 
 def backward_fake(mods, query, key, value, out, lse, grad_out, grad_lse, tensors, call):
     call = call_text.load(call, tensors, mods)
-    grads = [
-        chunked.empty_gradient(tensor, call.inputs.partial)
-        for name, tensor in zip(QKV, (query, key, value), strict=True)
-        if name in call.wants
-    ]
-    captures = zip(call.inputs.score_captures, call.wanted_captures, strict=True)
-    return grads + [torch.empty(c.shape, dtype=c.dtype, device=c.device) for c, wanted in captures if wanted]
+    *grads, captured = chunked.empty_gradients(
+        (query, key, value), call.inputs, call.wants, call.wanted_captures
+    )
+    return [grad for grad in (*grads, *captured) if grad is not None]
 
 
 define("chunked_forward", FORWARD, _forward, _forward_fake)

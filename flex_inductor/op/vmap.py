@@ -17,7 +17,6 @@ from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.names import WrappedMod, capture_names
 from ..mod_ir.trace import trace_value
-from ..visits import Bounds
 from .call import AttentionCall, BackwardCall, Inputs, wanted_gradients
 
 aten = torch.ops.aten
@@ -119,20 +118,13 @@ class _Fold:
     def schedule(self, schedule: Any, dims: Any) -> Any:
         if schedule is None:
             return None
-        if isinstance(schedule, Bounds):
-            return self._bounds(schedule, dims)
-        pairs = [*zip(schedule.tables, dims.tables, strict=True)]
-        alike = all(table.offsets is None or table.offsets.size(0) == 1 for table, _ in pairs)
-        if alike and all(dim is None for _, at in pairs for dim in at):
+        of_tensors = [dim for x, dim in zip(schedule, dims, strict=True) if isinstance(x, Tensor)]
+        if schedule.grids[0] == 1 and all(dim is None for dim in of_tensors):
             return schedule  # the same for every example and batch
-        if schedule.of_one:
-            return schedule.with_tables(self.tensors(table, at) for table, at in pairs)
+        if schedule.form != "runs":
+            return type(schedule)(*self.tensors(schedule, dims))
+        pairs = zip(schedule.tables, dims.tables, strict=True)
         return schedule.with_tables(self._runs(*table, *at) for table, at in pairs)
-
-    def _bounds(self, bounds: Any, dims: Any) -> Any:
-        if bounds.grids[0] == 1 and all(dim is None for dim in dims):
-            return bounds  # the same for every example and batch
-        return type(bounds)(*self.tensors(bounds, dims))
 
     def _runs(
         self, offsets: Tensor, runs: Tensor, offsets_dim: int | None, runs_dim: int | None

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils import _pytree as pytree
 
 from .. import compat
 from ..visits import BlockRuns, Schedule
+from . import pytrees
 from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
 from .library.algebra import offset
 from .lists import block_mask_from_runs
 from .ordinary import ordinary_tensors
-from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, transposed
+from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, tables, transposed
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 TENSORS = tuple(f"{side}_{part}" for side in SIDES for part in ("offsets", "runs"))
@@ -70,13 +70,9 @@ class RunSchedule:
         columns = transposed(runs, grids[0] * grids[1])
         if jumps is not None:
             runs, columns = split(runs, jumps[1]), split(columns, jumps[0])
-        tensors: dict[str, Any] = {}
-        for side, kind in zip(SIDES, (PARTIAL, FULL) * 2, strict=True):
-            chosen = (columns if "q" in side.split("_") else runs).of_kind(kind)
-            tensors[f"{side}_offsets"] = _per_grid(chosen.offsets(), grids)
-            tensors[f"{side}_runs"] = torch.stack([chosen.start, chosen.stop], dim=1).to(torch.int32)
+        found: Any = dict(zip(TENSORS, tables(runs, grids) + tables(columns, grids), strict=True))
         return RunSchedule(
-            **tensors,
+            **found,
             batch=extent.batch,
             heads=extent.heads,
             seq_lengths=extent.lengths,
@@ -237,13 +233,6 @@ class RunSchedule:
         return f"{self!r}\n{self.picture()}"
 
 
-def _per_grid(offsets: Tensor, grids: tuple[int, int]) -> Tensor:
-    """Offsets of all lines as one row for each grid, each with its own end."""
-    lines = (offsets.numel() - 1) // (grids[0] * grids[1])
-    starts = torch.arange(grids[0] * grids[1], device=offsets.device)[:, None] * lines
-    return offsets[starts + torch.arange(lines + 1, device=offsets.device)].view(*grids, lines + 1)
-
-
 def _lines_of(offsets: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     line = torch.repeat_interleave(offsets.diff(dim=-1).reshape(-1).long())
     return line, runs[:, 0].long(), runs[:, 1].long()
@@ -296,40 +285,16 @@ def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
     return from_grid(kinds[..., :columns].reshape(-1, columns)), (grids[0], grids[1])
 
 
-@dataclass(frozen=True)
-class _Context:
-    """Everything but tensors; equal if the function is the same object."""
-
-    batch: int
-    heads: int
-    seq_lengths: tuple[int, int]
-    BLOCK_SIZE: tuple[int, int]
-    mask_mod: Callable
-    separate_full_blocks: bool
-
-
 _CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod", "separate_full_blocks")
 
 
-def _flatten(schedule: RunSchedule) -> tuple[list[Tensor], _Context]:
-    return schedule.tensors, _Context(*(getattr(schedule, n) for n in _CONTEXT))
+def _flatten(schedule: RunSchedule) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+    tensors = dict(zip(TENSORS, schedule.tensors, strict=True))
+    return tensors, tuple(getattr(schedule, name) for name in _CONTEXT)
 
 
-def _flatten_with_keys(schedule: RunSchedule) -> tuple[list[tuple[Any, Tensor]], _Context]:
-    tensors, context = _flatten(schedule)
-    return [(pytree.GetAttrKey(n), t) for n, t in zip(TENSORS, tensors, strict=True)], context
+def _unflatten(tensors: Any, context: tuple[Any, ...]) -> RunSchedule:
+    return RunSchedule(*tensors, *context)
 
 
-def _unflatten(tensors: Any, context: _Context) -> RunSchedule:
-    return RunSchedule(
-        **dict(zip(TENSORS, tensors, strict=True)), **{n: getattr(context, n) for n in _CONTEXT}
-    )
-
-
-pytree.register_pytree_node(
-    RunSchedule,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="flex_inductor.RunSchedule",
-)
+pytrees.register(RunSchedule, _flatten, _unflatten)

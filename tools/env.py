@@ -98,10 +98,9 @@ def devices() -> Iterator[Fact]:
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if device is not None else 0
-    for index in range(count):
-        yield Fact(f"{device.type}:{index}", describe_device(device.type, index), ok=True)
     if device is not None:
+        for index in range(torch.accelerator.device_count()):
+            yield Fact(f"{device.type}:{index}", describe_device(device.type, index), ok=True)
         return
     built_for = torch.accelerator.current_accelerator(check_available=False)
     if built_for is None:

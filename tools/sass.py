@@ -121,7 +121,7 @@ def _blocks(code: Sequence[Instruction]) -> tuple[dict[int, list[Instruction]], 
     for start, following in zip(blocks, [*list(blocks)[1:], None], strict=True):
         last = blocks[start][-1]
         leaves = last.operation.startswith(_ENDS) and not last.guarded
-        after[start] = {last.target, None if leaves else following} - {None}
+        after[start] = {place for place in (last.target, None if leaves else following) if place is not None}
     return blocks, after
 
 

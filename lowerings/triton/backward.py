@@ -97,7 +97,7 @@ def _in_whole_tiles(rows: Any, beyond: float) -> Any:
 def _delta(call: LoweredCall) -> Any:
     """[B, H, whole tiles]: what the gradient of the softmax subtracts in each row."""
     parts = []
-    if call.grad_out is not None:
+    if call.out is not None and call.grad_out is not None:
         products = lowerings[aten.mul](
             to_dtype(call.out, torch.float32), to_dtype(call.grad_out, torch.float32)
         )

@@ -280,12 +280,12 @@ class Builder:
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
         }
-        if self.mapped:  # lengths become the ends of the present tile
+        given = self.call.inputs.tile_map
+        if given is not None and p.blocks is not None:  # lengths become the ends of the present tile
             m, n = (
-                self.tensor(f"tiles_{side}", realized(lines))
-                for side, lines in zip("mn", self.call.inputs.tile_map, strict=True)
+                self.tensor(f"tiles_{side}", realized(lines)) for side, lines in zip("mn", given, strict=True)
             )
-            aligned = blocks[1] & (blocks[1] - 1) == 0
+            aligned = p.blocks[1] & (p.blocks[1] - 1) == 0
             tile_map = MapTables(m, n, p.scattered, p.scattered and p.B_kv != 1, aligned, _COLUMNS)
             values |= {"places_of": "mapped_places.jinja", "tile_map": tile_map}
             values |= {"M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
@@ -303,7 +303,7 @@ class Builder:
         p = self.problem
         if p.blocks is None:
             return "True"
-        sizes = self._block(p.blocks[0], p.M), self._block(p.blocks[1], p.N)
+        sizes = str(self._block(p.blocks[0], p.M)), str(self._block(p.blocks[1], p.N))
         if not all(size.isdigit() for size in sizes):
             return "True"
         return f"({sizes[0]} // BLOCK_M) * ({sizes[1]} // BLOCK_N) >= 8"
@@ -367,7 +367,7 @@ def softmax_values(builder: Builder, inlined: Inlined) -> dict[str, Any]:
 
 def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:
     """The batches, queries and keys that kernels go through. With a map: one batch of whole blocks."""
-    if problem.map_tiles is None:
+    if problem.map_tiles is None or problem.blocks is None:
         return problem.B, problem.M, problem.N
     return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))
 

@@ -89,6 +89,7 @@ class Made:
         shapes = [(call.batch, heads, length, call.head_dim) for heads, length in sizes]
         tensors = [torch.randn(shape, dtype=call.dtype, device=device) for shape in shapes]
         self.inputs, self.grad = [t.requires_grad_(call.backward) for t in tensors[:3]], tensors[3]
+        self.captures: tuple[Tensor, ...]
         mod, self.captures = MODS.get(call.variant, lambda *_: (None, ()))(call, device)
         self.mask_mod = MASKS.get(call.variant, lambda *_: library.causal())(call, device)
         mask = self.mask_mod and create_block_mask(

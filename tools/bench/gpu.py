@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -190,12 +191,16 @@ def axes_on(kernel: str, sides: Sequence[Side]) -> Iterator[Side]:
             yield Side.of(kernel, **side.sizes(kernel), **{axis: 1})
 
 
+def _median(result: Result) -> float:
+    return result.ms.median if result.ms else math.inf
+
+
 def _fastest(bench: Bench, case: Case, kernel: str, sides: Sequence[Side]) -> list[tuple[Side, Any]]:
     """The sides that could be timed with their ratios to the default, the fastest first. A line is printed for each."""
     by_name = {side.name: side for side in sides}
     title = case.title_of(PASS_OF[kernel])
     results = [r for r in bench.results([(case, [*by_name.values()])]) if r.case == title]
-    timed = sorted((r for r in results if r.ms is not None), key=lambda r: r.ms.median)
+    timed = sorted((r for r in results if r.ms is not None), key=_median)
     bench.report.say(*(f"    {r.facts['ratio']}  {r.ms} ms  {r.side}" for r in timed))
     bench.report.say(*(f"    --  {r.side}: {r.note}" for r in results if r.ms is None))
     return [(by_name[r.side], r.facts["ratio"]) for r in timed]

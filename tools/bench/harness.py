@@ -84,7 +84,7 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
     if not chosen:
         return 2
     drawn = getattr(arguments, "plot", None)
-    pyplot = load_pyplot() if drawn else None
+    pyplot: Any = load_pyplot() if drawn else None
     quiet = arguments.json == "-"
     table = Table(bench.COLUMNS, max(len(case.title) for case in chosen))
     results: list[Result] = []

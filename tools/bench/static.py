@@ -73,6 +73,7 @@ def measure(case: Case, _: Namespace) -> Iterator[Result]:
 
     for kernel in case.kernels():
         config, _, found = compile_untuned(kernel, case.target)
+        shared = found.shared_bytes or 0
         tile, device = (config["BLOCK_M"], config["BLOCK_N"]), known_device(case.target)
         threads = config["num_warps"] * device.warp
         # Of the loops the first visits partial tiles, as in the source.
@@ -82,8 +83,8 @@ def measure(case: Case, _: Namespace) -> Iterator[Result]:
             "registers": found.registers,
             "local_bytes": found.spill_bytes,
             "local_in_loops": sum(loop.local for loop in found.loops),
-            "shared_kib": found.shared_bytes / 1024,
-            "fits": "yes" if found.shared_bytes <= device.shared_bytes else "no",
+            "shared_kib": shared / 1024,
+            "fits": "yes" if shared <= device.shared_bytes else "no",
             "partial": partial,
             "full": full,
             "tensor": last.tensor,

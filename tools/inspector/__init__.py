@@ -69,7 +69,7 @@ def attention_kernels(
 ) -> list[GeneratedKernel]:
     """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
     watched = watch(fn, args, kwargs, target, backward)
-    return [source.triton for source in watched.choices]
+    return [source.triton for source in watched.choices if source.triton is not None]
 
 
 def kind(kernel: GeneratedKernel) -> str:

@@ -107,7 +107,7 @@ def watch(
                 flex_inductor(module, list(inputs), options=options)
         return stop
 
-    inner = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
+    inner: Any = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)

@@ -23,8 +23,8 @@ from . import supported
 
 KERNEL_HINTS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
 
-# In 2.11 a float computed from changing floats is a constant, unless it is a sum or product of tensors.
-COMPUTED_FLOATS_ARE_CONSTANTS = supported.TORCH < (2, 12)
+# Until 2.12 a float computed from changing floats is a constant, unless it is a sum or product of tensors.
+COMPUTED_FLOATS_ARE_CONSTANTS = supported.TORCH < (2, 13)
 
 
 def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:

@@ -128,12 +128,3 @@ def backend_options(options: CallOptions, backend: BackendOptions, number: int) 
 def tuning_options(options: CallOptions, imported: str, visited: tuple[float, float] | None) -> CallOptions:
     """A call's options where kernels are timed."""
     return options._replace(imported=imported, visited=visited)
-
-
-def saved_options(options: CallOptions) -> dict[str, Any]:
-    """What a file keeps of a call's options; `loaded_options` reads it."""
-    return {"hints": dict(options.hints), "lse": options.lse, "max_scores": options.max_scores}
-
-
-def loaded_options(saved: dict[str, Any]) -> CallOptions:
-    return call_options(saved["hints"], lse=saved["lse"], max_scores=saved["max_scores"])

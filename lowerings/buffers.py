@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.virtualized import V
 
 
 def realized(value: Any) -> Any:
@@ -22,3 +23,8 @@ def layout_of(fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
         return size.node.expr if isinstance(size, torch.SymInt) else size
 
     return [*map(plain, fake.shape)], [*map(plain, fake.stride())]
+
+
+def results_read() -> set[int]:
+    """Which of the op's results the graph reads, by number. A kernel need not write the others."""
+    return {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}

@@ -24,8 +24,8 @@ class LoweredCall:
     scale: float
     inputs: Inputs  # with IR nodes in place of tensors
     options: CallOptions
-    out: ir.TensorBox = None
-    lse: ir.TensorBox = None
+    out: ir.TensorBox | None = None
+    lse: ir.TensorBox | None = None
     grad_out: ir.TensorBox | None = None
     grad_lse: ir.TensorBox | None = None
     joint: ir.Subgraph | None = None

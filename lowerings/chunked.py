@@ -9,7 +9,6 @@ import torch
 
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op import call_text, chunked
-from flex_inductor.op.call import QKV, wanted_gradients
 from flex_inductor.visits import FORMS
 
 from . import host_ops
@@ -36,17 +35,9 @@ class ChunkedRoute:
         return [*wide_indices(problem), *unused_hints(problem), *unused_splits(problem, decodes=False)]
 
     def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:
-        qkv, text, tensors = op_arguments(problem, call)
-        if problem.direction == "forward":
-            return host_ops.call(torch.ops.flex_inductor.chunked_forward.default, *qkv, tensors, text), ()
-        grads = host_ops.call(
-            torch.ops.flex_inductor.chunked_backward.default,
-            *qkv, call.out, call.lse, call.grad_out, call.grad_lse, tensors, text,
-        )  # fmt: skip
-        found = iter(grads)
-        d_qkv = [next(found) if name in problem.outputs else None for name in QKV]
-        wanted = wanted_gradients(call.joint and call.joint.graph_module, len(call.inputs.score_captures))
-        return (*d_qkv, tuple(next(found) if want else None for want in wanted)), ()
+        _, text, tensors = op_arguments(problem, call)
+        ops = torch.ops.flex_inductor
+        return host_ops.lower(problem, call, ops.chunked_forward, ops.chunked_backward, tensors, text), ()
 
 
 def op_arguments(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple, str, list[Any]]:

@@ -6,6 +6,11 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
+from flex_inductor.op.call import QKV, wanted_gradients
+
+from .call import LoweredCall
+from .problem import AttentionProblem
+
 
 def call(op: Any, *args: Any) -> Any:
     """`op(*args)` in Inductor's graph, which then is not captured as a CUDA graph."""
@@ -15,3 +20,16 @@ def call(op: Any, *args: Any) -> Any:
     if not V.graph.disable_cudagraphs_reason:
         V.graph.disable_cudagraphs_reason = f"{op} waits for values on the host"
     return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def lower(
+    problem: AttentionProblem, of: LoweredCall, forward: Any, backward: Any, tensors: Any, text: str
+) -> Any:
+    """The results of a call by an op that takes the rest of it as text; `backward` gives the gradients wanted."""
+    qkv = (of.query, of.key, of.value)
+    if problem.direction == "forward":
+        return call(forward.default, *qkv, tensors, text)
+    found = iter(call(backward.default, *qkv, of.out, of.lse, of.grad_out, of.grad_lse, tensors, text))
+    d_qkv = [next(found) if name in problem.outputs else None for name in QKV]
+    wanted = wanted_gradients(of.joint and of.joint.graph_module, len(of.inputs.score_captures))
+    return (*d_qkv, tuple(next(found) if want else None for want in wanted))

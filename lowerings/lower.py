@@ -54,7 +54,7 @@ def _lower(op_call: AttentionCall | BackwardCall, direction: str, outputs: tuple
     bounds = isinstance(schedule, Bounds)
     problem = AttentionProblem(
         direction=direction,
-        device=call.query.get_device(),
+        device=call.query.get_device_or_error(),
         dtype=call.query.get_dtype(),
         **_sizes(call),
         aligned=all(map(_aligned, tensors.values())),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from flex_inductor.op import chunked
-from flex_inductor.op.call import QKV, wanted_gradients
 
 from . import host_ops
 from .call import LoweredCall
@@ -35,21 +34,11 @@ class RingRoute:
     def lower(self, problem: AttentionProblem, call: LoweredCall) -> tuple[Any, Sequence[Choice]]:
         from flex_inductor.distributed import ring
 
-        qkv = (call.query, call.key, call.value)
         graphs = {
             name: graph.graph_module
             for name in ("score_mod", "mask_mod", "joint")
             if (graph := getattr(call, name)) is not None
         }
         text, tensors = ring.dump(replace(call, **graphs))
-        if problem.direction == "forward":
-            return host_ops.call(torch.ops.flex_inductor.ring_forward.default, *qkv, tensors, text), ()
-        grads = iter(
-            host_ops.call(
-                torch.ops.flex_inductor.ring_backward.default,
-                *qkv, call.out, call.lse, call.grad_out, call.grad_lse, tensors, text,
-            )
-        )  # fmt: skip
-        d_qkv = [next(grads) if name in problem.outputs else None for name in QKV]
-        wanted = wanted_gradients(graphs.get("joint"), len(call.inputs.score_captures))
-        return (*d_qkv, tuple(next(grads) if want else None for want in wanted)), ()
+        ops = torch.ops.flex_inductor
+        return host_ops.lower(problem, call, ops.ring_forward, ops.ring_backward, tensors, text), ()

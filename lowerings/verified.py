@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.virtualized import V
 
 from flex_inductor.verify import check  # noqa: F401 - defines the ops
 
 from . import host_ops
+from .buffers import results_read
 from .call import LoweredCall
 from .chunked import op_arguments
 from .problem import AttentionProblem
@@ -24,8 +24,7 @@ def verified(problem: AttentionProblem, call: LoweredCall, outputs: Any) -> Any:
     qkv, text, tensors = op_arguments(problem, call)
     if problem.direction == "forward":
         out, lse, max_scores = outputs
-        read = {user.args[1] for user in V.graph.current_node.users if len(user.args) > 1}
-        # A kernel need not write outputs that nothing reads.
+        read = results_read()
         rows = [stat if i in read else None for i, stat in enumerate((lse, max_scores), 1)]
         out = checked(torch.ops.flex_inductor.verified_forward.default, out, *rows)
         return out, lse, max_scores

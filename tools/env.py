@@ -10,12 +10,11 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """One line of the page; `ok` is None where there is nothing to pass or fail."""
 
     name: str
@@ -32,7 +31,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     sections = collect()
     if args.json:
-        print(json.dumps({title: [asdict(fact) for fact in facts] for title, facts in sections.items()}))
+        print(json.dumps({title: [fact._asdict() for fact in facts] for title, facts in sections.items()}))
     else:
         show(sections)
     return 0
@@ -54,14 +53,11 @@ def show(sections: dict[str, list[Fact]]) -> None:
     from rich.text import Text
 
     mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = Table.grid("", "", "", padding=(0, 2, 0, 0))
     for title, facts in sections.items():
         table.add_row(Text(title, "bold"))
         for fact in facts:
-            table.add_row(Text(f"  {fact.name}"), mark[fact.ok], Text(fact.text))
+            table.add_row(Text(f"  {fact.name}"), mark[fact.ok], Text(fact.text, overflow="fold"))
     Console().print(table)
 
 
@@ -77,6 +73,10 @@ def versions() -> Iterator[Fact]:
         except PackageNotFoundError:
             yield Fact(name, "not installed", ok=False)
     yield Fact("python", f"{platform.python_version()} on {platform.platform()}")
+
+
+def packages() -> dict[str, str]:
+    return {fact.name: fact.text for fact in versions() if fact.name != "python"}
 
 
 def cpu_name() -> str:
@@ -98,24 +98,20 @@ def devices() -> Iterator[Fact]:
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        yield Fact("accelerator", no_accelerator(), ok=False)
+    if device is not None:
+        for index in range(torch.accelerator.device_count()):
+            yield Fact(f"{device.type}:{index}", describe_device(device.type, index), ok=True)
         return
-    for index in range(torch.accelerator.device_count()):
-        yield Fact(f"{device.type}:{index}", describe_device(device.type, index), ok=True)
-
-
-def no_accelerator() -> str:
-    import torch
-
     built_for = torch.accelerator.current_accelerator(check_available=False)
     if built_for is None:
-        return "this build of torch is for the CPU only (no CUDA, no ROCm)"
-    try:
-        torch.get_device_module(built_for).init()
-    except (RuntimeError, AssertionError, AttributeError) as error:
-        return f"torch is built for {built_for.type}, but: {str(error).splitlines()[0]}"
-    return f"torch is built for {built_for.type}, but sees no such device"
+        why = "this build of torch is for the CPU only (no CUDA, no ROCm)"
+    else:
+        why = f"torch is built for {built_for.type}, but sees no such device"
+        try:
+            torch.get_device_module(built_for).init()
+        except (RuntimeError, AssertionError, AttributeError) as error:
+            why = f"torch is built for {built_for.type}, but: {str(error).splitlines()[0]}"
+    yield Fact("accelerator", why, ok=False)
 
 
 def describe_device(kind: str, index: int) -> str:
@@ -144,8 +140,13 @@ def cpp_compiler() -> Fact:
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         # Inductor's error is the whole command line, then what the compiler said.
         return Fact("C++ compiler", str(error).rpartition("Output:\n")[2].strip(), ok=False)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    return Fact("C++ compiler", ": ".join([f"{compiler} works", *version.splitlines()[:1]]), ok=True)
+    return Fact("C++ compiler", f"{compiler} works: {compiler_version(compiler)}", ok=True)
+
+
+def compiler_version(compiler: str) -> str:
+    """The first line of what it says of itself, or its name."""
+    text = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return (text.splitlines() or [compiler])[0]
 
 
 def python_headers() -> Fact:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,11 +19,11 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
     import torch._inductor.scheduler
     from torch._inductor import config
     from torch._inductor.utils import tensor_is_aligned
-    from triton.runtime import driver
+    from triton import runtime
 
     with (
         triton_unbuilt(load),
-        mock.patch.object(driver, "_active", Driver(target)),
+        mock.patch.object(runtime.driver, "_active", driver(target)),
         config.patch({"cpu_backend": "triton"}),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
         # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
@@ -36,10 +37,12 @@ def triton_unbuilt(load: Callable[[str, str], Any]) -> Iterator[None]:
     """Graphs for a GPU that is there, up to their kernels: `load(name, source)` takes the place of compiling one."""
     from torch._inductor.async_compile import AsyncCompile
 
-    def triton(_self: Any, name: str, source: str, device_str: str = "cuda") -> Any:
-        return load(name, source)
-
-    with uncached(), mock.patch.object(AsyncCompile, "triton", triton):
+    with (
+        uncached(),
+        mock.patch.object(
+            AsyncCompile, "triton", lambda _self, name, source, device_str="cuda": load(name, source)
+        ),
+    ):
         yield
 
 
@@ -53,13 +56,10 @@ def cpp_unbuilt() -> Iterator[None]:
     def pybinding(asked: Any, *args: Any, **kwargs: Any) -> Any:  # asked is tuner.Builder for what is timed
         return None if type(asked) is AsyncCompile else build(asked, *args, **kwargs)
 
-    def unbuilt(*_args: Any, **_kwargs: Any) -> Any:
-        return None
-
     with (
         uncached(),
         mock.patch.object(AsyncCompile, "cpp_pybinding", pybinding),
-        mock.patch.object(AsyncCompile, "cpp", unbuilt),
+        mock.patch.object(AsyncCompile, "cpp", lambda *_args, **_kwargs: None),
     ):
         yield
 
@@ -74,25 +74,16 @@ def uncached() -> Iterator[None]:
         yield
 
 
-class Driver:
+def driver(target: Any) -> Any:
     """What Inductor and Triton ask of a driver before a kernel runs."""
+    from torch import device
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, target: Any):
-        from triton.backends.compiler import GPUTarget
-
-        # Without a target nothing is compiled, but Inductor asks which backend would do it.
-        self.target = GPUTarget("cuda", 80, 32) if target is None else target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> Any:
-        import torch
-
-        return torch.device("cpu")
+    # Without a target nothing is compiled, but Inductor asks which backend would do it.
+    target = GPUTarget("cuda", 80, 32) if target is None else target
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: device("cpu"),
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +12,6 @@ class GeneratedKernel:
     """One kernel of a generated module, as its decorator and its source say."""
 
     fn: Any  # triton's JITFunction, or its interpreter's
-    heuristic: str  # the decorator: user_autotune, pointwise, reduction, ...
     given: dict[str, Any]  # the decorator's arguments
     source: str
     better: list[dict[str, int]] = field(default_factory=list)  # see lowerings/triton/autotuner.py
@@ -53,39 +50,17 @@ class GeneratedKernel:
         return [name for name in self.fn.arg_names if signature.get(name, "constexpr") == "constexpr"]
 
 
-class _Heuristics:
-    """Stands for torch._inductor.runtime.triton_heuristics in decorators: keeps what they are given."""
-
-    def __init__(self, source: str):
-        self.source = source
-
-    def __getattr__(self, heuristic: str) -> Callable:
-        def given(*args: Any, **kwargs: Any) -> Callable:
-            assert not args, f"triton_heuristics.{heuristic} has positional arguments"
-            return lambda fn: GeneratedKernel(fn, heuristic, kwargs, self.source)
-
-        return given
-
-
 def load(name: str, source: str) -> GeneratedKernel:
     """The kernel `name` of a source that Inductor would give to its `async_compile.triton`."""
     from torch._inductor.codecache import PyCodeCache
 
     _, path = PyCodeCache.write(source)  # triton reads a kernel's source from its file
-    code = re.sub(r"^@triton_heuristics\.", "@_heuristics_given.", source, flags=re.MULTILINE)
+    # A decorator of torch's heuristics is kept as what it is given.
+    code = re.sub(r"^@triton_heuristics\.\w+\(", "@_given(", source, flags=re.MULTILINE)
     namespace: dict[str, Any] = {
         "__file__": path,
         "__name__": "flex_inductor_generated",
-        "_heuristics_given": _Heuristics(source),
+        "_given": lambda **given: lambda fn: GeneratedKernel(fn, given, source),
     }
     exec(compile(code, path, "exec"), namespace)
     return namespace[name]
-
-
-def kernels_in(module: str) -> Iterator[GeneratedKernel]:
-    """Every Triton kernel that a generated module defines."""
-
-    pattern = r"async_compile\.triton\('[^']+', '''.*?''', device_str='\w+'\)"
-    for call in re.findall(pattern, module, flags=re.DOTALL):
-        name, source = map(ast.literal_eval, ast.parse(call, mode="eval").body.args)
-        yield load(name, source)

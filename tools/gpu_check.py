@@ -27,22 +27,16 @@ CORRECT = 150.0  # seconds that one call may take
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--minutes", type=float, default=9.0, help="end after these (default 9)")
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, default=Path("gpu_check"), help="default gpu_check"
-    )
-    parser.add_argument("--only", metavar="TEXT", help="cases and calls whose title contains TEXT")
-    parser.add_argument(
-        "--kernel", metavar="NAME", help="the one kernel whose configs to compare; all by default"
-    )
-    parser.add_argument("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
-    parser.add_argument("--calls", type=int, metavar="N", help="check the first N calls; all by default")
-    parser.add_argument(
-        "--dry",
-        action="store_true",
-        help="tiny calls on the CPU by Triton's interpreter: a test of this script",
-    )
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    add("--minutes", type=float, default=9.0, help="end after these (default 9)")
+    add("--out", metavar="FOLDER", type=Path, default=Path("gpu_check"), help="default gpu_check")
+    add("--only", metavar="TEXT", help="cases and calls whose title contains TEXT")
+    add("--kernel", metavar="NAME", help="the one kernel whose configs to compare; all by default")
+    add("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
+    add("--calls", type=int, metavar="N", help="check the first N calls; all by default")
+    dry = "tiny calls on the CPU by Triton's interpreter: a test of this script"
+    add("--dry", action="store_true", help=dry)
     arguments = parser.parse_args()
     parts = arguments.parts or PARTS
     if unknown := set(parts) - set(PARTS):
@@ -101,12 +95,12 @@ def correct(bench, arguments) -> None:
     import torch
     from card import CALLS, check, without
 
-    from flex_inductor.tools.bench.workers import Failed, Job, Late
+    from flex_inductor.tools.bench.workers import Failed, Job, Late, run_all
 
     there = ((9, 0), 2) if arguments.dry else (torch.cuda.get_device_capability(), torch.cuda.device_count())
     calls = _chosen([call for call in CALLS if without(call, *there) is None], arguments)
     jobs = [Job(check, (call, bench.setting), CORRECT) for call in calls[: arguments.calls]]
-    for job, answer in bench.workers.run_all(jobs, bench.deadline):
+    for job, answer in run_all(bench.workers, jobs, bench.deadline):
         title = job.arguments[0].title
         if isinstance(answer, Late):
             bench.report.say(f"No time left for: {title}")

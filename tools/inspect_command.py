@@ -7,11 +7,12 @@ import contextlib
 import inspect as signatures
 import io
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .files import to_write
+from .options import file
 from .users_code import Refused, found, running
 
 DTYPES = {
@@ -35,34 +36,21 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         ),
         epilog="Example: flex-inductor inspect train.py:attend --input q=1x8x1024x64:bf16:grad --target sm_90",
     )
-    parser.add_argument("function", nargs="?", help="path/to/script.py:function or module:function")
-    parser.add_argument(
-        "--last",
-        action="store_true",
-        help="instead: what the last process that compiled attention decided, and what it compiled again, and why",
+    add = parser.add_argument
+    add("function", nargs="?", help="path/to/script.py:function or module:function")
+    last = (
+        "instead: what the last process that compiled attention decided, and what it compiled again, and why"
     )
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="NAME=SHAPE:DTYPE",
-        help="an argument, for example q=1x8x1024x64:bf16, with :grad behind where it needs a gradient",
-    )
-    parser.add_argument(
-        "--target", help="cpu, sm_80, sm_90, sm_100, gfx942... (default: where the tensors are)"
-    )
-    parser.add_argument("--no-backward", action="store_true", help="leave the backward out")
-    parser.add_argument(
-        "--kernel", metavar="NAME", help="only kernels of this kind (backward: all of its) or name"
-    )
-    parser.add_argument(
-        "--source-only", action="store_true", help="print kernels' whole sources and nothing else"
-    )
-    parser.add_argument("--html", metavar="FILE", type=to_write, help="write the report as a web page")
-    parser.add_argument("--json", metavar="FILE", type=to_write, help="write the report as JSON")
-    parser.add_argument(
-        "--against", metavar="FILE", help="print what differs from a report saved with --json"
-    )
+    add("--last", action="store_true", help=last)
+    given = "an argument, for example q=1x8x1024x64:bf16, with :grad behind where it needs a gradient"
+    add("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=given)
+    add("--target", help="cpu, sm_80, sm_90, sm_100, gfx942... (default: where the tensors are)")
+    add("--no-backward", action="store_true", help="leave the backward out")
+    add("--kernel", metavar="NAME", help="only kernels of this kind (backward: all of its) or name")
+    add("--source-only", action="store_true", help="print kernels' whole sources and nothing else")
+    add("--html", **file("write the report as a web page"))
+    add("--json", **file("write the report as JSON"))
+    add("--against", metavar="FILE", help="print what differs from a report saved with --json")
     parser.set_defaults(run=run)
 
 
@@ -76,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     from .inspector.page import page
 
     fn, args, kwargs = _called(arguments.function, arguments.input)
-    with _inspecting(arguments.function):
+    # What torch prints on the way is hidden; an error that ends the inspection is still shown.
+    with running(arguments.function), contextlib.redirect_stderr(io.StringIO()):
         report = inspect(fn, *args, target=arguments.target, backward=not arguments.no_backward, **kwargs)
     if arguments.html:
         report.to_html(arguments.html)
@@ -130,60 +119,40 @@ def _called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, A
     """The function to inspect and its arguments."""
     given = dict(map(_input, inputs))
     function = found(where)
+    parameters = signatures.signature(getattr(function, "forward", function))
     if given:
-        parameters = signatures.signature(function.forward if hasattr(function, "forward") else function)
         try:
             parameters.bind(**given)
         except TypeError as error:
             raise Refused(f"--input: {where}{parameters} does not take {', '.join(given)}: {error}") from None
         return function, (), given
-    needed = [
-        p.name
-        for p in signatures.signature(function).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if needed:
+    variable = (signatures.Parameter.VAR_POSITIONAL, signatures.Parameter.VAR_KEYWORD)
+    every = parameters.parameters.values()
+    if needed := [p.name for p in every if p.default is p.empty and p.kind not in variable]:
         raise Refused(
             f"{where} takes {', '.join(needed)}: give them with --input, such as --input {needed[0]}=1x8x1024x64:bf16"
         )
     with running(where):
         made = function()
-    if (
-        not isinstance(made, tuple)
-        or len(made) != 2
-        or not callable(made[0])
-        or not isinstance(made[1], tuple)
-    ):
-        raise Refused(
-            f"{where} must return (fn, args) with a tuple of arguments, but returned a {type(made).__name__}; "
-            f"to inspect the function itself, give its arguments with --input"
-        )
-    return made[0], made[1], {}
-
-
-@contextlib.contextmanager
-def _inspecting(what: str) -> Iterator[None]:
-    """Hides what torch prints on the way; an error that ends the inspection is still shown."""
-    with running(what), contextlib.redirect_stderr(io.StringIO()):
-        yield
+    match made:
+        case tuple((fn, tuple(args))) if callable(fn):
+            return fn, args, {}
+    raise Refused(
+        f"{where} must return (fn, args) with a tuple of arguments, but returned a {type(made).__name__}; "
+        f"to inspect the function itself, give its arguments with --input"
+    )
 
 
 def _input(text: str) -> tuple[str, Any]:
     """NAME=SHAPE:DTYPE[:grad] as a tensor of zeros."""
     import torch
 
-    name, _, rest = text.partition("=")
-    shape, dtype, *flags = [*rest.split(":"), "f32"] if ":" not in rest else rest.split(":")
-    sizes = shape.split("x") if shape else []
-    if (
-        not name.isidentifier()
-        or not all(s.isdigit() for s in sizes)
-        or dtype not in DTYPES
-        or flags not in ([], ["grad"])
-    ):
+    wanted = re.fullmatch(r"([^\W\d]\w*)=(\d+(?:x\d+)*)?(?::(\w+))?(:grad)?", text)
+    if wanted is None or wanted[3] not in (None, *DTYPES):
         raise Refused(
             f"--input {text}: expected NAME=SHAPE:DTYPE such as q=1x8x1024x64:bf16, with a dtype of "
             f"{', '.join(DTYPES)} and :grad behind where it needs a gradient"
         )
-    tensor = torch.zeros([int(size) for size in sizes], dtype=getattr(torch, DTYPES[dtype]))
-    return name, tensor.requires_grad_(bool(flags)) if flags else tensor
+    name, shape, dtype, grad = wanted.groups()
+    sizes = [int(size) for size in shape.split("x")] if shape else []
+    return name, torch.zeros(sizes, dtype=getattr(torch, DTYPES[dtype or "f32"]), requires_grad=bool(grad))

@@ -62,38 +62,32 @@ def check_environment() -> None:
         raise errors.no_interpreter(COMMAND)
 
 
-class _Interpreted:
-    """Replaces Inductor's autotuner: the interpreter runs the first config."""
+def _load(name: str, source: str) -> Any:
+    """In place of Inductor's autotuner: the interpreter runs the first config."""
+    from torch._inductor.runtime.triton_heuristics import GridExpr
 
-    def __init__(self, kernel: Any):
-        self.kernel = kernel
-        self.config = kernel.configs[0]
-
-    def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
-        from torch._inductor.runtime.triton_heuristics import GridExpr
-
-        kernel = self.kernel
-        if "tl.dot" in kernel.source and "*bf16" in kernel.triton_meta["signature"].values():
-            check_bf16_dot()
-        signature, constants = kernel.triton_meta["signature"], kernel.triton_meta.get("constants", {})
-        passed = [
-            n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants
-        ]
-        extra = kernel.inductor_meta.get("extra_launcher_args", [])
-        given = dict(zip([*passed, *extra], args, strict=True))
-        chosen = {n: self.config[n] for n in kernel.constexprs if n in self.config}
-        grid = GridExpr.from_meta(kernel.inductor_meta, self.config, mode="python")
-        sizes = grid.eval_slow({**given, **self.config})
-        if 0 not in sizes:
-            kernel.fn[sizes](**{name: given[name] for name in passed}, **chosen)
-
-
-def _load(name: str, source: str) -> _Interpreted:
     from flex_inductor.tools.generated import load
 
     kernel = load(name, source)
     prepare(kernel.fn.fn.__globals__)
-    return _Interpreted(kernel)
+    config, signature = kernel.configs[0], kernel.triton_meta["signature"]
+    constants = kernel.triton_meta.get("constants", {})
+    passed = [
+        n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants
+    ]
+    extra = kernel.inductor_meta.get("extra_launcher_args", [])
+    chosen = {n: config[n] for n in kernel.constexprs if n in config}
+    grid = GridExpr.from_meta(kernel.inductor_meta, config, mode="python")
+
+    def run(*args: Any, stream: Any = None, **_: Any) -> None:
+        if "tl.dot" in kernel.source and "*bf16" in signature.values():
+            check_bf16_dot()
+        given = dict(zip([*passed, *extra], args, strict=True))
+        sizes = grid.eval_slow({**given, **config})
+        if 0 not in sizes:
+            kernel.fn[sizes](**{name: given[name] for name in passed}, **chosen)
+
+    return types.SimpleNamespace(config=config, run=run)
 
 
 def prepare(namespace: dict[str, Any]) -> None:
@@ -105,15 +99,18 @@ def prepare(namespace: dict[str, Any]) -> None:
     _keep_conditions()
     _patch_the_language_once()
     namespace["libdevice"] = _Libdevice()
-    for name, same in _PLAIN.items():
-        namespace[name] = triton.jit(types.FunctionType(same.__code__, namespace))
+    for same in (each_alone, reciprocal, _in_place, _add_in_place):
+        namespace[same.__name__] = triton.jit(types.FunctionType(same.__code__, namespace))
 
 
-def _itself(x: Any) -> Any:
+# In place of assembly, by its names.
+
+
+def each_alone(x: Any) -> Any:
     return x
 
 
-def _reciprocal(x: Any) -> Any:
+def reciprocal(x: Any) -> Any:
     return 1.0 / x
 
 
@@ -123,15 +120,6 @@ def _in_place(pointers: Any, in_range: Any) -> Any:
 
 def _add_in_place(pointers: Any, values: Any, live: Any) -> None:
     tl.atomic_add(pointers, values, mask=live != 0, sem="relaxed")  # type: ignore[name-defined]  # noqa: F821
-
-
-# In place of assembly.
-_PLAIN = {
-    "each_alone": _itself,
-    "reciprocal": _reciprocal,
-    "_in_place": _in_place,
-    "_add_in_place": _add_in_place,
-}
 
 
 @functools.cache

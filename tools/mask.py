@@ -5,33 +5,21 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from flex_inductor.masks import library
 from flex_inductor.masks.draw import draw_mask
-from flex_inductor.masks.errors import FlexError
 from flex_inductor.masks.library.blockmask import create_block_mask
 
-from .files import at_least_one, to_write
+from .options import at_least_one, count, pairs, to_write
+from .users_code import Refused
 
-CONSTRUCTORS = {
-    f.__name__: f
-    for f in (
-        library.causal,
-        library.sliding_window,
-        library.prefix_lm,
-        library.document,
-        library.dilated_window,
-        library.global_local,
-        library.block_diffusion,
-        library.neighborhood,
-        library.shared_prefix,
-        library.tree,
-        library.ragged,
-    )
-}
+_NAMES = "causal sliding_window prefix_lm document dilated_window global_local block_diffusion neighborhood"
+_NAMES += " shared_prefix tree ragged"
+CONSTRUCTORS = {name: getattr(library, name) for name in _NAMES.split()}
 
 
 def register(subparsers: Any) -> None:
@@ -41,19 +29,14 @@ def register(subparsers: Any) -> None:
         description="Draws one of the library's masks. Names: " + ", ".join(CONSTRUCTORS) + ".",
         epilog="Example: flex-inductor mask sliding_window size=1024 --out window.svg --zoom 9 8",
     )
-    parser.add_argument("name", choices=CONSTRUCTORS, metavar="name", help="see above")
-    parser.add_argument(
-        "options", nargs="*", metavar="key=value", help="the constructor's; lists with commas"
-    )
-    parser.add_argument(
-        "--length", type=at_least_one, default=4096, help="queries and keys (default %(default)s)"
-    )
-    parser.add_argument("--keys", type=at_least_one, help="keys, where they are not as many as the queries")
-    parser.add_argument("--block", type=int, nargs="+", default=[128], help="one or two sizes (default 128)")
-    parser.add_argument(
-        "--out", type=to_write, help="a .png or .svg file; without it the mask is printed as text"
-    )
-    parser.add_argument("--zoom", type=int, nargs=2, metavar=("ROW", "COLUMN"), help="show a tile's tokens")
+    add = parser.add_argument
+    add("name", choices=CONSTRUCTORS, metavar="name", help="see above")
+    add("options", nargs="*", metavar="key=value", help="the constructor's; lists with commas")
+    add("--length", **count(4096, "queries and keys"))
+    add("--keys", type=at_least_one, help="keys, where they are not as many as the queries")
+    add("--block", type=int, nargs="+", default=[128], help="one or two sizes (default 128)")
+    add("--out", type=to_write, help="a .png or .svg file; without it the mask is printed as text")
+    add("--zoom", type=int, nargs=2, metavar=("ROW", "COLUMN"), help="show a tile's tokens")
     parser.set_defaults(run=run)
 
 
@@ -75,17 +58,11 @@ def construct(name: str, options: list[str]) -> Callable:
     """The named mask with its options, which are numbers, lists of numbers, true or false."""
     constructor = CONSTRUCTORS[name]
     parameters = inspect.signature(constructor).parameters
-    given: dict[str, Any] = {}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not equals or key not in parameters:
-            raise FlexError(
-                f"{name}: expected key=value with a key of {', '.join(parameters)}; got {option!r}."
-            )
-        given[key] = _value(name, key, text)
+    readers = {key: partial(_value, name, key) for key in parameters}
+    given = pairs(name, options, readers, f"key=value with a key of {', '.join(parameters)}")
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
     if missing:
-        raise FlexError(f"{name}: needs {', '.join(f'{k}=...' for k in missing)}.")
+        raise Refused(f"{name}: needs {', '.join(f'{k}=...' for k in missing)}.")
     if name == "document" and "lengths" not in given:
         given = {k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in given.items()}
     if name == "ragged":
@@ -99,7 +76,7 @@ def _value(name: str, key: str, text: str) -> Any:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise FlexError(
+        raise Refused(
             f"{name}: {key}: expected an integer, integers with commas, true or false; got {text!r}."
         ) from None
     return numbers if "," in text else numbers[0]

@@ -19,28 +19,18 @@ if TYPE_CHECKING:
 def draw(title: str, work: TileWork, owner: Sequence[int], facts: dict[str, list[float]], path: str) -> None:
     """`facts` has the work of each rank, and the bytes that it receives and sends."""
     pyplot = load_pyplot()
-    save(pyplot, _figure(pyplot, title, work, owner, facts), path, Path(path).suffix[1:])
-
-
-def _figure(
-    pyplot: Any, title: str, work: TileWork, owner: Sequence[int], facts: dict[str, list[float]]
-) -> Any:
-    masks = work.masks
     colours = rank_colours(len(facts["work"]))
-    figure, axes = pyplot.subplots(1, len(masks) + 1, figsize=(5.6 * len(masks) + 4.4, 5.2), squeeze=False)
-    for axis, mask in zip(axes[0], masks, strict=False):
-        axis.imshow(
-            image(work, mask, owner, colours).numpy(),
-            extent=(0, work.length, work.length, 0),
-            interpolation="nearest",
-            aspect="auto",
-        )
-        axis.set_xlabel("key")
-        axis.set_ylabel("query")
-    axes[0][0].set_title(title, fontsize=9)
-    _bars(axes[0][-1], facts, colours)
+    columns = len(work.masks) + 1
+    figure, axes = pyplot.subplots(1, columns, figsize=(5.6 * columns - 1.2, 5.2))
+    for axis, mask in zip(axes, work.masks, strict=False):
+        picture = image(work, mask, owner, colours).numpy()
+        extent = (0, work.length, work.length, 0)
+        axis.imshow(picture, extent=extent, interpolation="nearest", aspect="auto")
+        axis.set(xlabel="key", ylabel="query")
+    axes[0].set_title(title, fontsize=9)
+    _bars(axes[-1], facts, colours)
     figure.tight_layout()
-    return figure
+    save(pyplot, figure, path, Path(path).suffix[1:])
 
 
 def _bars(axis: Any, facts: dict[str, list[float]], colours: Tensor) -> None:
@@ -51,10 +41,8 @@ def _bars(axis: Any, facts: dict[str, list[float]], colours: Tensor) -> None:
         most = max(values) or 1.0
         axis.barh(ranks, [sign * value / most for value in values], height=1.0, color=colours.numpy())
     axis.axvline(0, color="#333333", linewidth=0.8)
-    axis.set_ylim(len(colours) - 0.5, -0.5)
-    axis.set_xlim(-1.05, 1.05)
+    axis.set(ylim=(len(colours) - 0.5, -0.5), xlim=(-1.05, 1.05), ylabel="rank")
     axis.set_xticks([-1, 0, 1], ["most bytes", "0", "most work"])
-    axis.set_ylabel("rank")
     mean = sum(facts["work"]) / len(colours)
     ratio = max(facts["work"]) / mean if mean else 1.0
     axis.set_title(f"work, max/mean {ratio:.3f}; bytes that cast gets or sends", fontsize=9)

@@ -13,47 +13,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flex_inductor.lowerings.toolchain import missing_for_triton
-from flex_inductor.lowerings.triton.configs import STACK_BYTES
+from flex_inductor.lowerings.triton.configs import STACK_BYTES, known_device
 from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .errors import no_triton
 from .generated import GeneratedKernel
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, Loop, instructions, main_loops
 
-TARGETS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+# The threads and the instances that a multiprocessor runs at once, at most.
+_MOST = {"sm_80": (2048, 32), "sm_86": (1536, 16), "sm_90": (2048, 32), "sm_100": (2048, 32)}
+_MOST |= {"sm_120": (1536, 24), "gfx942": (2048, 32)}
+TARGETS = tuple(_MOST)
 
 
 @dataclass
 class Resources:
-    """Per thread, but for shared memory, which is per instance. None where `reasons` says why."""
+    """Per thread, but for shared memory, which is per instance. None where `reasons` says why: of kernels for a CPU."""
 
-    registers: int | None
-    spill_bytes: int | None  # local memory: what did not fit into registers, and arrays on the stack
-    shared_bytes: int | None
-    instructions: dict[str, int] | None  # of the whole kernel, by class
+    registers: int | None = None
+    spill_bytes: int | None = None  # local memory: what did not fit into registers, and arrays on the stack
+    shared_bytes: int | None = None
+    instructions: dict[str, int] | None = None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)  # with work for tensor cores
-
-
-class Multiprocessor(NamedTuple):
-    """What instances share that run on it at once."""
-
-    registers: int
-    threads: int
-    shared_bytes: int
-    instances: int
-    reserved_bytes: int  # of shared memory, for each instance
-
-
-_MULTIPROCESSORS = {
-    "sm_80": Multiprocessor(65536, 2048, 164 << 10, 32, 1 << 10),
-    "sm_86": Multiprocessor(65536, 1536, 100 << 10, 16, 1 << 10),
-    "sm_90": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
-    "sm_100": Multiprocessor(65536, 2048, 228 << 10, 32, 1 << 10),
-    "sm_120": Multiprocessor(65536, 1536, 100 << 10, 24, 1 << 10),
-    # Four units, each with 512 registers for 64 threads each and at most 8 waves.
-    "gfx942": Multiprocessor(4 * 512 * 64, 4 * 8 * 64, 64 << 10, 32, 0),
-}
 
 
 class Occupancy(NamedTuple):
@@ -63,16 +45,17 @@ class Occupancy(NamedTuple):
 
 def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
     """None where the resources or the device are not known."""
-    device = _MULTIPROCESSORS.get(target)
-    if device is None or found.registers is None or found.shared_bytes is None:
+    if target not in _MOST or found.registers is None or found.shared_bytes is None:
         return None
-    threads = warps * (64 if target.startswith("gfx") else 32)
+    device, (most_threads, most_instances) = known_device(target), _MOST[target]
+    threads = warps * device.warp
     registers = -(-max(found.registers, 1) // 8) * 8  # they are allocated in eights
+    reserved = 1024 if device.nvidia else 0  # bytes of shared memory, for each instance
     limits = {
-        "registers": device.registers // (registers * threads),
-        "shared memory": device.shared_bytes // (found.shared_bytes + device.reserved_bytes or 1),
-        "threads": device.threads // threads,
-        "instances": device.instances,
+        "registers": (1 << (16 if device.nvidia else 17)) // (registers * threads),
+        "shared memory": (device.shared_bytes + reserved) // (found.shared_bytes + reserved or 1),
+        "threads": most_threads // threads,
+        "instances": most_instances,
     }
     limit = min(limits, key=lambda name: limits[name])
     return Occupancy(limits[limit], limit)
@@ -140,21 +123,10 @@ def _alone(parse: Callable) -> Callable:
 
 def resources(compiled: Any, target: str) -> Resources:
     code = machine_code(compiled)
-    amd = target.startswith("gfx")
-    counts: Counter[str] = Counter(
-        next((name for name, pattern in (_AMD if amd else _NVIDIA).items() if i.matches(pattern)), "other")
-        for i in code
-    )
-    found = Resources(
-        *(_used_on_amd(compiled.asm["amdgcn"]) if amd else _used(compiled)),
-        compiled.metadata.shared,
-        dict(counts),
-        loops=[Loop.of(loop) for loop in main_loops(code)],
-    )
-    for name in ("registers", "spill_bytes"):
-        if getattr(found, name) is None:
-            found.reasons[name] = "the compiler's assembly has no such metadata"
-    return found
+    classes = _AMD if target.startswith("gfx") else _NVIDIA
+    counts = Counter(next((name for name, of in classes.items() if i.matches(of)), "other") for i in code)
+    loops = [Loop.of(loop) for loop in main_loops(code)]
+    return Resources(*_used(compiled), compiled.metadata.shared, dict(counts), loops=loops)
 
 
 def machine_code(compiled: Any) -> list[Instruction]:
@@ -163,8 +135,12 @@ def machine_code(compiled: Any) -> list[Instruction]:
 
 def _used(compiled: Any) -> tuple[int, int]:
     """Registers and bytes of local memory."""
-    usage = _of_binary(compiled, "cuobjdump", "-res-usage")
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    amd = compiled.asm.get("amdgcn")
+    names = r"\.(vgpr_count|agpr_count|private_segment_fixed_size)" if amd else r"\b(REG|STACK|LOCAL)"
+    text = amd or _of_binary(compiled, "cuobjdump", "-res-usage")
+    found = {name: int(value) for name, value in re.findall(rf"{names}:\s*(\d+)", text)}
+    if amd:
+        return max(found["vgpr_count"], found.get("agpr_count", 0)), found["private_segment_fixed_size"]
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
@@ -177,15 +153,6 @@ def _of_binary(compiled: Any, tool: str, *options: str) -> str:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
-
-
-def _used_on_amd(assembly: str) -> tuple[int | None, int | None]:
-    def metadata(name: str) -> int | None:
-        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
-        return int(found[1]) if found else None
-
-    vgprs, agprs = metadata("vgpr_count"), metadata("agpr_count")
-    return None if vgprs is None else max(vgprs, agprs or 0), metadata("private_segment_fixed_size")
 
 
 # The first pattern that matches an operation's start names its class.

@@ -28,17 +28,8 @@ _INSTRUCTION = re.compile(
 )
 _LABEL = re.compile(r"^\s*([.$\w]+):")
 _BRANCH = re.compile(r"BRA|s_c?branch")
-_ENDS = (
-    "BRA",
-    "BRX",
-    "JMP",
-    "EXIT",
-    "RET",
-    "s_branch",
-    "s_cbranch",
-    "s_endpgm",
-    "s_setpc",
-)  # of a basic block
+# What ends a basic block.
+_ENDS = ("BRA", "BRX", "JMP", "EXIT", "RET", "s_branch", "s_cbranch", "s_endpgm", "s_setpc")
 
 
 def instructions(text: str) -> list[Instruction]:
@@ -130,7 +121,7 @@ def _blocks(code: Sequence[Instruction]) -> tuple[dict[int, list[Instruction]], 
     for start, following in zip(blocks, [*list(blocks)[1:], None], strict=True):
         last = blocks[start][-1]
         leaves = last.operation.startswith(_ENDS) and not last.guarded
-        after[start] = {last.target, None if leaves else following} - {None}
+        after[start] = {place for place in (last.target, None if leaves else following) if place is not None}
     return blocks, after
 
 

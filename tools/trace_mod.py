@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import linecache
 import math
 import sys
@@ -9,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from flex_inductor import errors
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
+from flex_inductor.mod_ir.source_lines import Line
 
 MOST_LANES = 1 << 12
 
@@ -50,7 +53,7 @@ def trace_mod(
             with torch.no_grad():
                 if "score" in lanes:
                     given["score"] = raw[i, j].clone()
-                    trace.note("score", None, (i, j), given["score"])
+                    trace.note("score", None, (i, j), given["score"], "score")
                 with recorder:
                     result = mod(*(given[name] for name in lanes))
             errors.check_mod_result("score_mod" if "score" in lanes else "mask_mod", result)
@@ -63,14 +66,8 @@ class Step:
     """One operation of the mod: what it gave in each lane of the window, by (row, column)."""
 
     text: str
-    line: Place | None
+    line: Line | None
     values: dict[tuple[int, int], Any] = field(default_factory=dict)
-
-
-class Place(NamedTuple):
-    file: str  # its name, without folders
-    line: int
-    source: str
 
 
 class ModTrace:
@@ -78,15 +75,15 @@ class ModTrace:
 
     def __init__(self, name: str, rows: slice, columns: slice):
         self.name, self.rows, self.columns = name, rows, columns
-        self.steps: list[Step] = []
         self.result = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.float64)
         self._known: dict[Any, Step] = {}
 
-    def note(self, key: Any, place: Place | None, lane: tuple[int, int], value: Any, text: str = "") -> None:
-        if key not in self._known:
-            self._known[key] = Step(text or str(key), place)
-            self.steps.append(self._known[key])
-        self._known[key].values[lane] = value
+    @property
+    def steps(self) -> list[Step]:
+        return [*self._known.values()]
+
+    def note(self, key: Any, line: Line | None, lane: tuple[int, int], value: Any, text: str) -> None:
+        self._known.setdefault(key, Step(text, line)).values[lane] = value
 
     def __str__(self) -> str:
         rows, columns = self.rows, self.columns
@@ -97,25 +94,25 @@ class ModTrace:
         last = None
         for step in self.steps:
             if step.line is not None and step.line != last:
-                lines += ["", f"{step.line.file}:{step.line.line}  {step.line.source}"]
+                lines += ["", f"{step.line}  {step.line.text}"]
                 last = step.line
             lines += self._grid(step)
         return "\n".join(lines)
 
     def _grid(self, step: Step) -> Iterator[str]:
-        shape = self.result.shape
-        cells = [[_shown(step.values.get((i, j))) for j in range(shape[1])] for i in range(shape[0])]
-        if all(row == cells[0] for row in cells):
-            cells = cells[:1]  # the same for every query
-        if all(cell == row[0] for row in cells for cell in row):
-            cells = [row[:1] for row in cells]  # the same for every key
-        if len(cells) == len(cells[0]) == 1:
+        rows, columns = map(range, self.result.shape)
+        cells = [[_shown(step.values.get((i, j))) for j in columns] for i in rows]
+        by_query = any(row != cells[0] for row in cells)
+        by_key = any(cell != row[0] for row in cells for cell in row)
+        if not by_query:
+            cells = cells[:1]
+        if not by_key:  # queries side by side
+            cells = [[row[0] for row in cells]]
+        if not by_query and not by_key:
             yield f"    {step.text} = {cells[0][0]}"
             return
-        along = {(True, False): ", for each query", (False, True): ", for each key"}
-        yield f"    {step.text} ={along.get((len(cells) > 1, len(cells[0]) > 1), '')}"
-        if len(cells[0]) == 1:
-            cells = [[row[0] for row in cells]]
+        along = "" if by_query and by_key else f", for each {'query' if by_query else 'key'}"
+        yield f"    {step.text} ={along}"
         width = max(len(cell) for row in cells for cell in row)
         for row in cells:
             yield "      " + " ".join(f"{cell:>{width}}" for cell in row)
@@ -127,9 +124,7 @@ def _shown(value: Any) -> str:
     if value.dim():
         return f"[{', '.join(map(str, value.shape))}]"
     number = value.item()
-    if isinstance(number, float):
-        return f"{number:.4g}"
-    return str(number)
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 
 class _Recorder(TorchFunctionMode):
@@ -147,9 +142,11 @@ class _Recorder(TorchFunctionMode):
             key = (frame.f_code, frame.f_lasti)
             self.met[key] += 1
             path, number = frame.f_code.co_filename, frame.f_lineno
-            place = Place(Path(path).name, number, linecache.getline(path, number).strip())
+            line = Line(
+                Path(path).name, number, frame.f_code.co_name, linecache.getline(path, number).strip()
+            )
             text = _expression(frame) or getattr(func, "__name__", str(func))
-            self.trace.note((*key, self.met[key]), place, self.lane, result, text)
+            self.trace.note((*key, self.met[key]), line, self.lane, result, text)
         return result
 
 
@@ -167,15 +164,13 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 def _expression(frame: FrameType) -> str:
     """The part of a line that is being evaluated, where Python knows it (from 3.11 on)."""
-    code: CodeType = frame.f_code
+    code: Any = frame.f_code
     if not hasattr(code, "co_positions"):
         return ""
-    positions = list(code.co_positions())
-    start, end, first, last = positions[frame.f_lasti // 2]
+    start, end, first, last = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
     if start is None or start != end or first is None:
         return ""
-    line = linecache.getline(code.co_filename, start)
-    return line.encode()[first:last].decode().strip()
+    return linecache.getline(code.co_filename, start).encode()[first:last].decode().strip()
 
 
 def _lanes_of(mod: Any) -> tuple[str, ...]:
@@ -191,25 +186,24 @@ def _lanes_of(mod: Any) -> tuple[str, ...]:
 def _window(
     q: Tensor, k: Tensor, b: int, h: int, q_range: tuple[int, int], kv_range: tuple[int, int]
 ) -> tuple[slice, slice]:
+    bad = functools.partial(errors.bad_option, "trace_mod")
     for name, tensor in (("q", q), ("k", k)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             came = f"shape {[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise errors.bad_option("trace_mod", name, came, "a tensor of 4 dimensions")
+            raise bad(name, came, "a tensor of 4 dimensions")
     if q.size(-1) != k.size(-1):
         raise errors.head_dims_differ(q, k)
     for name, index, size in (("b", b, q.size(0)), ("h", h, q.size(1))):
         if not 0 <= index < size:
-            raise errors.bad_option("trace_mod", name, index, f"0 to {size - 1}")
+            raise bad(name, index, f"0 to {size - 1}")
     found = []
     for name, (start, stop), size in (("q_range", q_range, q.size(2)), ("kv_range", kv_range, k.size(2))):
         stop = min(stop, size)
         if not 0 <= start < stop:
-            raise errors.bad_option("trace_mod", name, (start, stop), f"(start, stop) within 0 to {size}")
+            raise bad(name, (start, stop), f"(start, stop) within 0 to {size}")
         found.append(slice(start, stop))
-    if (found[0].stop - found[0].start) * (found[1].stop - found[1].start) > MOST_LANES:
-        raise errors.bad_option(
-            "trace_mod", "q_range", q_range, f"at most {MOST_LANES} pairs of query and key"
-        )
+    if math.prod(span.stop - span.start for span in found) > MOST_LANES:
+        raise bad("q_range", q_range, f"at most {MOST_LANES} pairs of query and key")
     return found[0], found[1]
 
 

@@ -51,11 +51,9 @@ def running(what: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-    except FlexError:
+    except (FlexError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         raise Refused(f"{what} fails: {type(error).__name__}: {error}{at}") from None

@@ -80,11 +80,11 @@ class ContextParallel:
         owner = owners(
             self.balance, work, self.ranks, model, "cast" if self.method == "auto" else self.method
         )
-        self.layout = Layout(work.length, work.tile, self.ranks, owner)
+        self.layout = layout = Layout(work.length, work.tile, self.ranks, owner)
         node = None if self.groups.heads is None else self.groups.heads.size
         self.choice = choose_method(work, owner, self.ranks, model, asked=self.method, node=node)
         upward.record_plan(self.choice)
-        planned = [self._planned(self.choice.chosen, mask) for mask in found.values()]
+        planned = [self._planned(self.choice.chosen, mask, layout) for mask in found.values()]
         for mask in planned:
             mask.choice = self.choice
         self.device = next(iter(found.values())).device
@@ -208,10 +208,10 @@ class ContextParallel:
             mask = create_block_mask(
                 mask_mod, None, None, layout.length, layout.length, self.device, layout.tile, compact=True
             )
-            self.dense[is_causal] = self._planned(method, mask)
+            self.dense[is_causal] = self._planned(method, mask, layout)
 
-    def _planned(self, method: str, mask: RunSchedule) -> PlannedMask:
-        return plan_mask(method, mask, self.layout, self.rank, self.groups).to(mask.device)
+    def _planned(self, method: str, mask: RunSchedule, layout: Layout) -> PlannedMask:
+        return plan_mask(method, mask, layout, self.rank, self.groups).to(mask.device)
 
 
 class _Serving(TorchFunctionMode):

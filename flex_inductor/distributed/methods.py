@@ -64,13 +64,13 @@ class PlannedMask(planned.PlannedMask):
     part: Part
     plan: Tensor  # int64 [2]: the plan's number, the same on all ranks, and one for each time that it is made
     positions: Tensor  # int32, of this rank's tokens in the whole sequence
-    mask_mod: Callable | None
+    mask_mod: Callable
     batch: int  # numbers that the mask tells apart, or 1
     heads: int
     layout: Layout
     cp_group: CpGroup
-    heads_group: CpGroup | None = None  # the ranks that share heads
-    ring_group: CpGroup | None = None
+    heads_group: CpGroup  # the ranks that share heads; one for itself in methods without
+    ring_group: CpGroup  # those that keys travel to
     to_heads: Traffic | None = None  # tokens to the ranks that share heads
     to_tokens: Traffic | None = None  # and outputs to the ranks of their tokens
     cast: Cast | None = None  # keys and values that come at once
@@ -92,7 +92,8 @@ class PlannedMask(planned.PlannedMask):
         if self.cast is not None:
             changing += [self.cast.picked.rows, self.cast.picked.by_row, self.cast.traffic.came]
         for tensor in changing:
-            mark_changing(tensor, tensor.dim() - 1 if tensor.dim() == 3 else 0)
+            if tensor is not None:
+                mark_changing(tensor, tensor.dim() - 1 if tensor.dim() == 3 else 0)
         return self
 
     def to(self, device: torch.device | str) -> PlannedMask:
@@ -138,7 +139,7 @@ class PlannedMask(planned.PlannedMask):
             refused(error)
         mark_sizes(query, key, value)
         if self.to_heads is not None:
-            query, key, value = self._share_heads(query, key, value)
+            query, key, value = self._share_heads(self.to_heads, query, key, value)
             head = head + self.heads_group.rank * query.size(1)
         if self.ring is not None:
             name, rank, _ = self.ring_group
@@ -162,7 +163,7 @@ class PlannedMask(planned.PlannedMask):
             except IndexError as error:
                 raise errors.local_capture(self.layout.length, self.positions.size(0)) from error
         if self.to_tokens is not None:
-            results = self._share_tokens(results, wants)
+            results = self._share_tokens(self.to_tokens, results, wants)
         out, lse, max_scores = results
         return like_query(out), like_query(lse), like_query(max_scores)
 
@@ -184,30 +185,30 @@ class PlannedMask(planned.PlannedMask):
         ):
             if known not in (1, got):
                 raise errors.batch(name, known, got)
-        if self.heads_group is not None and query.size(1) % self.heads_group.size:
+        if query.size(1) % self.heads_group.size:
             raise errors.heads_do_not_divide(query.size(1), self.heads_group.size)
 
-    def _share_heads(self, *tensors: Tensor) -> list[Tensor]:
+    def _share_heads(self, traffic: Traffic, *tensors: Tensor) -> list[Tensor]:
         """[B, H, local, D] as [B, H / ranks, tokens of all ranks that share heads, D]."""
         parts = [self._by_rank(tensor) for tensor in tensors]
         rows = torch.cat([p.flatten(2) for p in parts], -1).flatten(0, 1)
-        came = move(rows, self.to_heads, self.heads_group.name, self.plan)
+        came = move(rows, traffic, self.heads_group.name, self.plan)
         each = came.split([p.shape[2:].numel() for p in parts], -1)
         return [
             rows.unflatten(-1, p.shape[2:]).permute(1, 2, 0, 3) for rows, p in zip(each, parts, strict=True)
         ]
 
-    def _share_tokens(self, results: Any, wants: Wants) -> Any:
+    def _share_tokens(self, traffic: Traffic, results: Any, wants: Wants) -> Any:
         """The way back. Results that nobody asked for stay as they are."""
         out, lse, max_scores = results
         return (
-            self._local(out),
-            self._local(lse.unsqueeze(-1)).squeeze(-1) if wants.lse else lse,
-            self._local(max_scores.unsqueeze(-1)).squeeze(-1) if wants.max_scores else max_scores,
+            self._local(traffic, out),
+            self._local(traffic, lse.unsqueeze(-1)).squeeze(-1) if wants.lse else lse,
+            self._local(traffic, max_scores.unsqueeze(-1)).squeeze(-1) if wants.max_scores else max_scores,
         )
 
-    def _local(self, tensor: Tensor) -> Tensor:
-        came = move(tensor.permute(2, 0, 1, 3), self.to_tokens, self.heads_group.name)
+    def _local(self, traffic: Traffic, tensor: Tensor) -> Tensor:
+        came = move(tensor.permute(2, 0, 1, 3), traffic, self.heads_group.name)
         by_rank = came.unflatten(0, (self.heads_group.size, self.positions.size(0)))
         return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
@@ -222,13 +223,13 @@ class PlannedMask(planned.PlannedMask):
     def bytes_sent(self, query: Tensor, key: Tensor, value: Tensor, wants: Wants = OUTPUT_ALONE) -> Sent:
         """The bytes of a call with such tensors; `wants` says what it returns beside its output."""
         tensors = (query, key, value)
-        heads = [t.size(1) if self.to_heads is None else self._by_rank(t).size(3) for t in tensors]
+        heads = [self._by_rank(t).size(3) for t in tensors]
         # Bytes of one token: the query, key and value, the gradients of the last two, the output and a logsumexp.
         rows = [query.size(0) * n * t.size(3) for n, t in zip(heads, tensors, strict=True)]
         item, wide = query.dtype.itemsize, score_dtype(query.dtype).itemsize
         row, gradient = (rows[1] + rows[2]) * item, (rows[1] + rows[2]) * wide
         forward = backward = 0
-        if self.to_heads is not None:
+        if self.to_heads is not None and self.to_tokens is not None:
             out, lse = query.size(0) * heads[0] * value.size(3) * item, query.size(0) * heads[0] * wide
             tokens, outputs = (
                 _others(t.sent, self.heads_group.rank) for t in (self.to_heads, self.to_tokens)
@@ -256,24 +257,23 @@ class Groups(NamedTuple):
 def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> PlannedMask:
     """The part of one rank."""
     everyone = CpGroup(groups.name, rank, layout.ranks)
-    heads = {"ulysses": everyone, "ring_ulysses": groups.heads}.get(method)
-    shares = 1 if heads is None else heads.size
+    heads = {"ulysses": everyone, "ring_ulysses": groups.heads}.get(method) or CpGroup(groups.name, 0, 1)
+    shares = heads.size
     # Ranks that share heads hold their tokens together.
     holder, first = rank // shares, rank // shares * shares
     owner = tuple(other // shares for other in layout.owner)
     sides = Sides.of(mask, Layout(layout.length, layout.tile, layout.ranks // shares, owner))
     queries, keys = (_begins(side, layout, shares) for side in sides)
     rows = (sides.queries.owner() == holder).nonzero().squeeze(1)
-    exchanges: dict[str, Any] = {"heads_group": heads}
-    own = mask if heads is None else _own_heads(mask, heads)
-    if heads is not None:
+    exchanges: dict[str, Any] = {}
+    own = _own_heads(mask, heads)
+    if shares > 1:
         positions = torch.cat([layout.positions(other) for other in range(first, first + shares)])
         lengths = torch.tensor(layout.lengths[first : first + shares])
         to_heads = Traffic(torch.full_like(lengths, layout.lengths[rank]), lengths, positions)
         exchanges["to_heads"] = to_heads
         exchanges["to_tokens"] = to_heads.reversed(layout.positions(rank).repeat(shares))
     if method in ("ring", "ring_ulysses"):
-        exchanges["ring_group"] = everyone if heads is None else groups.ring
         made, exchanges["ring"] = ring_steps(own, reads(mask, sides), sides, holder, rows, queries, keys)
     else:
         needs = torch.ones(sides.keys.layout.ranks, sides.keys.blocks, dtype=torch.bool)
@@ -281,7 +281,7 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
             needs = reads(mask, sides)
         columns = needs[holder].nonzero().squeeze(1)
         begins = keys[columns]
-        if heads is None:
+        if method != "ulysses":
             exchanges["cast"], begins = cast_keys(sides.keys, needs, rank)
         made = part(own, sides, rows, queries[rows], columns, begins)
     return PlannedMask(
@@ -293,6 +293,8 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
         heads=mask.heads,
         layout=layout,
         cp_group=everyone,
+        heads_group=heads,
+        ring_group=everyone if groups.ring is None or method != "ring_ulysses" else groups.ring,
         **exchanges,
     )
 

@@ -144,7 +144,7 @@ def part(
         chosen = Runs(grids * counts[0], counts[1], none, none, none, runs.kind[:0])
     lengths = (counts[0] * mask.BLOCK_SIZE[0], counts[1] * mask.BLOCK_SIZE[1])
     extent = Extent(mask.batch, mask.heads, lengths, mask.BLOCK_SIZE)
-    schedule = RunSchedule.from_runs(chosen, mask.grids, extent, mask.mask_mod, jumps)
+    schedule = RunSchedule.from_runs(chosen, mask.grids, extent, mask.mask_mod, jumps=jumps)
     lines = TileMap(
         sides.queries.lines(rows, row_places, counts[0]), sides.keys.lines(columns, column_places, counts[1])
     )

@@ -31,7 +31,7 @@ class PortableMask:
         return PortableMask, (self.text, self.captures)
 
 
-def portable(mask_mod: Callable | None, like: Tensor) -> Callable | None:
+def portable(mask_mod: Callable, like: Tensor) -> Callable:
     """`mask_mod`, or its graph if it is a closure or a lambda; `like` is on the device of the call."""
     try:
         pickle.dumps(mask_mod)

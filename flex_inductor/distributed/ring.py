@@ -20,16 +20,25 @@ from torch import Tensor
 
 from .. import upward
 from ..kept import Kept
-from ..mod_ir import serialise
 from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, score_dtype
 from ..mod_ir.checks import mark_checked
+from ..mod_ir.errors import bad_mod_text
 from ..mod_ir.trace import trace_value
-from ..op import AttentionCall, BackwardCall, Inputs, attention, attention_backward, call_text, chunked
-from ..op.call import QKV, wanted_gradients
+from ..op import (
+    AttentionCall,
+    BackwardCall,
+    Inputs,
+    attention,
+    attention_backward,
+    call_text,
+    chunked,
+    chunked_ops,
+)
+from ..op.call import wanted_gradients
+from ..op.call_text import Graphs
 from ..op.layout import empty_like_layout
 from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by
-from ..options import loaded_options, saved_options
 from ..visits import BlockRuns
 from ..visits.places import TileMap
 from .exchange import agree, named, process_group
@@ -127,11 +136,10 @@ def ring_inputs(part: Part, ring: Ring, head: Any) -> Inputs:
 def _step(call: Any, block: Block, step: int) -> Any:
     """The call on the keys and values that are here at this step."""
     schedule: BlockRuns = call.inputs.schedule
+    lines: TileMap = call.inputs.tile_map
     steps = call.inputs.ring.visits.numel()
-    grids = schedule.kv_offsets.size(0) // steps
-    columns = schedule.q_offsets.size(-1) - 1
+    grids, columns = schedule.kv_offsets.size(0) // steps, lines.keys.size(0) // steps
     at = [(table.offsets[step * grids : (step + 1) * grids], table.runs) for table in schedule.tables]
-    lines = call.inputs.tile_map
     part = Part(
         schedule.with_tables(at),
         TileMap(lines.queries, lines.keys[step * columns : (step + 1) * columns]),
@@ -143,7 +151,7 @@ def _step(call: Any, block: Block, step: int) -> Any:
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return None if one is None else one + other
+    return None if one is None or other is None else one + other
 
 
 def _total(total: Block | None, grads: Any, block: Block, dtype: torch.dtype) -> Block:
@@ -159,15 +167,17 @@ def _total(total: Block | None, grads: Any, block: Block, dtype: torch.dtype) ->
     return total
 
 
-def forward(call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | None = None) -> Outputs:
+def forward(
+    ring: Ring, call: AttentionCall, attend: Callable[[AttentionCall], Outputs] | None = None
+) -> Outputs:
     attend = attend or (lambda step: attention(*step))
-    ring = call.inputs.ring
     shape = (*call.key.shape[:2], call.key.size(-1), *call.value.shape[3:])
     agree(ring.plan, shape, call.query.dtype, ring.group)
     way = _Way(ring, call.key, call.value)
     merged: Outputs | None = None
+    part: Outputs | None
     for step, block in way.blocks(call.key, call.value):
-        if way.visits[step]:
+        if block is not None and way.visits[step]:
             part = attend(_step(call, block, step))
             merged = part if merged is None else _merged(merged, part)
         block = part = None  # before further ones come
@@ -187,9 +197,9 @@ def _merged(one: Outputs, other: Outputs) -> Outputs:
     return out.mul_(weight).addcmul_(part, part_weight), total, torch.maximum(peak, part_peak)
 
 
-def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = None) -> Any:
+def backward(ring: Ring, call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = None) -> Any:
     attend = attend or (lambda step: attention_backward(*step))
-    way = _Way(call.inputs.ring, call.key, call.value)
+    way = _Way(ring, call.key, call.value)
     dtype = score_dtype(call.query.dtype)
     d_query: Tensor | None = None
     d_captures: list[Tensor | None] | None = None
@@ -198,7 +208,7 @@ def backward(call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = 
     coming: deque[Block | None] = deque([None] * HALVES)
     own_grads: list[Block] = []
     for step, block in way.blocks(call.key, call.value):
-        grads: Any = attend(_step(call, block, step)) if way.visits[step] else None
+        grads: Any = attend(_step(call, block, step)) if block is not None and way.visits[step] else None
         way.end(works)
         messages: list[dist.P2POp] = []
         total, arriving = coming.popleft(), None
@@ -258,49 +268,35 @@ def _joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 # In compiled code the call is one op that takes mods as text. Each step runs a kernel of its class.
 
-_GRAPHS = {"score_mod": SCORE_LANES, "mask_mod": MASK_LANES, "joint": JOINT_LANES}
+_LANES = (SCORE_LANES, MASK_LANES, JOINT_LANES)
 
 
 def dump(call: Any) -> tuple[str, list[Any]]:
     """What the ops take beside query, key and value. The mods are FX graphs."""
-    data, tensors = call_text.inputs_data(call.inputs)
-    graphs = {name: getattr(call, name, None) for name in _GRAPHS}
-    text = serialise.dump(
-        {
-            "inputs": data,
-            "scale": float(call.scale),
-            "options": saved_options(call.options),
-            "wants": list(getattr(call, "wants", ())),
-            "graphs": {name: graph and serialise.graph_data(graph) for name, graph in graphs.items()},
-        }
-    )
-    return text, tensors
+    graphs = Graphs(call.score_mod, call.mask_mod, call.joint)
+    return call_text.dump(call.inputs, graphs, float(call.scale), call.wants, call.options)
 
 
-@functools.lru_cache(maxsize=256)
-def _read(text: str) -> tuple[Any, float, Any, tuple[str, ...], dict[str, Any]]:
-    names = ("inputs", "scale", "options", "wants", "graphs")
-    data, scale, options, wants, graphs = serialise.fields(serialise.load(text), *names)
-    functions = {name: graph and serialise.graph_function(graph) for name, graph in graphs.items()}
-    return data, scale, loaded_options(options), tuple(wants), functions
+_traced: Kept[Graphs] = Kept(256)  # graphs of calls, by text and what captures are like
 
 
-_traced: Kept[dict[str, Any]] = Kept(256)  # graphs of calls, by text and what captures are like
+def _load(text: str, tensors: list[Tensor], query: Tensor) -> tuple[Ring, Graphs, call_text.Call[Graphs]]:
+    """A call, its ring, and the graphs of its mods."""
+    call = call_text.load(text, tensors, Graphs)
+    if call.inputs.ring is None:
+        raise bad_mod_text("it has no ring")
 
+    def traced() -> Graphs:
+        score, mask = call.inputs.score_captures, call.inputs.mask_captures
+        return Graphs(
+            *(
+                function and mark_checked(trace_value(function, lanes, query, captures))
+                for function, lanes, captures in zip(call.mods, _LANES, (score, mask, score), strict=True)
+            )
+        )
 
-def _load(text: str, tensors: list[Tensor], query: Tensor) -> dict[str, Any]:
-    data, scale, options, wants, functions = _read(text)
-    found = call_text.inputs_from(data, tensors)
-
-    def traced() -> dict[str, Any]:
-        captures = dict.fromkeys(_GRAPHS, found.score_captures) | {"mask_mod": found.mask_captures}
-        return {
-            name: function and mark_checked(trace_value(function, _GRAPHS[name], query, captures[name]))
-            for name, function in functions.items()
-        }
-
-    graphs = _traced.once((text, query.dtype, query.device, *((t.dtype, t.shape) for t in tensors)), traced)
-    return {**graphs, "inputs": found, "scale": scale, "options": options, "wants": wants}
+    key = (text, query.dtype, query.device, *((t.dtype, t.shape) for t in tensors))
+    return call.inputs.ring, _traced.once(key, traced), call
 
 
 def _compiled(call: Any) -> Any:
@@ -309,9 +305,9 @@ def _compiled(call: Any) -> Any:
 
 @torch.no_grad()
 def _ring_forward(query, key, value, tensors, call):
-    read = _load(call, tensors, query)
-    fields = {name: read[name] for name in AttentionCall._fields[3:]}
-    return forward(AttentionCall(query, key, value, **fields), _compiled)
+    ring, (score, mask, _), read = _load(call, tensors, query)
+    whole = AttentionCall(query, key, value, score, mask, read.scale, read.inputs, read.options)
+    return forward(ring, whole, _compiled)
 
 
 def _ring_forward_fake(query, key, value, *_):
@@ -320,27 +316,14 @@ def _ring_forward_fake(query, key, value, *_):
 
 @torch.no_grad()
 def _ring_backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
-    read = _load(call, tensors, query)
-    fields = {name: read[name] for name in BackwardCall._fields[7:]}
-    *grads, captured = backward(
-        BackwardCall(query, key, value, out, lse, grad_out, grad_lse, **fields), _compiled
-    )
+    ring, (score, mask, joint), read = _load(call, tensors, query)
+    whole = BackwardCall(
+        query, key, value, out, lse, grad_out, grad_lse,
+        score, joint, mask, read.scale, read.wants, read.inputs, read.options,
+    )  # fmt: skip
+    *grads, captured = backward(ring, whole, _compiled)
     return [grad for grad in (*grads, *captured) if grad is not None]
 
 
-def _ring_backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
-    data, _, _, wants, functions = _read(call)
-    named = zip(QKV, (query, key, value), strict=True)
-    grads = [empty_like_layout(tensor, tensor.shape) for name, tensor in named if name in wants]
-    captures = call_text.inputs_from(data, tensors).score_captures
-    joint = functions["joint"]
-    wanted = joint.output[1:] if joint else [None] * len(captures)
-    return grads + [
-        torch.empty(c.shape, dtype=c.dtype, device=c.device)
-        for c, want in zip(captures, wanted, strict=True)
-        if want is not None
-    ]
-
-
 define("ring_forward", FORWARD, _ring_forward, _ring_forward_fake)
-define("ring_backward", BACKWARD, _ring_backward, _ring_backward_fake)
+define("ring_backward", BACKWARD, _ring_backward, functools.partial(chunked_ops.backward_fake, Graphs))

@@ -64,19 +64,21 @@ def flash_attn_with_kvcache(
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     try:
         _check(q, caches, given, cache_seqlens, cache_batch_idx, cache_leftpad, table, packed)
-        if packed and max_seqlen_q is None:
+        if cu_seqlens_q is None:
+            starts, most = _evenly(q), q.size(1)
+        elif max_seqlen_q is None:
             raise errors.without_lengths()
-        starts, most = (cu_seqlens_q, max_seqlen_q) if packed else (_evenly(q), q.size(1))
+        else:
+            starts, most = cu_seqlens_q, max_seqlen_q
         check_offsets("cu_seqlens_q", starts, starts)
         room = k_cache.size(1) * (1 if table is None else table.size(1))
         used = _used(cache_seqlens, room, 0 if k is None or packed else k.size(1), starts)
-        new_starts = None
-        if k is not None:
-            new_starts = (
-                _evenly(k) if k.dim() == 4 else starts if cu_seqlens_k_new is None else cu_seqlens_k_new
-            )
-            check_offsets("cu_seqlens_k_new", new_starts, starts)
-            used = used + new_starts.diff()
+        new = None
+        if k is not None and v is not None:
+            begins = _evenly(k) if k.dim() == 4 else starts if cu_seqlens_k_new is None else cu_seqlens_k_new
+            check_offsets("cu_seqlens_k_new", begins, starts)
+            used = used + begins.diff()
+            new = _packed(k), _packed(v), begins
         numbers = {"cache_seqlens": used, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
         for name, tensor in numbers.items():
             if tensor is not None:
@@ -96,16 +98,16 @@ def flash_attn_with_kvcache(
             total_q=q.size(0) if packed else q.size(0) * q.size(1),
             total_k=0,
         )
-        tokens, k, v = (x if x is None or x.dim() == 3 else x.flatten(0, 1) for x in (q, k, v))
-        rotary = None if rotary_cos is None else (rotary_cos, rotary_sin)
-        if k is not None:
-            check_append(k_cache, v_cache, k, v, sequences, rotary, tokens if rotary else None)
+        tokens = _packed(q)
+        rotary = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+        if new is not None:
+            check_append(k_cache, v_cache, *new[:2], sequences, rotary, tokens if rotary else None)
     except FlexError as error:
         refused(error)
     window = window_of(causal, window_size, attention_chunk)
-    if k is not None:
+    if new is not None:
         turned = write(
-            k_cache, v_cache, k, v, sequences, new_starts, None, used, rotary, rotary_interleaved,
+            k_cache, v_cache, *new[:2], sequences, new[2], None, used, rotary, rotary_interleaved,
             tokens if rotary else None, starts, q_moves=window != ALL,
         )  # fmt: skip
         tokens = turned if rotary else tokens
@@ -162,6 +164,10 @@ def _check(
     for name, rows in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if table is not None and rows is not None:
             raise errors.with_table(name)
+
+
+def _packed(tokens: Tensor) -> Tensor:
+    return tokens if tokens.dim() == 3 else tokens.flatten(0, 1)
 
 
 def _evenly(tokens: Tensor) -> Tensor:

@@ -116,11 +116,9 @@ def flash_attn_varlen_func(
     """
     check(q, 3, dropout_p, window_size, attention_chunk)
     table = one_table(block_table, page_table)
-    check_packed(
-        q.device, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, seqused_q, seqused_k, table
-    )
+    check_packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table)
     paged = table is not None
-    if paged and seqused_k is None:
+    if paged and seqused_k is None and cu_seqlens_k is not None:
         seqused_k = cu_seqlens_k.diff()
     sequences = Sequences.unchecked(
         cu_seqlens_q,
@@ -193,18 +191,17 @@ def check(q: Tensor, rank: int, dropout_p: float, window_size: Any, attention_ch
 
 
 def check_packed(
-    device: torch.device,
-    offsets: dict[str, Tensor | None],
+    cu_q: Tensor,
+    cu_k: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
     table: Tensor | None,
 ) -> None:
     """Shapes and dtypes; values are not read."""
     try:
-        cu_q = offsets["cu_seqlens_q"]
         check_offsets("cu_seqlens_q", cu_q, cu_q)
-        if offsets["cu_seqlens_k"] is not None or table is None or seqused_k is None:
-            check_offsets("cu_seqlens_k", offsets["cu_seqlens_k"], cu_q)
+        if cu_k is not None or table is None or seqused_k is None:
+            check_offsets("cu_seqlens_k", cu_k, cu_q)
         for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
             if used is not None:
                 check_numbers(name, used, cu_q)

@@ -196,10 +196,9 @@ def _call(
     def mask_mod(b, h, q_idx, kv_idx):
         return _entry(mask, b, h, q_idx, kv_idx)
 
+    schedule, inner = None, None if mask is None else mask_mod
     if isinstance(mask, BlockMask):
         schedule, inner = schedule_parts(mask)
-    else:
-        schedule, inner = None, None if mask is None else mask_mod
     mark_sizes(query, key, value)
     out, lse, _ = attention(
         query,

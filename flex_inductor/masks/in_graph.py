@@ -235,7 +235,7 @@ def _register() -> None:
                 )
             captures = list(lifted)
             kinds = [_kind_of(proxy.node.meta["example_value"]) for proxy in captures]
-            if None in kinds or any(node.op == "get_attr" for node in graph.nodes):
+            if "" in kinds or any(node.op == "get_attr" for node in graph.nodes):
                 unimplemented(
                     gb_type="create_block_mask: a capture cannot be lifted",
                     context=str(graph),
@@ -277,9 +277,10 @@ def _room_in_graph(tx: Any, tiles: Any) -> Any:
     return wrap_fx_proxy(tx=tx, proxy=proxy).as_proxy()
 
 
-def _kind_of(capture: Any) -> str | None:
+def _kind_of(capture: Any) -> str:
+    """Empty for what is no capture of these kinds."""
     kinds = ((Tensor, TENSOR), (torch.SymInt, INTEGER), (torch.SymFloat, FLOAT))
-    return next((kind for known, kind in kinds if isinstance(capture, known)), None)
+    return next((kind for known, kind in kinds if isinstance(capture, known)), "")
 
 
 compat.when_imported("torch._dynamo", lambda _: _register())

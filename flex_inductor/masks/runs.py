@@ -57,6 +57,17 @@ class Runs:
         return counts.index_add_(0, self.line, self.stop - self.start).to(torch.int32)
 
 
+def tables(runs: Runs, grids: tuple[int, int]) -> list[Tensor]:
+    """Offsets [*grids, lines + 1] and runs [count, 2] of partial tiles, then of full ones; int32."""
+    lines, device = runs.lines // (grids[0] * grids[1]), runs.line.device
+    # Each grid has its own end.
+    at = torch.arange(grids[0] * grids[1], device=device)[:, None] * lines
+    at = (at + torch.arange(lines + 1, device=device)).view(*grids, lines + 1)
+    chosen = [runs.of_kind(kind) for kind in (PARTIAL, FULL)]
+    pairs = [(of.offsets()[at], torch.stack([of.start, of.stop], 1).to(torch.int32)) for of in chosen]
+    return [table for pair in pairs for table in pair]
+
+
 def merged(lines: int, columns: int, line: Tensor, start: Tensor, stop: Tensor, kind: Tensor) -> Runs:
     """Runs from disjoint segments in any order."""
     order = torch.argsort(line * columns + start)

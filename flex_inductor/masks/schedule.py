@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils import _pytree as pytree
 
 from .. import compat
 from ..visits import BlockRuns, Schedule
+from . import pytrees
 from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
 from .library.algebra import offset
 from .lists import block_mask_from_runs
 from .ordinary import ordinary_tensors
-from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, transposed
+from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, tables, transposed
 
 SIDES = ("kv", "full_kv", "q", "full_q")
 TENSORS = tuple(f"{side}_{part}" for side in SIDES for part in ("offsets", "runs"))
@@ -52,7 +52,7 @@ class RunSchedule:
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    separate_full_blocks: bool = True  # whether its BlockMask has lists of full tiles
+    separate_full_blocks: bool  # whether its BlockMask has lists of full tiles
 
     @staticmethod
     def from_runs(
@@ -60,6 +60,7 @@ class RunSchedule:
         grids: tuple[int, int],
         extent: Extent,
         mask_mod: Callable,
+        separate_full_blocks: bool = True,
         jumps: tuple[Tensor, Tensor] | None = None,
     ) -> RunSchedule:
         """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids.
@@ -69,18 +70,15 @@ class RunSchedule:
         columns = transposed(runs, grids[0] * grids[1])
         if jumps is not None:
             runs, columns = split(runs, jumps[1]), split(columns, jumps[0])
-        tensors: dict[str, Any] = {}
-        for side, kind in zip(SIDES, (PARTIAL, FULL) * 2, strict=True):
-            chosen = (columns if "q" in side.split("_") else runs).of_kind(kind)
-            tensors[f"{side}_offsets"] = _per_grid(chosen.offsets(), grids)
-            tensors[f"{side}_runs"] = torch.stack([chosen.start, chosen.stop], dim=1).to(torch.int32)
+        found: Any = dict(zip(TENSORS, tables(runs, grids) + tables(columns, grids), strict=True))
         return RunSchedule(
-            **tensors,
+            **found,
             batch=extent.batch,
             heads=extent.heads,
             seq_lengths=extent.lengths,
             BLOCK_SIZE=extent.block,
             mask_mod=mask_mod,
+            separate_full_blocks=separate_full_blocks,
         )
 
     @staticmethod
@@ -89,8 +87,8 @@ class RunSchedule:
         """The same tiles as `block_mask`, which may come from torch."""
         extent = extent_of(block_mask)
         runs, grids = runs_of_block_mask(block_mask)
-        made = RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod)
-        return replace(made, separate_full_blocks=block_mask.full_kv_num_blocks is not None)
+        separate = block_mask.full_kv_num_blocks is not None
+        return RunSchedule.from_runs(runs, grids, extent, block_mask.mask_mod, separate)
 
     @ordinary_tensors
     def to_block_mask(self, separate_full_blocks: bool | None = None) -> BlockMask:
@@ -175,8 +173,8 @@ class RunSchedule:
         q_start, q_stop = (min(r * self.BLOCK_SIZE[0], self.seq_lengths[0]) for r in (r0, r1))
         extent = Extent(b1 - b0, h1 - h0, (q_stop - q_start, self.seq_lengths[1]), self.BLOCK_SIZE)
         moved = offset(self.mask_mod, b=b0, h=h0, q=q_start) if b0 or h0 or q_start else self.mask_mod
-        made = RunSchedule.from_runs(part, (take_b.numel(), take_h.numel()), extent, moved)
-        return replace(made, separate_full_blocks=self.separate_full_blocks)
+        grids = take_b.numel(), take_h.numel()
+        return RunSchedule.from_runs(part, grids, extent, moved, self.separate_full_blocks)
 
     @ordinary_tensors
     def cut(
@@ -206,8 +204,8 @@ class RunSchedule:
         part = cut_runs(self.row_runs(), self.grids[0] * self.grids[1], chosen[0], chosen[1])
         extent = Extent(self.batch, self.heads, (lengths[0], lengths[1]), self.BLOCK_SIZE)
         at = [tiles.to(self.device) for tiles in chosen]
-        made = RunSchedule.from_runs(part, self.grids, extent, cut_mask(self.mask_mod, self.BLOCK_SIZE, *at))
-        return replace(made, separate_full_blocks=self.separate_full_blocks)
+        mask_mod = cut_mask(self.mask_mod, self.BLOCK_SIZE, *at)
+        return RunSchedule.from_runs(part, self.grids, extent, mask_mod, self.separate_full_blocks)
 
     def picture(self, cells: int = 20, b: int = 0, h: int = 0) -> str:
         """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""
@@ -233,13 +231,6 @@ class RunSchedule:
 
     def __str__(self) -> str:
         return f"{self!r}\n{self.picture()}"
-
-
-def _per_grid(offsets: Tensor, grids: tuple[int, int]) -> Tensor:
-    """Offsets of all lines as one row for each grid, each with its own end."""
-    lines = (offsets.numel() - 1) // (grids[0] * grids[1])
-    starts = torch.arange(grids[0] * grids[1], device=offsets.device)[:, None] * lines
-    return offsets[starts + torch.arange(lines + 1, device=offsets.device)].view(*grids, lines + 1)
 
 
 def _lines_of(offsets: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,40 +285,16 @@ def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
     return from_grid(kinds[..., :columns].reshape(-1, columns)), (grids[0], grids[1])
 
 
-@dataclass(frozen=True)
-class _Context:
-    """Everything but tensors; equal if the function is the same object."""
-
-    batch: int
-    heads: int
-    seq_lengths: tuple[int, int]
-    BLOCK_SIZE: tuple[int, int]
-    mask_mod: Callable
-    separate_full_blocks: bool
-
-
 _CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod", "separate_full_blocks")
 
 
-def _flatten(schedule: RunSchedule) -> tuple[list[Tensor], _Context]:
-    return schedule.tensors, _Context(*(getattr(schedule, n) for n in _CONTEXT))
+def _flatten(schedule: RunSchedule) -> tuple[dict[str, Tensor], tuple[Any, ...]]:
+    tensors = dict(zip(TENSORS, schedule.tensors, strict=True))
+    return tensors, tuple(getattr(schedule, name) for name in _CONTEXT)
 
 
-def _flatten_with_keys(schedule: RunSchedule) -> tuple[list[tuple[Any, Tensor]], _Context]:
-    tensors, context = _flatten(schedule)
-    return [(pytree.GetAttrKey(n), t) for n, t in zip(TENSORS, tensors, strict=True)], context
+def _unflatten(tensors: Any, context: tuple[Any, ...]) -> RunSchedule:
+    return RunSchedule(*tensors, *context)
 
 
-def _unflatten(tensors: Any, context: _Context) -> RunSchedule:
-    return RunSchedule(
-        **dict(zip(TENSORS, tensors, strict=True)), **{n: getattr(context, n) for n in _CONTEXT}
-    )
-
-
-pytree.register_pytree_node(
-    RunSchedule,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="flex_inductor.RunSchedule",
-)
+pytrees.register(RunSchedule, _flatten, _unflatten)

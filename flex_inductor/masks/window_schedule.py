@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..mod_ir.arguments import INDEX_DTYPE
 from ..mod_ir.replay import Unchanging
 from ..visits import Bounds, TileMap
 from ..visits.window import Window
+from . import pytrees
 from .analysis.window import MOST
 from .ordinary import ordinary_tensors
 from .runs import FULL, PARTIAL, Extent, Runs, merged
@@ -48,6 +48,7 @@ class WindowSchedule(RunSchedule):
         give(self, "BLOCK_SIZE", extent.block)
         give(self, "_device", device)
         give(self, "mask_mod", mask_mod)
+        give(self, "separate_full_blocks", True)
 
     @property
     def device(self) -> torch.device:
@@ -124,16 +125,11 @@ def _kept(window: Window) -> dict[Any, Any]:
 _IN_A_TENSOR = "in a tensor"
 
 
-def _flatten_with_keys(schedule: WindowSchedule) -> tuple[list[tuple[Any, Tensor]], Any]:
+def _flatten(schedule: WindowSchedule) -> tuple[dict[str, Tensor], Any]:
     bounds = schedule.bounds
-    numbers = [(pytree.GetAttrKey(n), t) for n, t in bounds._asdict().items() if isinstance(t, Tensor)]
+    numbers = {name: number for name, number in bounds._asdict().items() if isinstance(number, Tensor)}
     rest = bounds.with_tensors(lambda n: _IN_A_TENSOR)
     return numbers, (rest, schedule.extent, schedule.device, schedule.mask_mod)
-
-
-def _flatten(schedule: WindowSchedule) -> tuple[list[Tensor], Any]:
-    numbers, context = _flatten_with_keys(schedule)
-    return [number for _, number in numbers], context
 
 
 def _unflatten(numbers: Any, context: Any) -> WindowSchedule:
@@ -142,10 +138,4 @@ def _unflatten(numbers: Any, context: Any) -> WindowSchedule:
     return WindowSchedule(Bounds(*fields), *context[1:])
 
 
-pytree.register_pytree_node(
-    WindowSchedule,
-    _flatten,
-    _unflatten,
-    flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="flex_inductor.WindowSchedule",
-)
+pytrees.register(WindowSchedule, _flatten, _unflatten)

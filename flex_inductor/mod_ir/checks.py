@@ -15,7 +15,7 @@ from .arguments import MASK_LANES, SCORE_LANES
 from .capture import LiftedMod
 from .names import capture_names
 from .trace import trace_joint, trace_value
-from .writes import storage_of, writes
+from .writes import arguments_of, storage_of, writes
 
 _CHECKED = "flex_inductor_lane_graph"
 
@@ -127,9 +127,8 @@ def number_beyond_in_call(
 
 def _integers_computed_with(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     """The arguments of a call that are no sizes, dimensions or ends of slices."""
-    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
-    given = {**dict(zip([a.name for a in arguments], args, strict=False)), **kwargs}
-    values = [given.get(a.name) for a in arguments if str(a.type).removeprefix("Optional") in _VALUES]
+    given = arguments_of(target, args, kwargs) if isinstance(target, torch._ops.OpOverload) else ()
+    values = [value for a, value in given if str(a.type).removeprefix("Optional") in _VALUES]
     return [value for value in values if isinstance(value, int)]
 
 

@@ -1,15 +1,18 @@
-"""How a mod looks up values by its lanes."""
+"""How a mod looks up values by its lanes.
+
+Only indexing is guarded: a lane that is not live may hold an index that is out of range. Other ways to look values up,
+such as index_select, become indexing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from .lookups import as_indexing
 from .writes import storage_of
 
 
@@ -34,7 +37,7 @@ class LaneIndexing(TorchFunctionMode):
                 return _index_by_lanes(tensor, key, *value)
         if func in (torch.clamp, torch.Tensor.clamp, torch.clip, torch.Tensor.clip):
             return _clamp(*args, **kwargs)
-        found = as_indexing(func, args, kwargs)
+        found = _LOOKUPS[func](*args, **kwargs) if func in _LOOKUPS else None
         return func(*args, **kwargs) if found is None else found
 
 
@@ -85,3 +88,69 @@ def _clamp(tensor, min=None, max=None):
     if isinstance(min, Tensor) != isinstance(max, Tensor) and min is not None and max is not None:
         min, max = (torch.as_tensor(bound, device=tensor.device) for bound in (min, max))
     return torch.clamp(tensor, min, max)
+
+
+def _rows(input: Tensor, index: Tensor) -> Tensor:
+    """input[index]. A single index stays a 0-d tensor, which has the simplest gradient."""
+    if index.numel() != 1:
+        return torch.ops.aten.index.Tensor(input, [index])
+    return torch.ops.aten.index.Tensor(input, [index.reshape(())]).reshape((*index.shape, *input.shape[1:]))
+
+
+def _take(input: Tensor, index: Tensor) -> Tensor:
+    return _rows(input.reshape(-1), index)
+
+
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    return _rows(input.movedim(dim, 0), index.reshape(-1)).movedim(0, dim)
+
+
+def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    if input.dim() <= 1:
+        return _rows(input.reshape(-1), index)
+    positions = [torch.arange(size, device=index.device) for size in index.shape]
+    grid = list(torch.meshgrid(*positions, indexing="ij"))
+    grid[dim] = index
+    return torch.ops.aten.index.Tensor(input, grid)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+    return _torch_embedding(weight, input, -1 if padding_idx is None else padding_idx % weight.size(0))
+
+
+def _torch_embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if scale_grad_by_freq:
+        return None
+    found = _rows(weight, indices)
+    if padding_idx < 0:
+        return found
+    return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+# Each gives None for a call that does more than look values up.
+_LOOKUPS: dict[Callable, Callable[..., Tensor | None]] = {
+    torch.take: _take,
+    Tensor.take: _take,
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
+    torch.gather: _gather,
+    Tensor.gather: _gather,
+    torch.nn.functional.embedding: _embedding,
+    torch.embedding: _torch_embedding,
+}

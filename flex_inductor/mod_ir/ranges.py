@@ -9,8 +9,10 @@ Rules hold for integers of any size. Whoever applies one checks that nothing wra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+Fact = TypeVar("Fact")
 
 
 class Range(NamedTuple):
@@ -33,6 +35,16 @@ class Order(NamedTuple):
 
 
 NUMBERS = Order(min, max)
+
+
+def all_known(facts: Iterable[Fact | None]) -> list[Fact] | None:
+    """The facts, or None if one of them is not known."""
+    found = []
+    for fact in facts:
+        if fact is None:
+            return None
+        found.append(fact)
+    return found
 
 
 def operation(target: Any) -> str:

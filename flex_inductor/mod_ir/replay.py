@@ -11,7 +11,7 @@ A run that cannot be described in full is not kept: the mod is then traced on ea
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from ..kept import Kept
 from .apart import apart_from_surrounding_trace
 
-MOST_STEPS = 1 << 16  # kept for all mods
+MOST_POINTS = 1 << 16  # kept for all mods
 MOST_TRACES = 512  # each holds a quarter of a megabyte
 
 
@@ -38,14 +39,12 @@ class Known(NamedTuple):
 
 
 class Point:
-    """One point in the runs of mods. The calls so far are the path to it."""
+    """One point in the runs of mods, after the same calls."""
 
-    __slots__ = ("ends", "following", "result")
+    __slots__ = ("result",)
 
     def __init__(self, result: Any = None):
-        self.result = result
-        self.following: dict[Any, Point] = {}
-        self.ends: dict[Any, Traces] = {}
+        self.result = result  # of the last call; before the first the lanes
 
 
 class Traces:
@@ -76,10 +75,10 @@ class Unchanging:
         return self.mod(*lanes)
 
 
-_lock = threading.Lock()
-_roots: dict[Any, tuple[Sequence[Tensor], Point]] = {}
-_steps = 0
-_traces = 0
+_points: Kept[Point] = Kept(
+    MOST_POINTS
+)  # by the point before and the call; the first by what surrounds the run
+_ends: Kept[Traces] = Kept(MOST_TRACES)  # by the last point and what the mod returns
 
 
 class _NotKept(BaseException):
@@ -186,7 +185,8 @@ class Recording(_Run):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.calls is None or func in _ALWAYS_CALLED:
+        calls = self.calls
+        if calls is None or func in _ALWAYS_CALLED:
             return func(*args, **kwargs)
         if _is_custom(func):  # its derivative is Python code that no torch function sees
             self.give_up()
@@ -197,21 +197,21 @@ class Recording(_Run):
             self.give_up()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.returned(key, result)
+        self.returned(calls, key, result)
         return result
 
     def place(self, tensor: Tensor) -> int:
         self.forms.append(_form(tensor))
         return super().place(tensor)
 
-    def returned(self, key: Any, result: Any) -> None:
+    def returned(self, calls: list[tuple[Any, Any]], key: Any, result: Any) -> None:
         if isinstance(result, Tensor):
             place = self.places.get(id(result))
             if place is not None and self.forms[place] != _form(result):
                 return self.give_up()  # a replay would show the last form from the first call on
-            self.calls.append((key, self.place(result) if place is None else Known(place)))
+            calls.append((key, self.place(result) if place is None else Known(place)))
         elif key[0] is Tensor.__setitem__:
-            self.calls.append((key, None))
+            calls.append((key, None))
         else:
             self.give_up()
 
@@ -240,7 +240,7 @@ class _Replay(_Run):
         if func in _ALWAYS_CALLED:
             return func(*args, **kwargs)
         try:
-            step = self.at.following.get(self.called(func, args, kwargs))
+            step = _points.get((self.at, self.called(func, args, kwargs)))
         except (_Undescribed, TypeError):
             step = None
         if step is None:
@@ -264,14 +264,14 @@ def replayed(mod: Callable, lanes: Sequence[str], query: Tensor) -> Replayed | N
     surroundings = _surroundings(lanes, query)
     if isinstance(mod, Unchanging) and (traces := mod.kept.get(surroundings)):
         return Replayed(mod.captures, traces)
-    start = _roots.get(surroundings)
+    start = _points.get(surroundings)
     if start is None:
         return None
     around = apart_from_surrounding_trace() if any(_switches()[2:]) else contextlib.nullcontext()
     try:
-        with around, torch.enable_grad(), _Replay(*start) as run:
-            result = mod(*start[0])
-        traces = run.at.ends.get(run.described(result))
+        with around, torch.enable_grad(), _Replay(start.result, start) as run:
+            result = mod(*start.result)
+        traces = _ends.get((run.at, run.described(result)))
     except (Exception, _NotKept):  # the run for real meets the same error
         return None
     if traces is None:
@@ -283,24 +283,14 @@ def replayed(mod: Callable, lanes: Sequence[str], query: Tensor) -> Replayed | N
 
 def keep(recorded: Recording, lanes: Sequence[str], query: Tensor) -> Traces | None:
     """From now on, runs that are the same as this one are known."""
-    global _steps, _traces
     if recorded.whole is None:
         return None
     *calls, end = recorded.whole
-    with _lock:
-        if _steps > MOST_STEPS or _traces >= MOST_TRACES:
-            _roots.clear()
-            _steps = _traces = 0
-        _, step = _roots.setdefault(_surroundings(lanes, query), (recorded.lanes, Point()))
-        for key, result in calls:
-            if key not in step.following:
-                step.following[key] = Point(recorded.met[result] if isinstance(result, int) else result)
-                _steps += 1
-            step = step.following[key]
-        if end not in step.ends:
-            step.ends[end] = Traces(recorded.whole)
-            _traces += 1
-        return step.ends[end]
+    at = _points.once(_surroundings(lanes, query), functools.partial(Point, recorded.lanes))
+    for key, result in calls:
+        returned = recorded.met[result] if isinstance(result, int) else result
+        at = _points.once((at, key), functools.partial(Point, returned))
+    return _ends.once((at, end), functools.partial(Traces, recorded.whole))
 
 
 def not_replayable() -> None:

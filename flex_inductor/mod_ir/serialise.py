@@ -28,8 +28,9 @@ from torch._ops import OpOverload
 
 from . import errors
 from .apart import apart_from_surrounding_trace
+from .writes import arguments_of
 
-FORMAT = 1
+FORMAT = 2
 DEPTH = 4  # how deeply lists may be nested in an argument
 
 # Python's functions that may compute with sizes.
@@ -332,11 +333,9 @@ def _made_here(name: str, call: Callable, args: list[Any], kwargs: dict[str, Any
             not any(type(operand) in (str, list) for operand in operands), f"{name} is given text or a list"
         )
         return all(own[number] for number in _values_in(operands))
-    arguments = call._schema.arguments
-    given = {**dict(zip([a.name for a in arguments], args, strict=False)), **kwargs}
     shared = []
-    for argument in arguments:
-        mine = all(own[number] for number in _values_in(given.get(argument.name)))
+    for argument, value in arguments_of(call, args, kwargs):
+        mine = all(own[number] for number in _values_in(value))
         if argument.alias_info is not None and argument.alias_info.is_write and not mine:
             raise errors.operator_refused(name, "writes into what the mod was given", _FUNCTIONS)
         if argument.alias_info is not None or call in _SHARES_MEMORY_UNSAID:

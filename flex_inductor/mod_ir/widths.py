@@ -7,13 +7,13 @@ documents, count as at most CAPTURED.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from .ranges import ARITHMETIC, NUMBERS, Order, Range, absolute
+from .ranges import ARITHMETIC, NUMBERS, Order, Range, absolute, operation
 
 INT32 = torch.iinfo(torch.int32)
 CAPTURED = 1 << 28
@@ -40,26 +40,15 @@ class Sizes(NamedTuple):
     kv_idx: Any
 
 
-class Step(NamedTuple):
-    """An operation of a mod. Its arguments name earlier values."""
-
-    value: Any
-    target: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    dtype: torch.dtype | None
-
-
-def may_leave_int32(steps: Iterable[Step], indices: Sequence[Any], sizes: Sizes) -> bool:
-    """Whether a step may leave int32. `indices` are the ranges of b, h, q_idx and kv_idx."""
-    steps = list(steps)
+def may_leave_int32(graph: fx.Graph, indices: Sequence[fx.Node], sizes: Sizes) -> bool:
+    """Whether an operation of a mod may leave int32. `indices` are b, h, q_idx and kv_idx."""
     numbers = [LONGEST if isinstance(size, torch.SymInt) else size for size in sizes]
-    if not _leaves(steps, dict(zip(indices, map(_below, numbers), strict=True)), NUMBERS, _is_beyond):
+    if not _leaves(graph, dict(zip(indices, map(_below, numbers), strict=True)), NUMBERS, _is_beyond):
         return False
     if not any(isinstance(size, torch.SymInt) for size in sizes):
         return True
     ranges = dict(zip(indices, map(_below, sizes), strict=True))
-    return _leaves(steps, ranges, _EXPRESSIONS, _may_be_beyond)
+    return _leaves(graph, ranges, _EXPRESSIONS, _may_be_beyond)
 
 
 def _below(size: Any) -> Range:
@@ -78,35 +67,30 @@ def _may_be_beyond(found: Range) -> bool:
 
 
 def _leaves(
-    steps: Sequence[Step], ranges: dict[Any, Range], order: Order, is_beyond: Callable[[Range], bool]
+    graph: fx.Graph, ranges: dict[Any, Range], order: Order, is_beyond: Callable[[Range], bool]
 ) -> bool:
     of_indices = set(ranges)
-    for step in steps:
-        if step.dtype is None or step.dtype.is_floating_point or step.dtype.is_complex:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor):
             continue
-        name = getattr(getattr(step.target, "overloadpacket", None), "__name__", "")
-        operands = [_operand(argument, ranges) for argument in step.args]
+        if value.is_floating_point() or value.is_complex():
+            continue
+        name = operation(node.target)
+        operands = [_operand(argument, ranges) for argument in node.args]
         found = Range(0, 1)
-        if step.dtype != torch.bool:
-            found = _range(_RENAMED.get(name, name), operands, step.kwargs, order)
-        if of_indices.isdisjoint(_flat((*step.args, *step.kwargs.values()))):
-            ranges[step.value] = found if name in _CONSTANTS and found is not _UNKNOWN else _CAPTURES
+        if value.dtype != torch.bool:
+            found = _range(_RENAMED.get(name, name), operands, node.kwargs, order)
+        if of_indices.isdisjoint(node.all_input_nodes):
+            ranges[node] = found if name in _CONSTANTS and found is not _UNKNOWN else _CAPTURES
             continue
-        of_indices.add(step.value)
-        if step.dtype == torch.int32:
-            computes = torch.Tag.pointwise in getattr(step.target, "tags", ()) and name not in _STAY
+        of_indices.add(node)
+        if value.dtype == torch.int32:
+            computes = torch.Tag.pointwise in getattr(node.target, "tags", ()) and name not in _STAY
             if computes if found is _UNKNOWN else is_beyond(found):
                 return True
-        ranges[step.value] = found
+        ranges[node] = found
     return False
-
-
-def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    for argument in arguments:
-        if isinstance(argument, (list, tuple)):
-            yield from _flat(argument)
-        else:
-            yield argument
 
 
 def _operand(argument: Any, ranges: dict[Any, Range]) -> Any:
@@ -155,14 +139,6 @@ def _range(name: str, operands: Sequence[Any], kwargs: dict[str, Any], order: Or
     return _UNKNOWN
 
 
-def steps_of(graph: fx.Graph) -> list[Step]:
-    return [
-        Step(node, node.target, node.args, node.kwargs, value.dtype)
-        for node in graph.nodes
-        if node.op == "call_function" and isinstance(value := node.meta.get("val"), Tensor)
-    ]
-
-
 def graph_may_leave_int32(graph: fx.GraphModule, lanes: Sequence[str], sizes: Sizes) -> bool:
     """Whether a lane graph may leave int32. Its arguments are `lanes`, then captures."""
     known = graph.meta.setdefault("flex_inductor_leaves_int32", {})
@@ -170,7 +146,7 @@ def graph_may_leave_int32(graph: fx.GraphModule, lanes: Sequence[str], sizes: Si
     if is_number and sizes in known:
         return known[sizes]
     indices = graph.graph.find_nodes(op="placeholder")[: len(lanes)][-len(sizes) :]
-    found = may_leave_int32(steps_of(graph.graph), indices, sizes)
+    found = may_leave_int32(graph.graph, indices, sizes)
     if is_number:
         known[sizes] = found
     return found

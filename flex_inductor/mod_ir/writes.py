@@ -9,21 +9,22 @@ import torch
 from torch import fx
 
 
+def arguments_of(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """The arguments of an operator's schema, each with what is given for it, or None."""
+    arguments = op._schema.arguments
+    given = {**dict(zip([a.name for a in arguments], args, strict=False)), **kwargs}
+    return ((argument, given.get(argument.name)) for argument in arguments)
+
+
 def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each node that writes, and what it writes to."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        arguments = node.target._schema.arguments
-        given = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
-        for argument in arguments:
-            written = given.get(argument.name)
-            if (
-                argument.alias_info is not None
-                and argument.alias_info.is_write
-                and isinstance(written, fx.Node)
-            ):
-                yield node, written
+        for argument, value in arguments_of(node.target, node.args, node.kwargs):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write and isinstance(value, fx.Node):
+                yield node, value
 
 
 def writes_to_views(graph: fx.Graph) -> bool:

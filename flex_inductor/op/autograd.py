@@ -12,41 +12,41 @@ from torch._C import DispatchKey
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._pytree import tree_map
 
 from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import joint_graph
-from ..visits import kind_of
-from .call import QKV, AttentionCall, BackwardCall
+from .call import QKV, AttentionCall, BackwardCall, filled, parts
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
 from .vmap import fold_backward, fold_forward
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """The two ops as one autograd.Function. `tensors` are those of the call's inputs."""
+    """The two ops as one autograd.Function of the parts of a call."""
 
     @staticmethod
-    def forward(query, key, value, call, joint, *tensors):
+    def forward(call, joint, *tensors):
         with torch._C._AutoDispatchBelowAutograd():
-            return attention(*_with_tensors(call, query, key, value, tensors).with_inputs(stand_ins=()))
+            return attention(*filled(call, tensors).with_inputs(stand_ins=()))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        query, key, value, ctx.call, ctx.joint, *tensors = inputs
+        ctx.call, ctx.joint, *tensors = inputs
         out, lse, max_scores = output
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        ctx.save_for_backward(out, lse, *tensors)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _grad_max):
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        out, lse, *tensors = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
-            return (None,) * (5 + len(tensors))
-        call = ctx.call
-        inputs = call.inputs.filled(tensors)
-        needed = [*ctx.needs_input_grad[:3]]
+            return (None,) * (2 + len(tensors))
+        call = filled(ctx.call, tensors)
+        query, key, value, inputs = *call[:3], call.inputs
+        needed = [*ctx.needs_input_grad[2:5]]
         if inputs.stand_ins:
             needed[1:] = [True, True]
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
@@ -60,31 +60,22 @@ class _AttentionFunction(torch.autograd.Function):
             d_inputs, d_key, d_value = (*d_inputs, d_key, d_value), None, None
         if wide and d_query is not None:
             d_query = d_query.to(query.dtype)
-        return d_query, d_key, d_value, None, None, *inputs.by_tensor(d_inputs)
+        return None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod
     def jvp(ctx, *_tangents):
         raise errors.second_derivative()  # forward over reverse mode, as in torch.func.hessian
 
     @staticmethod
-    def vmap(info, in_dims, query, key, value, call, joint, *tensors):
-        q_dim, k_dim, v_dim, _, _, *tensor_dims = in_dims
-        dims = _with_tensors(call, q_dim, k_dim, v_dim, tensor_dims)
-        call = _with_tensors(call, query, key, value, tensors)
-        folded, joint, unfold = fold_forward(call, joint, dims, info.batch_size)
+    def vmap(info, in_dims, call, joint, *tensors):
+        dims = filled(call, in_dims[2:])
+        folded, joint, unfold = fold_forward(filled(call, tensors), joint, dims, info.batch_size)
         return tuple(unfold(output) for output in _apply(folded, joint)), (0, 0, 0)
 
 
-def _with_tensors(
-    call: AttentionCall, query: Any, key: Any, value: Any, tensors: Sequence[Any]
-) -> AttentionCall:
-    return call._replace(query=query, key=key, value=value, inputs=call.inputs.filled(tensors))
-
-
 def _apply(call: AttentionCall, joint: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, tensors = call.inputs.parts()
-    rest = call._replace(query=None, key=None, value=None, inputs=inputs)
-    return _AttentionFunction.apply(call.query, call.key, call.value, rest, joint, *tensors)
+    rest, tensors = parts(call)
+    return _AttentionFunction.apply(rest, joint, *tensors)
 
 
 def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,10 +126,9 @@ class _BackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        call = BackwardCall.read(*args)
-        schedule = call.inputs.schedule
-        form = None if schedule is None else kind_of(schedule)
-        folded, unfold = fold_backward(call, BackwardCall.read(*in_dims, form=form), info.batch_size)
+        # Texts name what a call has, so they stay.
+        dims = tree_map(lambda arg, dim: arg if isinstance(arg, str) else dim, args, in_dims)
+        folded, unfold = fold_backward(BackwardCall.read(*args), BackwardCall.read(*dims), info.batch_size)
         grads = unfold(_backward_op(*folded.wire()))
         return grads, tuple(None if grad is None else 0 for grad in grads)
 

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import errors
-from ..mod_ir.serialise import graph_key
+from ..mod_ir.serialise import expect, graph_key
 from ..options import CallOptions
-from ..visits import KINDS, Schedule, TileMap, kind_of
+from ..visits import KINDS, Schedule, TileMap
 from .ring import Ring
 
 QKV = ("query", "key", "value")
@@ -39,43 +39,15 @@ class Inputs(NamedTuple):
         return [name for name, value in zip(self._fields, self, strict=True) if not _is_absent(value)]
 
     def wire(self) -> dict[str, Any]:
-        """In the form of graphs, which have no NamedTuples."""
-        found = {name: getattr(self, name) for name in self.given()}
-        if self.schedule is not None:
-            found["schedule"] = (kind_of(self.schedule), *self.schedule)
-        if self.tile_map is not None:
-            found["tile_map"] = tuple(self.tile_map)
-        if self.ring is not None:
-            found["ring"] = tuple(self.ring)
-        return found
+        """In the form of graphs, which have no NamedTuples: one is a tuple that begins with its name."""
+        return {name: _wire(getattr(self, name)) for name in self.given()}
 
     @classmethod
-    def read(cls, wire: Any, form: str | None = None) -> Inputs:
-        """From `wire`. `form` is the schedule's, if the values are not the call's own."""
+    def read(cls, wire: Any) -> Inputs:
+        """From `wire`."""
         if isinstance(wire, Inputs):
             return wire
-        found = dict(wire)
-        if "schedule" in found:
-            own_form, *fields = found["schedule"]
-            found["schedule"] = KINDS[form or own_form](*fields)
-        if "tile_map" in found:
-            found["tile_map"] = TileMap(*found["tile_map"])
-        if "ring" in found:
-            found["ring"] = Ring(*found["ring"])
-        return cls(**found)
-
-    def parts(self) -> tuple[Inputs, list[Tensor]]:
-        """These inputs with a mark in the place of each tensor, and the tensors."""
-        leaves, spec = tree_flatten(self)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tree_unflatten(marked, spec), tensors
-
-    def filled(self, values: Iterable[Any]) -> Inputs:
-        """The first of `parts` with values in the places of its marks."""
-        leaves, spec = tree_flatten(self)
-        found = iter(values)
-        return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+        return cls(**{name: _bundle(value) for name, value in wire.items()})
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -83,7 +55,7 @@ class Inputs(NamedTuple):
         return [tensor for name in DIFFERENTIABLE for tensor in _tensors(getattr(self, name))]
 
     def by_tensor(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradient of every tensor of `parts`, given those of `differentiable`."""
+        """The gradient of every tensor, in the order of the fields, given those of `differentiable`."""
         found = iter(gradients)
         return [
             next(found) if name in DIFFERENTIABLE else None
@@ -94,7 +66,23 @@ class Inputs(NamedTuple):
 
 DIFFERENTIABLE = ("score_captures", "stand_ins")
 
-_TENSOR = object()
+
+def _bundles() -> dict[str, Any]:
+    return {**KINDS, "tile_map": TileMap, "ring": Ring}
+
+
+def _wire(value: Any) -> Any:
+    name = next((name for name, kind in _bundles().items() if type(value) is kind), None)
+    return value if name is None else (name, *value)
+
+
+def _bundle(wire: Any) -> Any:
+    if not isinstance(wire, (tuple, list)) or not wire or not isinstance(wire[0], str):
+        return wire
+    (name, *fields), kinds = wire, _bundles()
+    fits = name in kinds and len(fields) == len(kinds[name]._fields)
+    expect(fits, f"there is no {name[:80]} with {str(fields)[:80]}")
+    return kinds[name](*fields)
 
 
 def _is_absent(value: Any) -> bool:
@@ -161,13 +149,30 @@ class BackwardCall(NamedTuple):
     options: CallOptions = CallOptions()
 
     @classmethod
-    def read(cls, *args: Any, form: str | None = None) -> BackwardCall:
-        """From the arguments of the op; see Inputs.read for `form`."""
+    def read(cls, *args: Any) -> BackwardCall:
+        """From the arguments of the op."""
         call = cls(*args)
-        return call._replace(inputs=Inputs.read(call.inputs, form), options=read_options(call.options))
+        return call._replace(inputs=Inputs.read(call.inputs), options=read_options(call.options))
 
     def wire(self) -> tuple[Any, ...]:
         return (*self[:-2], self.inputs.wire(), _options_wire(self.options))
+
+
+def parts(call: AttentionCall) -> tuple[AttentionCall, list[Tensor]]:
+    """The call with a mark in the place of each tensor, and the tensors."""
+    leaves, spec = tree_flatten(call)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tree_unflatten([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec), tensors
+
+
+def filled(call: AttentionCall, values: Iterable[Any]) -> AttentionCall:
+    """The first of `parts` with values in the places of its marks."""
+    leaves, spec = tree_flatten(call)
+    found = iter(values)
+    return tree_unflatten([next(found) if leaf is _TENSOR else leaf for leaf in leaves], spec)
+
+
+_TENSOR = object()
 
 
 def _options_wire(options: CallOptions) -> dict[str, Any]:

@@ -1,75 +1,70 @@
-"""A call's mods and inputs as text and a list of tensors, for torch ops that take no graphs and no bundles.
+"""A call as text and a list of tensors, for torch ops that take no graphs and no bundles.
 
 The text is data, as in `mod_ir/serialise.py`: tensors are named by their place in the list.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..mod_ir import serialise
 from ..mod_ir.program import LaneProgram
 from ..mod_ir.split import Programs
-from ..visits import KINDS, TileMap
+from ..options import CallOptions, call_options
 from .call import Inputs
-from .ring import Ring
-
-_BUNDLES: dict[str, type] = {**KINDS, "tile_map": TileMap, "ring": Ring}
-_NAME_OF_BUNDLE = {bundle: name for name, bundle in _BUNDLES.items()}
 
 
-class Call(NamedTuple):
+class Graphs(NamedTuple):
+    """The mods of one call as FX graphs, or as the functions that are read for them."""
+
+    score: fx.GraphModule | serialise.GraphFunction | None = None
+    mask: fx.GraphModule | serialise.GraphFunction | None = None
+    joint: fx.GraphModule | serialise.GraphFunction | None = None
+
+
+Mods = TypeVar("Mods", Programs, Graphs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Generic[Mods]):
     """The arguments of such an op beside query, key, value and its own tensors."""
 
     inputs: Inputs
-    mods: Programs
-    texts: dict[str, str | None]  # the same mods as text, by name
+    mods: Mods
+    data: dict[str, Any]  # the same mods as data, by name
     scale: float
     wants: tuple[str, ...]
+    options: CallOptions
 
     @property
     def wanted_captures(self) -> list[bool]:
         """Which of score_mod's captures get a gradient."""
-        joint = self.mods.joint
-        return [*joint.gradients] if joint else [False] * len(self.inputs.score_captures)
+        joint: Any = self.mods.joint
+        if joint is None:
+            return [False] * len(self.inputs.score_captures)
+        if isinstance(joint, LaneProgram):
+            return [*joint.gradients]
+        return [gradient is not None for gradient in joint.output[1:]]
 
 
-def dump(inputs: Inputs, mods: Programs, scale: float, wants: Sequence[str] = ()) -> tuple[str, list[Any]]:
-    data, tensors = inputs_data(inputs)
-    texts = {name: program and program.to_text() for name, program in mods._asdict().items()}
-    return serialise.dump({"inputs": data, "mods": texts, "scale": scale, "wants": list(wants)}), tensors
+_NONE = CallOptions()
 
 
-def load(text: str, tensors: Sequence[Tensor] | None) -> Call:
-    read = _read(text)
-    return read._replace(inputs=inputs_from(read.inputs, tensors))
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(text: str) -> Call:
-    data, mods, scale, wants = serialise.fields(serialise.load(text), "inputs", "mods", "scale", "wants")
-    texts = serialise.fields(mods, *Programs._fields)
-    serialise.expect(all(t is None or isinstance(t, str) for t in texts), f"mods are {str(mods)[:80]}")
-    serialise.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
-    serialise.expect(
-        isinstance(wants, list) and all(isinstance(name, str) for name in wants),
-        f"gradients are {str(wants)[:80]}",
-    )
-    programs = Programs(*(None if t is None else LaneProgram.from_text(t) for t in texts))
-    return Call(data, programs, mods, scale, tuple(wants))
-
-
-def inputs_data(inputs: Inputs) -> tuple[dict[str, Any], list[Any]]:
-    """Those that the call has as data, and their tensors."""
+def dump(
+    inputs: Inputs,
+    mods: Programs | Graphs,
+    scale: float,
+    wants: Sequence[str] = (),
+    options: CallOptions = _NONE,
+) -> tuple[str, list[Any]]:
     tensors: list[Any] = []
 
     def data(value: Any) -> Any:
-        if type(value) in _NAME_OF_BUNDLE:
-            return {"bundle": _NAME_OF_BUNDLE[type(value)], "fields": [*map(data, value)]}
         if isinstance(value, (tuple, list)):
             return [*map(data, value)]
         if value is None or isinstance(value, (bool, str)):
@@ -79,31 +74,62 @@ def inputs_data(inputs: Inputs) -> tuple[dict[str, Any], list[Any]]:
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
 
-    found = {name: data(getattr(inputs, name)) for name in inputs.given()}
-    return found, tensors
+    write: Callable[[Any], Any] = LaneProgram.to_text if isinstance(mods, Programs) else serialise.graph_data
+    text = serialise.dump(
+        {
+            "inputs": {name: data(value) for name, value in inputs.wire().items()},
+            "mods": {name: None if mod is None else write(mod) for name, mod in mods._asdict().items()},
+            "scale": scale,
+            "wants": list(wants),
+            "options": {"hints": dict(options.hints), "lse": options.lse, "max_scores": options.max_scores},
+        }
+    )
+    return text, tensors
 
 
-def inputs_from(data: Any, tensors: Sequence[Tensor] | None) -> Inputs:
-    """The inputs that `inputs_data` gave these data for."""
-    given = tensors or ()  # packaged code leaves out an empty list
+def load(text: str, tensors: Sequence[Tensor] | None, mods: type[Mods]) -> Call[Mods]:
+    read = _read(text, mods is Graphs)
+    return dataclasses.replace(
+        read, inputs=_inputs(read.inputs, tensors or ())
+    )  # packaged code leaves out []
 
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str, of_graphs: bool) -> Any:
+    names = ("inputs", "mods", "scale", "wants", "options")
+    inputs, mods, scale, wants, options = serialise.fields(serialise.load(text), *names)
+    serialise.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
+    serialise.expect(
+        isinstance(wants, list) and all(isinstance(name, str) for name in wants),
+        f"gradients are {str(wants)[:80]}",
+    )
+    hints, lse, max_scores = serialise.fields(options, "hints", "lse", "max_scores")
+    plain = isinstance(hints, dict) and all(type(v) in (bool, int, float, str) for v in hints.values())
+    serialise.expect(
+        plain and {type(lse), type(max_scores)} == {bool}, f"the options are {str(options)[:80]}"
+    )
+    kind: Any = Graphs if of_graphs else Programs
+    read: Any = serialise.graph_function if of_graphs else _program
+    found = kind(*(None if mod is None else read(mod) for mod in serialise.fields(mods, *kind._fields)))
+    return Call(inputs, found, mods, scale, tuple(wants), call_options(hints, lse=lse, max_scores=max_scores))
+
+
+def _program(data: Any) -> LaneProgram:
+    serialise.expect(isinstance(data, str), f"a mod is {str(data)[:80]}")
+    return LaneProgram.from_text(data)
+
+
+def _inputs(data: Any, tensors: Sequence[Tensor]) -> Inputs:
     def value(data: Any) -> Any:
         if isinstance(data, list):
             return tuple(map(value, data))
         if not isinstance(data, dict):
             return data
-        if "tensor" in data:
-            place = data["tensor"]
-            serialise.expect(
-                type(place) is int and 0 <= place < len(given), f"there is no tensor {str(place)[:80]}"
-            )
-            return given[place]
-        name, fields = serialise.fields(data, "bundle", "fields")
-        bundle: Any = _BUNDLES.get(name) if isinstance(name, str) else None
-        fits = bundle is not None and isinstance(fields, list) and len(fields) == len(bundle._fields)
-        serialise.expect(fits, f"there is no {str(name)[:80]} with {str(fields)[:80]}")
-        return bundle(*map(value, fields))
+        (place,) = serialise.fields(data, "tensor")
+        known = type(place) is int and 0 <= place < len(tensors)
+        serialise.expect(known, f"there is no tensor {str(place)[:80]}")
+        return tensors[place]
 
     known = isinstance(data, dict) and data.keys() <= {*Inputs._fields}
     serialise.expect(known, f"inputs are {str(data)[:80]}")
-    return Inputs(**{name: value(field) for name, field in data.items()})
+    return Inputs.read({name: value(field) for name, field in data.items()})

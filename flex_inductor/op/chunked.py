@@ -149,9 +149,25 @@ def empty_outputs(query: Tensor, value: Tensor, partial: bool = False) -> tuple[
     return out, query.new_empty(rows, dtype=dtype), query.new_empty(rows, dtype=dtype)
 
 
-def empty_gradient(tensor: Tensor, partial: bool = False) -> Tensor:
-    """Unfilled, in the tensor's memory layout."""
-    return empty_like_layout(tensor, tensor.shape, score_dtype(tensor.dtype) if partial else None)
+def empty_gradients(
+    qkv: Sequence[Tensor], inputs: Inputs, wants: Sequence[str], wanted_captures: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+    """The results of `backward`, unfilled."""
+    query, key, value = (
+        empty_like_layout(t, t.shape, score_dtype(t.dtype) if inputs.partial else None)
+        if name in wants
+        else None
+        for name, t in zip(QKV, qkv, strict=True)
+    )
+    captures = zip(inputs.score_captures, wanted_captures, strict=True)
+    return (
+        query,
+        key,
+        value,
+        tuple(
+            torch.empty(c.shape, dtype=c.dtype, device=c.device) if wanted else None for c, wanted in captures
+        ),
+    )
 
 
 class _Run:
@@ -241,23 +257,29 @@ class _Run:
         """The tiles of `rows` along the keys, and each tile's keys as the schedule counts them."""
         step = self.tile[3]
         for n in _ranges(self.keys, step) if band is None else band.key_tiles(self.keys, step):
-            yield rows._replace(n=n), n
+            if (tile := self.at_keys(rows, n)) is not None:
+                yield tile, slice(n.start, n.start + _length(tile.n))
+
+    def at_keys(self, rows: _Tile, n: slice) -> _Tile | None:
+        """The tile of `rows` at these keys of the schedule; None if it has no keys."""
+        return rows._replace(n=n)
 
     def live(self, tile: _Tile, band: Band | None, n: slice) -> Tensor | None:
         """The lanes that both the schedule and mask_mod leave, as a tensor that broadcasts; None for all."""
+        mask = self.mods.mask
         if band is None:
-            return None if self.mods.mask is None else self._mask(tile, None)
-        if band.all_full(n) or (self.mods.mask is None and band.visits_all(n)):
+            return None if mask is None else self._mask(mask, tile, None)
+        if band.all_full(n) or (mask is None and band.visits_all(n)):
             return None
         visited, full = band.lanes(n)
         partial = visited & ~full
-        if self.mods.mask is None or not partial.any():
+        if mask is None or not partial.any():
             return visited
-        return (self._mask(tile, partial) & partial) | full
+        return (self._mask(mask, tile, partial) & partial) | full
 
-    def _mask(self, tile: _Tile, partial: Tensor | None) -> Tensor:
+    def _mask(self, mask: LaneProgram, tile: _Tile, partial: Tensor | None) -> Tensor:
         captures = self.inputs.mask_captures
-        (live,) = run_lanes(self.mods.mask, self.indices(tile), partial, captures, self.mask_invariants)
+        (live,) = run_lanes(mask, self.indices(tile), partial, captures, self.mask_invariants)
         return _unexpanded(live)
 
     def zeros(self, tile: _Tile, width: int) -> Tensor:
@@ -335,6 +357,8 @@ class _MappedRun(_Run):
         super().__init__(query, key, value, inputs, *rest)
         tile_map: Any = inputs.tile_map
         self.q_lines, self.kv_lines = (lines.tolist() for lines in tile_map)
+        block = self.schedule.kv_block
+        self.keys, self.tile = len(self.kv_lines) * block, (*self.tile[:3], block)
 
     def row_tiles(self) -> Iterator[_Tile]:
         for line, (batch, row, sequence, head, index, count) in enumerate(self.q_lines):
@@ -347,16 +371,11 @@ class _MappedRun(_Run):
         start = rows.line * self.schedule.q_block
         return self.schedule.band(slice(0, 1), rows.h, slice(start, start + _length(rows.m)))
 
-    def key_tiles(self, rows: _Tile, band: Band | None) -> Iterator[tuple[_Tile, slice]]:
-        block = self.schedule.kv_block
-        for start in (n.start for n in band.key_tiles(len(self.kv_lines) * block, block)):
-            batch, row, _, _, index, count = self.kv_lines[start // block]
-            if count:
-                n, shift = slice(row, row + count), (*rows.shift[:3], index - row)
-                yield (
-                    rows._replace(n=n, kv_b=slice(batch, batch + 1), shift=shift),
-                    slice(start, start + count),
-                )
+    def at_keys(self, rows: _Tile, n: slice) -> _Tile | None:
+        batch, row, _, _, index, count = self.kv_lines[n.start // self.tile[3]]
+        shift = (*rows.shift[:3], index - row)
+        at = slice(row, row + count)
+        return rows._replace(n=at, kv_b=slice(batch, batch + 1), shift=shift) if count else None
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, *rest: Any) -> _Run:
@@ -430,16 +449,14 @@ class _Accumulators:
     ):
         self.joint, self.captures = joint, captures
         self.invariants = _function(joint.prologue)(*captures)
-        self.sums: list[Tensor | None] = []
+        self.sums: dict[int, Tensor] = {}  # by leaf; one without indices once there is something to add
         self.shapes: list[list[int]] = []
-        for leaf in joint.leaves:
+        for i, leaf in enumerate(joint.leaves):
             sizes = zip(leaf.shape, leaf.shape_is_invariant, strict=True)
             self.shapes.append([self.invariants[size] if invariant else size for size, invariant in sizes])
             places, row = self.shapes[-1][: leaf.indices], self.shapes[-1][leaf.indices :]
-            flat = (
-                torch.zeros((math.prod(places), *row), dtype=dtype, device=device) if leaf.indices else None
-            )
-            self.sums.append(flat)
+            if leaf.indices:
+                self.sums[i] = torch.zeros((math.prod(places), *row), dtype=dtype, device=device)
 
     def add(self, run: _Run, tile: _Tile, raw: Tensor, d_score: Tensor, live: Tensor | None) -> Tensor:
         """Run the joint graph on a tile: returns d(raw score), adds up d(captures)."""
@@ -454,7 +471,7 @@ class _Accumulators:
                 self._scatter(i, leaf, indices, contribution, live)
             else:
                 total = _sum(contribution, range(4)).squeeze((0, 1, 2, 3))
-                self.sums[i] = total if self.sums[i] is None else self.sums[i] + total
+                self.sums[i] = self.sums[i] + total if i in self.sums else total
         return d_raw.to(raw.dtype)
 
     def _scatter(
@@ -474,11 +491,11 @@ class _Accumulators:
         self.sums[i].index_add_(0, places, value.flatten(0, 3).to(self.sums[i].dtype))
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        if None in self.sums:  # no lane is live anywhere
+        if len(self.sums) < len(self.shapes):  # no lane is live anywhere
             given = zip(self.joint.gradients, self.captures, strict=True)
             return tuple(torch.zeros_like(capture) if wanted else None for wanted, capture in given)
-        leaves = zip(self.joint.leaves, self.sums, self.shapes, strict=True)
-        sums = [total.view(shape) if leaf.indices else total for leaf, total, shape in leaves]
+        leaves = enumerate(zip(self.joint.leaves, self.shapes, strict=True))
+        sums = [self.sums[i].view(shape) if leaf.indices else self.sums[i] for i, (leaf, shape) in leaves]
         grads = _function(self.joint.epilogue)(*sums, *self.captures, *self.invariants)
         return tuple(
             None if grad is None else grad.to(capture.dtype).expand(capture.shape).contiguous()

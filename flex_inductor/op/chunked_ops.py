@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from ..mod_ir.split import Programs
 from . import call_text, chunked
-from .call import QKV
 from .library import BACKWARD, FORWARD, define
 
 
 @torch.no_grad()
 def _forward(query, key, value, tensors, call):
-    call = call_text.load(call, tensors)
+    call = call_text.load(call, tensors, Programs)
     return chunked.forward(query, key, value, call.inputs, call.mods, call.scale)
 
 
 def _forward_fake(query, key, value, tensors, call):
-    return chunked.empty_outputs(query, value, call_text.load(call, tensors).inputs.partial)
+    return chunked.empty_outputs(query, value, call_text.load(call, tensors, Programs).inputs.partial)
 
 
 @torch.no_grad()
 def _backward(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
-    call = call_text.load(call, tensors)
+    call = call_text.load(call, tensors, Programs)
     *grads, captured = chunked.backward(
         query, key, value, out, lse, grad_out, grad_lse, call.inputs, call.mods, call.scale, call.wants
     )
     return [grad for grad in (*grads, *captured) if grad is not None]
 
 
-def _backward_fake(query, key, value, out, lse, grad_out, grad_lse, tensors, call):
-    call = call_text.load(call, tensors)
-    grads = [
-        chunked.empty_gradient(tensor, call.inputs.partial)
-        for name, tensor in zip(QKV, (query, key, value), strict=True)
-        if name in call.wants
-    ]
-    captures = zip(call.inputs.score_captures, call.wanted_captures, strict=True)
-    return grads + [torch.empty(c.shape, dtype=c.dtype, device=c.device) for c, wanted in captures if wanted]
+def backward_fake(mods, query, key, value, out, lse, grad_out, grad_lse, tensors, call):
+    call = call_text.load(call, tensors, mods)
+    *grads, captured = chunked.empty_gradients(
+        (query, key, value), call.inputs, call.wants, call.wanted_captures
+    )
+    return [grad for grad in (*grads, *captured) if grad is not None]
 
 
 define("chunked_forward", FORWARD, _forward, _forward_fake)
-define("chunked_backward", BACKWARD, _backward, _backward_fake)
+define("chunked_backward", BACKWARD, _backward, functools.partial(backward_fake, Programs))

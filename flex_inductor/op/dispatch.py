@@ -27,7 +27,7 @@ from ..mod_ir.checks import mark_checked, random_op
 from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.split import programs
 from . import chunked, eager, ring
-from .call import QKV, AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
+from .call import AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
 from .hop import attention, attention_backward
 from .prepare import prepare, with_score_graph
 
@@ -39,7 +39,7 @@ def _eager(*args):
         stand_ins=()
     )  # kept in inference mode
     if call.inputs.ring is not None:
-        return ring.computed_by["forward"](call)
+        return ring.computed_by["forward"](call.inputs.ring, call)
     check_served(call.inputs, chunked.SERVES)
 
     def in_chunks() -> Any:
@@ -54,7 +54,7 @@ def _eager(*args):
 def _eager_backward(*args):
     call = BackwardCall.read(*args)
     if call.inputs.ring is not None:
-        return ring.computed_by["backward"](call)
+        return ring.computed_by["backward"](call.inputs.ring, call)
     check_served(call.inputs, chunked.SERVES)
 
     def in_chunks() -> Any:
@@ -81,16 +81,8 @@ def _fake(*args):
 @register_fake(attention_backward)
 def _fake_backward(*args):
     call = BackwardCall.read(*args)
-    grads = [
-        chunked.empty_gradient(tensor, call.inputs.partial) if name in call.wants else None
-        for name, tensor in zip(QKV, (call.query, call.key, call.value), strict=True)
-    ]
-    captures = call.inputs.score_captures
-    captured = tuple(
-        torch.empty(capture.shape, dtype=capture.dtype, device=capture.device) if wanted else None
-        for capture, wanted in zip(captures, wanted_gradients(call.joint, len(captures)), strict=True)
-    )
-    return grads[0], grads[1], grads[2], captured
+    wanted = wanted_gradients(call.joint, len(call.inputs.score_captures))
+    return chunked.empty_gradients(call[:3], call.inputs, call.wants, wanted)
 
 
 def _keeping_lines(mod: Callable) -> Callable:

@@ -15,25 +15,21 @@ from ..mod_ir.checks import lane_graph
 from ..mod_ir.indexing import sizes_at_positions
 from ..mod_ir.names import WrappedMod, capture_names
 from ..mod_ir.widths import Sizes, graph_may_leave_int32, in_int64, rounded
-from ..visits import Bounds
+from ..visits import Bounds, Schedule
 from ..visits.places import COLUMNS, TileMap
-from .call import AttentionCall, Inputs
+from .call import AttentionCall
 
 
 def lift_captures(call: AttentionCall) -> AttentionCall:
     """Mods of calls from plain Python still hold their captures."""
-    inputs = call.inputs
-    if _to_lift(call.score_mod, inputs.score_captures):
-        mod, captures = lift(call.score_mod, SCORE_LANES, call.query)
-        call = call._replace(score_mod=mod, inputs=call.inputs._replace(score_captures=captures))
-    if _to_lift(call.mask_mod, inputs.mask_captures):
-        mod, captures = lift(call.mask_mod, MASK_LANES, call.query)
-        call = call._replace(mask_mod=mod, inputs=call.inputs._replace(mask_captures=captures))
+    for field, lanes in (("score", SCORE_LANES), ("mask", MASK_LANES)):
+        mod, captures = getattr(call, f"{field}_mod"), getattr(call.inputs, f"{field}_captures")
+        if mod is None or captures or isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod)):
+            continue
+        lifted: dict[str, Any] = {}
+        lifted[f"{field}_mod"], captures = lift(mod, lanes, call.query)
+        call = call._replace(**lifted).with_inputs(**{f"{field}_captures": captures})
     return call
-
-
-def _to_lift(mod: Any, captures: tuple) -> bool:
-    return mod is not None and not captures and not isinstance(mod, (fx.GraphModule, LiftedMod, WrappedMod))
 
 
 def prepare(call: AttentionCall) -> AttentionCall:
@@ -48,7 +44,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
         bounds = schedule.with_numbers(lambda n: _bound_to_tensor(n, call.query))
         call = call.with_inputs(schedule=bounds)
     if inputs.tile_map is not None and inputs.ring is None:
-        _check_tile_map(inputs)
+        _check_tile_map(inputs.tile_map, inputs.schedule)
     if not _is_literal(call.scale, score_dtype(call.query.dtype)):
         call = _scale_as_capture(call)
     inputs = call.inputs
@@ -67,16 +63,16 @@ def prepare(call: AttentionCall) -> AttentionCall:
     if call.mask_mod is not None:
         call = call._replace(mask_mod=_wide_enough(call, call.mask_mod, "mask_mod", inputs.mask_captures))
     if inputs.sharded is not None:
-        _check_whole(call)
+        _check_whole(call, *inputs.sharded)
         call = call.with_inputs(sharded=None)
     return call
 
 
-def _check_whole(call: AttentionCall) -> None:
+def _check_whole(call: AttentionCall, tokens: Any, whole: Any) -> None:
     """If this process has a part of a sequence, captures are of the whole: mods see all of it."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
 
-    captures, (tokens, whole) = call.inputs.score_captures, call.inputs.sharded
+    captures = call.inputs.score_captures
     if call.score_mod is None or tokens == whole:
         return
     graph: Any = with_score_graph(call).score_mod
@@ -86,8 +82,7 @@ def _check_whole(call: AttentionCall) -> None:
             raise errors.capture_of_a_part(name, tokens, whole)
 
 
-def _check_tile_map(inputs: Inputs) -> None:
-    schedule, tile_map = inputs.schedule, inputs.tile_map
+def _check_tile_map(tile_map: TileMap, schedule: Schedule | None) -> None:
     if schedule is None:
         raise errors.tile_map_without_schedule()
     expected = schedule.for_map(tile_map)

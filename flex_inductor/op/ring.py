@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 HALVES = 2
-computed_by: dict[
-    str, Callable[[Any], Any]
-] = {}  # "forward" and "backward", by distributed/ring.py once imported
+# "forward" and "backward" of a call, given its ring: by distributed/ring.py once imported.
+computed_by: dict[str, Callable[[Ring, Any], Any]] = {}
 
 
 class Ring(NamedTuple):

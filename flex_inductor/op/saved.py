@@ -7,18 +7,16 @@ traces, the call becomes `flex_inductor::saved_attention`, and wherever that op 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..mod_ir import serialise
 from ..mod_ir.checks import joint_graph
 from ..mod_ir.names import WrappedMod
-from ..options import loaded_options, saved_options
 from . import call_text
 from .call import AttentionCall
+from .call_text import Graphs
 from .library import FORWARD, LIBRARY
 from .prepare import prepare, with_score_graph
 
@@ -38,70 +36,31 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
             wanted = [True, *(capture.is_floating_point() for capture in captures)]
             joint = joint_graph(call.score_mod, call.query, captures, wanted)
         call = checked
-    graphs = {"score_mod": call.score_mod, "joint": joint, "mask_mod": call.mask_mod}
-    inputs, given = call_text.inputs_data(call.inputs)
-    text = serialise.dump(
-        {
-            "inputs": inputs,
-            "scale": float(call.scale),
-            "options": saved_options(call.options),
-            **{
-                name: None if graph is None else serialise.graph_data(graph) for name, graph in graphs.items()
-            },
-        }
-    )
+    score, mask = call[3:5]
+    text, given = call_text.dump(call.inputs, Graphs(score, mask, joint), float(call.scale), (), call.options)
     return torch.ops.flex_inductor.saved_attention(call.query, call.key, call.value, given, text)
 
 
 @torch.library.impl(LIBRARY, "saved_attention", "CompositeImplicitAutograd")
 def _run(query, key, value, tensors, call):
-    saved = _read(call)
-    inputs = call_text.inputs_from(saved.inputs, tensors)
+    saved = call_text.load(call, tensors, Graphs)
+    (score, mask, joint), inputs = saved.mods, saved.inputs
+    if joint is not None:
+        score = functools.partial(_ScoreMod.apply, score, joint)
     return torch.ops.higher_order.flex_inductor_attention(
         query,
         key,
         value,
-        saved.score_mod and WrappedMod(saved.score_mod, _names(inputs.score_captures)),
-        saved.mask_mod and WrappedMod(saved.mask_mod, _names(inputs.mask_captures)),
+        score and WrappedMod(score, _names(inputs.score_captures)),
+        mask and WrappedMod(mask, _names(inputs.mask_captures)),
         saved.scale,
         inputs,
-        loaded_options(saved.options),
+        saved.options,
     )
 
 
 def _names(captures: Any) -> list[str]:
     return [f"capture_{i}" for i in range(len(captures))]
-
-
-class _Saved(NamedTuple):
-    inputs: Any  # as data
-    scale: float
-    options: dict[str, Any]
-    score_mod: Callable | None
-    mask_mod: Callable | None
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(text: str) -> _Saved:
-    names = ("inputs", "scale", "options", "score_mod", "joint", "mask_mod")
-    inputs, scale, options, score_mod, joint, mask_mod = serialise.fields(serialise.load(text), *names)
-    serialise.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
-    hints, lse, max_scores = serialise.fields(options, "hints", "lse", "max_scores")
-    plain = isinstance(hints, dict) and all(type(v) in (bool, int, float, str) for v in hints.values())
-    serialise.expect(
-        plain and {type(lse), type(max_scores)} == {bool}, f"the options are {str(options)[:80]}"
-    )
-    score: Any
-    score, derivative, mask = (
-        None if data is None else serialise.graph_function(data) for data in (score_mod, joint, mask_mod)
-    )
-    if derivative is not None:
-        score = functools.partial(_differentiable, score, derivative)
-    return _Saved(inputs, scale, options, score, mask)
-
-
-def _differentiable(function: Callable, joint: Callable, *args: Tensor) -> Tensor:
-    return _ScoreMod.apply(function, joint, *args)
 
 
 class _ScoreMod(torch.autograd.Function):

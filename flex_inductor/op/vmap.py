@@ -6,7 +6,7 @@ the call are laid out so, and mods are wrapped so that they see their own exampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.names import WrappedMod, capture_names
 from ..mod_ir.trace import trace_value
-from ..visits import Bounds
 from .call import AttentionCall, BackwardCall, Inputs, wanted_gradients
 
 aten = torch.ops.aten
@@ -48,13 +47,9 @@ def fold_backward(
     fold = _Fold(examples, call.query, dims.query)
     captures = len(call.inputs.score_captures)
     mods = _FoldedMods(fold, call.inputs, dims.inputs, separate=wanted_gradients(call.joint, captures))
-    tensors: dict[str, Any] = {
-        name: fold.tensor(getattr(call, name), getattr(dims, name))
-        for name in ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
-    }
-    query = tensors["query"]
+    query, *others = fold.tensors(call[:7], dims[:7])
     folded = call._replace(
-        **tensors,
+        **dict(zip(BackwardCall._fields, (query, *others), strict=False)),
         score_mod=mods.score.graph(call.score_mod, "score_mod", query),
         joint=mods.score.joint(call.joint, query),
         mask_mod=mods.mask.graph(call.mask_mod, "mask_mod", query),
@@ -98,13 +93,16 @@ class _Fold:
         self.batch = _examples_first(query, query_dim, examples).size(1)
         self.device = query.device
 
-    def tensor(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
+    def tensor(self, tensor: Tensor, dim: int | None) -> Tensor:
         """[N, B or 1, ...], with N at `dim` or absent, as [N * B, ...]."""
-        if tensor is None:
-            return None
         tensor = _examples_first(tensor, dim, self.examples)
         rest = tensor.shape[2:]
         return tensor.expand(self.examples, self.batch, *rest).reshape(self.examples * self.batch, *rest)
+
+    def tensors(self, given: Iterable[Any], dims: Iterable[Any]) -> list[Any]:
+        """The same for all that are tensors."""
+        pairs = zip(given, dims, strict=True)
+        return [self.tensor(x, dim) if isinstance(x, Tensor) else x for x, dim in pairs]
 
     def separate(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.examples, self.batch))
@@ -120,21 +118,13 @@ class _Fold:
     def schedule(self, schedule: Any, dims: Any) -> Any:
         if schedule is None:
             return None
-        if isinstance(schedule, Bounds):
-            return self._bounds(schedule, dims)
-        pairs = [*zip(schedule.tables, dims.tables, strict=True)]
-        alike = all(table.offsets is None or table.offsets.size(0) == 1 for table, _ in pairs)
-        if alike and all(dim is None for _, at in pairs for dim in at):
+        of_tensors = [dim for x, dim in zip(schedule, dims, strict=True) if isinstance(x, Tensor)]
+        if schedule.grids[0] == 1 and all(dim is None for dim in of_tensors):
             return schedule  # the same for every example and batch
-        if schedule.of_one:
-            return schedule.with_tables(map(self.tensor, table, at) for table, at in pairs)
+        if schedule.form != "runs":
+            return type(schedule)(*self.tensors(schedule, dims))
+        pairs = zip(schedule.tables, dims.tables, strict=True)
         return schedule.with_tables(self._runs(*table, *at) for table, at in pairs)
-
-    def _bounds(self, bounds: Any, dims: Any) -> Any:
-        if bounds.grids[0] == 1 and all(dim is None for dim in dims):
-            return bounds  # the same for every example and batch
-        pairs = zip(bounds, dims, strict=True)
-        return type(bounds)(*(self.tensor(n, dim) if isinstance(n, Tensor) else n for n, dim in pairs))
 
     def _runs(
         self, offsets: Tensor, runs: Tensor, offsets_dim: int | None, runs_dim: int | None

@@ -151,7 +151,8 @@ def launch(
     q_moves: bool,
 ) -> Tensor:
     """As the op append_kv."""
-    k, v, q, cos, sin = (None if x is None else _lies_close(x) for x in (k, v, q, cos, sin))
+    k, v = _lies_close(k), _lies_close(v)
+    q, cos, sin = (None if x is None else _lies_close(x) for x in (q, cos, sin))
     turned = k.new_empty(0) if q is None else k.new_empty(q.shape)
     sequences, (tokens, heads, d), length = starts.numel() - 1, k.shape, k_cache.size(1)
     room = length if pages is None else length * pages.size(1)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
-from torch.utils import _pytree as pytree
 
 from ..attention import refused
+from ..masks import pytrees
 from ..masks.analysis.tiles import analysed
 from ..masks.analysis.trace import name_of
 from ..masks.analysis.window import seen
 from ..masks.ordinary import ordinary_tensors
-from ..masks.runs import FULL, Extent, Runs, merged, transposed
+from ..masks.runs import Extent, merged, tables, transposed
 from ..masks.window_schedule import BLOCK, bounds_of
 from ..visits import KINDS, BlockRuns, Bounds, TileMap, kind_of
 from ..visits.bounds import SequenceEntry
@@ -143,36 +143,18 @@ def _by_analysis(
     if pieces > 1:  # tiles without keys are not visited
         stop = torch.minimum(stop, (lengths[1][sequence] + (keys.block - 1)) // keys.block)
     placed = merged(kept_heads * lines, others, line, start + first, stop + first, runs.kind)
-    tables = [
-        table for side in (placed, transposed(placed, kept_heads)) for table in _tables(side, kept_heads)
-    ]
-    return BlockRuns.of((queries.block, keys.block), tables)
+    both = (placed, transposed(placed, kept_heads))
+    found = [table for side in both for table in tables(side, (1, kept_heads))]
+    return BlockRuns.of((queries.block, keys.block), found)
 
 
-def _tables(runs: Runs, heads: int) -> list[Tensor]:
-    found = []
-    for full in (False, True):
-        chosen = runs.of_kind(FULL if full else FULL - 1)
-        lines = runs.lines // heads
-        starts = torch.arange(heads, device=runs.line.device)[:, None] * lines
-        offsets = chosen.offsets()[starts + torch.arange(lines + 1, device=runs.line.device)]
-        found += [offsets[None], torch.stack([chosen.start, chosen.stop], 1).to(torch.int32)]
-    return found
-
-
-def _flatten_with_keys(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
-    """As torch.export asks for it."""
+def _flatten(mask: SequenceMask) -> tuple[dict[str, Any], tuple[Any, ...]]:
     fields = mask.schedule._asdict()
     tensors = {name: field for name, field in fields.items() if isinstance(field, Tensor)}
     numbers = tuple((name, field) for name, field in fields.items() if name not in tensors)
     parts = {**tensors, **mask.tile_map._asdict(), "sequences": mask.sequences}
     context = (kind_of(mask.schedule), tuple(tensors), numbers, mask.mask_mod, mask.heads)
-    return [(pytree.GetAttrKey(n), part) for n, part in parts.items()], context
-
-
-def _flatten(mask: SequenceMask) -> tuple[list[Any], tuple[Any, ...]]:
-    parts, context = _flatten_with_keys(mask)
-    return [part for _, part in parts], context
+    return parts, context
 
 
 def _unflatten(parts: Any, context: tuple[Any, ...]) -> SequenceMask:
@@ -182,10 +164,4 @@ def _unflatten(parts: Any, context: tuple[Any, ...]) -> SequenceMask:
     return SequenceMask(schedule, TileMap(queries, keys), sequences, mask_mod, heads)
 
 
-pytree.register_pytree_node(
-    SequenceMask,
-    _flatten,
-    _unflatten,
-    serialized_type_name="flex_inductor.SequenceMask",
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+pytrees.register(SequenceMask, _flatten, _unflatten)

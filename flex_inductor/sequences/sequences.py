@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ..masks import pytrees
 from . import errors
 from .mask import SequenceMask, sequence_mask
 from .padding import check_padding_mask
@@ -270,8 +270,9 @@ TENSORS = ("cu_q", "cu_k", "used_q", "used_k", "left_pad_k", "cache_rows", "page
 _NUMBERS = ("page_size", "max_q", "max_k", "total_q", "total_k")
 
 
-def _flatten(sequences: Sequences) -> tuple[list[Any], tuple[Any, ...]]:
-    return [getattr(sequences, n) for n in TENSORS], tuple(getattr(sequences, n) for n in _NUMBERS)
+def _flatten(sequences: Sequences) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    tensors = {name: getattr(sequences, name) for name in TENSORS}
+    return tensors, tuple(getattr(sequences, name) for name in _NUMBERS)
 
 
 def _unflatten(tensors: Any, numbers: tuple[Any, ...]) -> Sequences:
@@ -280,19 +281,6 @@ def _unflatten(tensors: Any, numbers: tuple[Any, ...]) -> Sequences:
     )
 
 
-def _flatten_with_keys(sequences: Sequences) -> tuple[list[Any], tuple[Any, ...]]:
-    """As torch.export asks for it."""
-    tensors, numbers = _flatten(sequences)
-    return [(pytree.GetAttrKey(n), t) for n, t in zip(TENSORS, tensors, strict=True)], numbers
-
-
-pytree.register_pytree_node(
-    Sequences,
-    _flatten,
-    _unflatten,
-    serialized_type_name="flex_inductor.Sequences",
-    flatten_with_keys_fn=_flatten_with_keys,
-    to_dumpable_context=list,  # as JSON has it
-    from_dumpable_context=tuple,
-)
+# Lists, as JSON has them.
+pytrees.register(Sequences, _flatten, _unflatten, to_dumpable_context=list, from_dumpable_context=tuple)
 torch.serialization.add_safe_globals([Sequences])  # saved programs hold the inputs of their example

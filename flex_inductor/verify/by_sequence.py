@@ -81,13 +81,12 @@ class OneSequence(Exact):
         }
 
     def live(self, tile: Any) -> Tensor:
-        full = visited = None
-        if self.of_tiles is not None:
-            kinds = self.of_tiles if self.of_tiles.size(0) == 1 else self.of_tiles[tile.h]
-            lines = self.line_of_tile[self.queries.tile[tile.m]]
-            kinds = kinds[:, lines][:, :, self.keys.tile[tile.n]].unsqueeze(0)
-            visited, full = kinds > 0, kinds == Visited.FULL
-        return self.allowed(tile, visited, full)
+        if self.of_tiles is None:
+            return self.allowed(tile, None)
+        kinds = self.of_tiles if self.of_tiles.size(0) == 1 else self.of_tiles[tile.h]
+        lines = self.line_of_tile[self.queries.tile[tile.m]]
+        kinds = kinds[:, lines][:, :, self.keys.tile[tile.n]].unsqueeze(0)
+        return self.allowed(tile, (kinds > 0, kinds == Visited.FULL))
 
 
 def groups_of(lines: Tensor) -> list[Tensor]:

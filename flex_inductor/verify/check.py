@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..mod_ir.arguments import score_dtype
 from ..mod_ir.program import AXES
+from ..mod_ir.split import Programs
 from ..op import call_text
 from ..op.call import QKV, check_served
 from ..op.library import define
@@ -67,7 +69,7 @@ class _Call(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    call: call_text.Call
+    call: call_text.Call[Programs]
     code: str
 
     @property
@@ -81,7 +83,7 @@ class _Call(NamedTuple):
     def parts(self) -> tuple[list[_Part], bool]:
         """The parts to check, and whether they are all of the call."""
         inputs: Any = self.call.inputs
-        score, mask = self.call.texts["score"], self.call.texts["mask"]
+        score, mask = self.call.data["score"], self.call.data["mask"]
         mods = (
             Mod(score, inputs.score_captures) if score else None,
             Mod(mask, inputs.mask_captures) if mask else None,
@@ -101,12 +103,12 @@ class _Call(NamedTuple):
         return [_Part(exact, whole or exact.lanes <= WHOLE_LANES, self.code) for exact in found], whole
 
     def joint(self) -> Mod | None:
-        joint = self.call.texts["joint"]
+        joint = self.call.data["joint"]
         return Mod(joint, self.call.inputs.score_captures) if joint else None
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, code: str) -> _Call:
-    call = call_text.load(text, tensors)
+    call = call_text.load(text, tensors, Programs)
     check_served(call.inputs, ("score_captures", "mask_captures", "schedule", "tile_map", "scattered"))
     return _Call(query, key, value, call, code)
 
@@ -139,7 +141,8 @@ def _backward(*args: Any) -> list[Tensor]:
     )
     got = {f"d_{name}": next(found) for name in wants}
     captured = {i: next(found) for i, wanted in enumerate(call.call.wanted_captures) if wanted}
-    mod, leaves, tile_map = call.joint(), None, call.call.inputs.tile_map
+    mod, tile_map = call.joint(), call.call.inputs.tile_map
+    leaves = None if mod is None else Leaves(mod, score_dtype(call.query.dtype))
     parts, all_of_it = call.parts()
     for part in parts:
         rows, keys = (_sampled(part, size) for size in part.sizes[2:])
@@ -147,20 +150,20 @@ def _backward(*args: Any) -> list[Tensor]:
         sampled = [({"m": rows}, "q"), ({"n": keys}, "kv")]
         for region, names in [({}, "qkv")] if part.whole else sampled:
             wanted = "".join(name for name in names if name in wants)
-            results, leaves = part.exact.backward(
-                part.region(**region), of_part, mod, wanted, leaves if all_of_it else None
-            )
+            results = part.exact.backward(part.region(**region), of_part, wanted, leaves)
             for name, gold in results.items():
                 take, where = (part.rows, rows) if name == "d_q" else (part.keys, keys)
                 _compare(part, name, take(got[name]), gold, where)
-    for name, tensor in got.items() if tile_map is not None else ():
-        _check_rest(call, name, tensor, tile_map.queries if name == "d_q" else tile_map.keys)
-    if captured and all_of_it:
-        if leaves is not None:
-            _compare_captured(call, captured, leaves)
-    elif captured and tile_map is None:
-        _check_some_captured(call, parts[0].exact, mod, upstream, captured)
-    elif captured:
+    if tile_map is not None:
+        for name, tensor in got.items():
+            _check_rest(call, name, tensor, tile_map.queries if name == "d_q" else tile_map.keys)
+    if leaves is None or not captured:
+        pass
+    elif all_of_it:
+        _compare_captured(call, captured, leaves)
+    elif tile_map is None:
+        _check_some_captured(call, parts[0].exact, leaves.joint, upstream, captured)
+    else:
         _warn_of(call, captured)
     return [grad.clone() for grad in grads]
 
@@ -203,10 +206,11 @@ def _check_some_captured(
     """Of a large call's captured gradients, those elements that only a bounded number of lanes add to."""
     left = set(captured)
     for axes in dict.fromkeys(leaf.axes for leaf in mod.wide.leaves):
-        region = _region_along(call, axes)
-        incomplete = None if region is None else _incomplete(call, mod, axes, region)
-        if incomplete is not None:
-            _, leaves = exact.backward(region, upstream, mod, "")
+        if (region := _region_along(call, axes)) is None:
+            continue
+        if (incomplete := _incomplete(call, mod, axes, region)) is not None:
+            leaves = Leaves(mod, exact.dtype)
+            exact.backward(region, upstream, "", leaves)
             leaves.forget(incomplete)
             left -= _compare_captured(call, captured, leaves)
     if left:

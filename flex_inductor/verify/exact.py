@@ -202,17 +202,21 @@ class Exact:
         }
 
     def live(self, tile: _Tile) -> Tensor:
-        return self.allowed(tile, *((None, None) if self.visited is None else self.visited.lanes(*tile)))
+        return self.allowed(tile, None if self.visited is None else self.visited.lanes(*tile))
 
-    def allowed(self, tile: _Tile, visited: Tensor | None, full: Tensor | None) -> Tensor:
-        """The lanes in visited blocks that mask_mod lets through; it is not asked in full ones."""
+    def allowed(self, tile: _Tile, blocks: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The lanes in visited blocks that mask_mod lets through; it is not asked in full ones.
+
+        `blocks` are flags for lanes in visited and in full ones.
+        """
+        partial = None if blocks is None else blocks[0] & ~blocks[1]
+        live = torch.ones((), dtype=torch.bool, device=self.query.device)
         if self.mask_mod is not None:
-            partial = None if visited is None or full is None else visited & ~full
-            (allowed,) = self.mask_mod.rounded(self.indices(tile), partial, self.dtype)
-            visited = allowed if visited is None else visited & (full | allowed)
-        if visited is None:
-            visited = torch.ones((), dtype=torch.bool, device=self.query.device)
-        return visited.expand([_length(at) for at in tile])
+            (live,) = self.mask_mod.rounded(self.indices(tile), partial, self.dtype)
+        if blocks is not None:
+            visited, full = blocks
+            live = visited & (full | live)
+        return live.expand([_length(at) for at in tile])
 
     # Scores.
 
@@ -314,11 +318,10 @@ class Exact:
         self,
         region: Region,
         upstream: tuple[Tensor, ...],  # out, lse and their gradients, None for those that are zero
-        joint: Mod | None,
         wants: str,
-        leaves: Leaves | None = None,  # to add to
-    ) -> tuple[dict[str, Bounded], Leaves | None]:
-        """Gradients of those of query, key and value that `wants` names, and what lanes add into leaves.
+        leaves: Leaves | None,  # to add to; None without a score_mod
+    ) -> dict[str, Bounded]:
+        """Gradients of those of query, key and value that `wants` names.
 
         The region's rows for the query, its keys for the others: all that adds to these must be in it.
         """
@@ -327,8 +330,6 @@ class Exact:
             for name, tensor in zip("qkv", (self.query, self.key, self.value), strict=True)
             if name in wants
         }
-        if leaves is None and joint is not None:
-            leaves = Leaves(joint, self.dtype)
         keys = [part for n in region.n for part in _cut(n, KEYS)]
         for tile in self.tiles(region._replace(n=keys)):
             scores = self.scores(tile)
@@ -355,7 +356,7 @@ class Exact:
             lost = self._sums(keys if name == "d_q" else rows) * total.terms + total.linear
             error = lost + self._products(total.squares, total.terms, total.moved)
             results[name] = Bounded(total.value, error)
-        return results, leaves
+        return results
 
     def _product(self, live: Tensor, factor: Tensor, factor_off: Tensor, other: Tensor) -> tuple[Tensor, ...]:
         """The terms that a _Sum of factor @ other adds up."""
@@ -434,7 +435,7 @@ class Leaves:
         ]
         # For each leaf: exact, in the mod's own dtypes, errors that lanes share, the squares of those that they do not,
         # and magnitudes.
-        self.sums: list[list[Tensor] | None] = [None] * len(self.shapes)
+        self.sums: dict[int, list[Tensor]] = {}
 
     def add(
         self, exact: Exact, tile: _Tile, scores: _Scores, grad: Tensor, alone: Tensor, shared: Tensor
@@ -474,48 +475,44 @@ class Leaves:
         parts = [value, plain, together, off.square(), value.abs()]
         if not indices:
             parts = [part.sum((0, 1, 2, 3)) for part in parts]
-            self.sums[i] = (
-                [a + b for a, b in zip(self.sums[i], parts, strict=True)] if self.sums[i] else [*parts]
-            )
+            self.sums[i] = [*map(torch.add, self.sums[i], parts)] if i in self.sums else parts
             return
         places, row = self.shapes[i][: len(indices)], self.shapes[i][len(indices) :]
         at = torch.where(live, offsets(indices, places), 0).reshape(-1)
-        if self.sums[i] is None:
+        if i not in self.sums:
             self.sums[i] = [value.new_zeros(math.prod(places), *row) for _ in parts]
         for total, part in zip(self.sums[i], parts, strict=True):
             total.index_add_(0, at, part.expand(*live.shape, *row).flatten(0, 3))
 
-    def forget(self, incomplete: Sequence[Tensor | None]) -> None:
+    def forget(self, incomplete: Sequence[Tensor]) -> None:
         """Sets to NaN the elements of each leaf to which other lanes add as well, and so all that depends on them."""
         self.incomplete = True
-        for parts, flags in zip(self.sums, incomplete, strict=True):
-            for part in parts or ():
-                rows = (..., *(None,) * (part.dim() - flags.dim()))
-                part.masked_fill_(flags[rows], math.nan)
+        for i, parts in self.sums.items():
+            for part in parts:
+                rows = (..., *(None,) * (part.dim() - incomplete[i].dim()))
+                part.masked_fill_(incomplete[i][rows], math.nan)
 
-    def gradients(self, captures: Sequence[Tensor], count: int, eps: float) -> list[Bounded | None]:
-        """Of the captured tensors; `count` is the most numbers that are added up one after another."""
+    def gradients(self, captures: Sequence[Tensor], count: int, eps: float) -> dict[int, Bounded]:
+        """Of the captured tensors that have one; `count` is the most numbers that are added up one after another."""
         joint = self.joint
-        if None in self.sums:  # no lane is live anywhere
-            nothing = [torch.zeros(c.shape, dtype=torch.float64, device=c.device) for c in captures]
-            return [
-                Bounded(t, t) if want else None for t, want in zip(nothing, joint.wide.gradients, strict=True)
-            ]
-        shapes = [
-            tuple(parts[0].shape) if not leaf.indices else shape
-            for parts, shape, leaf in zip(self.sums, self.shapes, joint.wide.leaves, strict=True)
+        wanted = {i: c for i, (c, has) in enumerate(zip(captures, joint.wide.gradients, strict=True)) if has}
+        if len(self.sums) < len(self.shapes):  # no lane is live anywhere
+            nothing = {
+                i: torch.zeros(c.shape, dtype=torch.float64, device=c.device) for i, c in wanted.items()
+            }
+            return {i: Bounded(t, t) for i, t in nothing.items()}
+        sums = [
+            [part.view(shape) if leaf.indices else part for part in self.sums[i]]
+            for i, (leaf, shape) in enumerate(zip(joint.wide.leaves, self.shapes, strict=True))
         ]
-        exact, plain, together, squares, magnitudes = (
-            [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            for parts in zip(*self.sums, strict=True)
-        )
+        exact, plain, together, squares, magnitudes = zip(*sums, strict=True)
         lost = (OPERATIONS + math.sqrt(count) / 2) * eps
         errors = [
             shared + apart.sqrt() + lost * magnitude
             for shared, apart, magnitude in zip(together, squares, magnitudes, strict=True)
         ]
 
-        def through(sums: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        def through(sums: Sequence[Tensor]) -> Sequence[Any]:
             return joint.wide.epilogue(*sums, *joint.wide_captures, *joint.wide_invariants)
 
         value = through(exact)
@@ -524,15 +521,12 @@ class Leaves:
         )
         # The epilogue is linear: errors of either sign, in some combinations, show how far they reach.
         probes = [through(errors), *(through([e * _signs(e, seed) for e in errors]) for seed in range(3))]
-        results: list[Bounded | None] = []
-        for i, (capture, wanted) in enumerate(zip(captures, joint.wide.gradients, strict=True)):
-            if not wanted:
-                results.append(None)
-                continue
+        results = {}
+        for i, capture in wanted.items():
             grad = value[i].double().expand(capture.shape)
             off = torch.stack([_size(probe[i]).expand(capture.shape) for probe in probes]).amax(0)
             off = off + 2 * _apart(rounded[i].double().expand(capture.shape), grad)
-            results.append(Bounded(grad, off))
+            results[i] = Bounded(grad, off)
         return results
 
 

@@ -80,11 +80,15 @@ class Bounds(NamedTuple):
 
     def with_numbers(self, changed: Callable[[Any], Any]) -> Bounds:
         """With what `changed` makes of each number of the window."""
-        return self._replace(**{name: changed(getattr(self, name)) for name in NUMBERS})
+        return self._with({name: changed(getattr(self, name)) for name in NUMBERS})
 
     def with_tensors(self, changed: Callable[[Tensor], Any]) -> Bounds:
         fields: Any = (changed(field) if isinstance(field, Tensor) else field for field in self)
         return Bounds(*fields)
+
+    def _with(self, changes: dict[str, Any]) -> Bounds:
+        """`_replace` that Dynamo can trace in torch 2.11 too."""
+        return Bounds(**{name: changes.get(name, getattr(self, name)) for name in self._fields})
 
     def for_map(self, tile_map: TileMap) -> tuple[int, int] | None:
         """Bounds hold for any number of tiles."""
@@ -93,7 +97,7 @@ class Bounds(NamedTuple):
     def constant_where_zero(self) -> Bounds:
         """A chunk or prefix of 0 as a constant: kernels without them are others, and Dynamo may take any number for one
         that changes."""
-        return self._replace(chunk=_zero_if_none(self.chunk), prefix=_zero_if_none(self.prefix))
+        return self._with({"chunk": _zero_if_none(self.chunk), "prefix": _zero_if_none(self.prefix)})
 
     def line(self, side: str, number: Any, queries: Any, keys: Any, on: Arithmetic) -> Line:
         """Line `number` of a plain call; it visits `side`, "keys" or "queries"."""

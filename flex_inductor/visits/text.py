@@ -72,8 +72,6 @@ class Term:
     def __eq__(self, other: Any) -> Any:
         return self._with(self, "==", other)
 
-    __hash__ = None
-
 
 def _is(value: Any, number: int) -> bool:
     return type(value) is int and value == number

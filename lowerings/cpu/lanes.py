@@ -32,7 +32,7 @@ from torch.utils._sympy.symbol import SymT
 from flex_inductor.compat import checks_what_it_computed
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
 from flex_inductor.mod_ir.program import LaneProgram
-from flex_inductor.mod_ir.ranges import Range
+from flex_inductor.mod_ir.ranges import Range, all_known
 
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
@@ -130,8 +130,10 @@ class Lanes:
     def conditions(self, indices: Sequence[Any], sizes: Sequence[Any]) -> set[NoMore] | None:
         """The conditions for `indices`, nodes of the lane graph, to lie within `sizes` in every lane; None if
         unknown."""
-        found = [needed(index, size, self.bounds) for index, size in zip(indices, sizes, strict=False)]
-        if None in found or (any(found) and not self.of_tile):
+        found = all_known(
+            needed(index, size, self.bounds) for index, size in zip(indices, sizes, strict=False)
+        )
+        if found is None or (any(found) and not self.of_tile):
             return None
         return set().union(*found)
 

@@ -104,7 +104,8 @@ def add_node(
         return kernel, rendered
 
     distinct = list({tensor.get_name(): tensor for tensor in inputs}.values())
-    node = ir.CppTemplateBuffer(layouts[0], distinct, make_kernel_render, template=None, choice=None)
+    none: Any = None  # the kernel is no template of Inductor's
+    node = ir.CppTemplateBuffer(layouts[0], distinct, make_kernel_render, template=none, choice=none)
     V.graph.no_fuse_buffer_names.add(node.get_name())
     node.outputs = [ir.MultiOutput(layout, node, [(list, i)]) for i, layout in enumerate(layouts)]
     node.layout = ir.MultiOutputLayout(device=layouts[0].device)

@@ -10,7 +10,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import V
 
@@ -23,7 +22,7 @@ from . import captured
 from .configs import LARGEST_TILE, Config
 from .fitting import chosen
 from .kernel import empty
-from .kernel_builder import LOG2_E, Builder, Inlined, one_kv_batch, tiles, unwritten, walked
+from .kernel_builder import LOG2_E, Builder, tiles, unwritten, walked
 
 aten = torch.ops.aten
 
@@ -98,7 +97,7 @@ def _in_whole_tiles(rows: Any, beyond: float) -> Any:
 def _delta(call: LoweredCall) -> Any:
     """[B, H, whole tiles]: what the gradient of the softmax subtracts in each row."""
     parts = []
-    if call.grad_out is not None:
+    if call.out is not None and call.grad_out is not None:
         products = lowerings[aten.mul](
             to_dtype(call.out, torch.float32), to_dtype(call.grad_out, torch.float32)
         )
@@ -117,24 +116,24 @@ def _dq(
     d_query: Any,
     sums: Sequence[captured.Sum],
 ) -> list[Choice]:
-    builder = Builder(problem, found, ("b", "h", "q_idx"), call.inputs.tile_map)
+    builder = Builder(problem, call, found, ("b", "h", "q_idx"))
     batches, queries, _ = walked(problem)
     inlined, placed = builder.inline(), list[captured.Placed]()
     if sums:
         assert found.joint is not None
         inlined, placed = captured.place(builder, inlined, sums, found.joint.program)
     values = {
-        **_values(builder, call, tensors, inlined),
-        "walks": builder.walks(call, "keys"),
+        **builder.values(inlined, tensors, scaled=inlined.score is not None),
+        "walks": builder.walks("keys"),
         "wants": [] if d_query is None else ["d_query"],
-        "d_query": None if d_query is None else builder.tensor("d_query", d_query, written=True),
+        **builder.written({"d_query": d_query}),
         "sums": placed,
         "H": builder.size(problem.H),
     }
-    launched = builder.launch_tiles(queries, "m", problem.H, batches)
+    launched = builder.launch(queries, problem.H, batches, "m")
     measuring = any(total.how == "magnitude" for total in sums)
     kind = "backward_magnitudes" if measuring else "backward_dq"
-    return builder.call(
+    return builder.add(
         "backward_dq.jinja",
         chosen(problem, kind, inlined.counts + captured.counts(placed)),
         values,
@@ -154,14 +153,14 @@ def _dkdv(
 ) -> tuple[dict[str, Any], list[Choice]]:
     if "key" not in wanted:  # the values' gradient needs none of the score's
         found = found._replace(joint=None)
-    builder = Builder(problem, found, ("b", "h", "kv_idx"), call.inputs.tile_map)
+    builder = Builder(problem, call, found, ("b", "h", "kv_idx"))
     batches, _, keys = walked(problem)
     mapped = problem.map_tiles is not None
     inlined = builder.inline()
     made = chosen(problem, kind, inlined.counts)
     heads = _heads_in_an_instance(problem, made.configs[0])
     parts = int(problem.H) // heads
-    summed = mapped or parts != problem.K or (one_kv_batch(problem) and problem.B != 1)
+    summed = mapped or parts != problem.K or (problem.B_kv == 1 != problem.B)
     outputs, written = {}, {}
     for name, source in (("d_key", "key"), ("d_value", "value")):
         if source not in wanted:
@@ -176,16 +175,14 @@ def _dkdv(
             outputs[name] = empty(*layout_of(fakes[name]), problem.result_dtype, problem.device)
         written[name] = builder.tensor(name, outputs[name], written=True)
     values = {
-        **_values(builder, call, tensors, inlined),
+        **builder.values(inlined, tensors, scaled=inlined.score is not None),
         **{"d_key": None, "d_value": None},
         **written,
-        "walks": builder.walks(call, "queries"),
+        "walks": builder.walks("queries"),
         "wants": list(written),
         "heads": heads,
     }
-    choices = builder.call(
-        "backward_dkdv.jinja", made, values, builder.launch_tiles(keys, "n", parts, batches)
-    )
+    choices = builder.add("backward_dkdv.jinja", made, values, builder.launch(keys, parts, batches, "n"))
     if summed:
         outputs = {name: _sum_parts(output, problem) for name, output in outputs.items()}
     return outputs, choices
@@ -205,19 +202,6 @@ def _sum_parts(parts: Any, problem: AttentionProblem) -> Any:
     B, count, N, D = parts.get_size()
     grouped = lowerings[aten.view](parts, [B, problem.K, int(count) // int(problem.K), N, D])
     total = lowerings[aten.sum](grouped, [2])
-    if one_kv_batch(problem):
+    if problem.B_kv == 1:
         total = lowerings[aten.sum](total, [0], True)
     return to_dtype(total, problem.result_dtype)
-
-
-def _values(
-    builder: Builder, call: LoweredCall, tensors: dict[str, ir.IRNode], inlined: Inlined
-) -> dict[str, Any]:
-    """The values that both templates get."""
-    scale, scored = float(call.scale), inlined.score is not None
-    return {
-        **builder.common(inlined),
-        **{name: builder.tensor(name, tensor) for name, tensor in tensors.items()},
-        **builder.scaling(scored, scale),
-        "to_log2": repr(LOG2_E if scored else LOG2_E * scale),
-    }

@@ -143,7 +143,7 @@ def place(
     assert joint is not None
     placed = []
     lengths = ("stop_m", "stop_n")
-    if builder.tile_map is None:
+    if not builder.mapped:
         lengths = builder.size(builder.problem.M), builder.size(builder.problem.N)
     inside_tile = {
         "lane": "live",

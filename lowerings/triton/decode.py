@@ -66,27 +66,24 @@ def _batches(problem: AttentionProblem) -> Any:
 
 def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dict[str, Any]) -> list[Choice]:
     """Write `outputs`, None for those that nothing reads."""
-    builder = Builder(problem, mods, ("b", "h", "q_idx"), call.inputs.tile_map)
+    builder = Builder(problem, call, mods, ("b", "h", "q_idx"))
     inlined = builder.inline()
     if inlined.mask is not None:
         inlined = inlined._replace(mask=inlined.mask._replace(whole=None))  # a tile has rows of several heads
-    values = softmax_values(builder, call, inlined)
+    values = softmax_values(builder, inlined)
     heads = packed(problem, shape_of(problem, "decode", inlined.counts)).heads
     made = chosen(problem, "decode", inlined.counts)
     count = splits(problem, made.configs[0], heads)
     written = outputs if count == 1 else _parts(problem, count)
+    values |= builder.written(written)
     values |= {
-        name: None if buffer is None else builder.tensor(name, buffer, written=True)
-        for name, buffer in written.items()
-    }
-    values |= {
-        "walks": builder.walks(call, "keys", "0"),
+        "walks": builder.walks("keys", "0"),
         "heads": heads,
         "splits": count,
         "H": builder.size(problem.H),
     }
     launched = builder.launch(count, int(problem.H) // heads, _batches(problem))
-    choices = builder.call("decode.jinja", made, values, launched)
+    choices = builder.add("decode.jinja", made, values, launched)
     if count > 1:
         _combine(problem, call, written, outputs, count)
     return choices
@@ -105,19 +102,16 @@ def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
 def _combine(
     problem: AttentionProblem, call: LoweredCall, parts: dict[str, Any], outputs: dict[str, Any], count: int
 ) -> None:
-    builder = Builder(problem, Mods(), (), call.inputs.tile_map)
+    builder = Builder(problem, call, Mods(), ())
     queries = queries_of(problem)
     for name, buffer in parts.items():
         builder.tensor(name, buffer)
     values = {
-        **builder.common(builder.inline()),
-        **{
-            name: None if output is None else builder.tensor(name, output, written=True)
-            for name, output in outputs.items()
-        },
+        **builder.values(builder.inline()),
+        **builder.written(outputs),
         "splits": count,
         "H": builder.size(problem.H),
-        "ln_2": repr(LN_2),
+        "to_natural": repr(LN_2),
     }
     launched = builder.launch(queries, problem.H, _batches(problem))
-    builder.call("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, launched)
+    builder.add("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, launched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
-from flex_inductor.visits.places import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE, TileMap
+from flex_inductor.visits import places
 from flex_inductor.visits.text import TRITON, Language, Walk, walks
 
 from ..buffers import layout_of, realized
@@ -47,17 +47,13 @@ class MapTables(NamedTuple):
     m: Tensor
     n: Tensor
     scattered: bool
+    in_batches: bool  # whether scattered keys are of several batches
     aligned: bool  # whether the kernel's tiles of keys are whole tiles of the map, or equal parts of one
     columns: dict[str, int]
 
 
 _COLUMNS = {
-    "batch": BATCH,
-    "row": ROW,
-    "sequence": SEQUENCE,
-    "head": HEAD,
-    "index": INDEX,
-    "count": COUNT,
+    name: getattr(places, name.upper()) for name in ("batch", "row", "sequence", "head", "index", "count")
 }
 
 
@@ -71,9 +67,9 @@ class Text(NamedTuple):
     whole: str | None = None  # of a mask: holds only if every lane of the tile is chosen
 
     @property
-    def inside(self) -> list[str]:
-        """The statements in the loop."""
-        return [statement.text for statement in self._inside]
+    def inside(self) -> str:
+        """The statements in the loop, a line each."""
+        return "".join(f"{statement.text}\n" for statement in self._inside)
 
     @property
     def hoisted(self) -> list[str]:
@@ -108,8 +104,8 @@ class Inlined(NamedTuple):
     joint: Text | None
 
     @property
-    def hoisted(self) -> list[str]:
-        return [line for text in self if text is not None for line in text.hoisted]
+    def hoisted(self) -> str:
+        return "\n".join(line for text in self if text is not None for line in text.hoisted)
 
     @property
     def counts(self) -> Counter[str]:
@@ -165,17 +161,13 @@ class _Reads(NamedTuple):
 class Builder:
     """One kernel of a call: its arguments, and the mods as statements on tiles of `tile` shape."""
 
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        mods: Mods,
-        outer: Sequence[str],
-        tile_map: TileMap | None = None,
-    ):
-        self.problem, self.mods, self.tile_map = problem, mods, tile_map
+    def __init__(self, problem: AttentionProblem, call: LoweredCall, mods: Mods, outer: Sequence[str]):
+        self.problem, self.call, self.mods = problem, call, mods
+        self.mapped = problem.map_tiles is not None
         self.outer = frozenset(outer)  # the axes that are fixed before the kernel's loop
         self.tile = "[BLOCK_M, BLOCK_N]" if "q_idx" in outer else "[BLOCK_N, BLOCK_M]"
         self.arguments = Arguments()
+        self.size, self.tensor = self.arguments.size, self.arguments.tensor
         approximate = problem.dtype.itemsize < 4
         self.nvidia = current_device(problem.device).nvidia
         code = functools.partial(
@@ -184,23 +176,24 @@ class Builder:
         self.score_code = code(prefix="score_")
         self.mask_code = code(prefix="mask_", beside=self.score_code)
 
-    def size(self, expression: Any) -> str:
-        return self.arguments.size(expression)
+    def written(self, outputs: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """The outputs as arguments; None for those that nothing reads."""
+        return {
+            name: None if output is None else self.tensor(name, output, written=True)
+            for name, output in outputs.items()
+        }
 
-    def tensor(self, name: str, value: Any, *, written: bool = False) -> Tensor:
-        return self.arguments.tensor(name, value, written=written)
+    def launch(self, first: Any, second: Any, third: Any, side: str | None = None) -> tuple[Launch, Grid]:
+        """How the kernel's instances are numbered, and their grid. `first` is a number of instances, or a length with
+        an instance for each of the kernel's tiles along it: on the side "m" or "n"."""
+        firsts = f"tl.cdiv({self.size(first)}, BLOCK_{side.upper()})" if side else self.size(first)
+        found = launch(firsts, second, third, self.size)
 
-    def launch(self, first: Any, second: Any, third: Any) -> tuple[Launch, Grid]:
-        """How the kernel's instances are numbered, and their grid. `first` is a number of instances."""
-        found = launch(self.size(first), second, third, self.size)
-        return found, lambda config: found.grid(first, second, third)
+        def grid(config: Config) -> Sequence[Any]:
+            count = tiles(first, getattr(config, f"block_{side}")) if side else first
+            return found.grid(count, second, third)
 
-    def launch_tiles(self, length: Any, side: str, second: Any, third: Any) -> tuple[Launch, Grid]:
-        """The same, with an instance for each of the kernel's tiles along a length: side "m" or "n"."""
-        found = launch(f"tl.cdiv({self.size(length)}, BLOCK_{side.upper()})", second, third, self.size)
-        return found, lambda config: found.grid(
-            tiles(length, getattr(config, f"block_{side}")), second, third
-        )
+        return found, grid
 
     def inline(self) -> Inlined:
         """Write the call's mods here. The joint program may use the score_mod's values."""
@@ -213,7 +206,7 @@ class Builder:
         code = self.mask_code if name == "mask" else self.score_code
         with code.writing() as statements:
             outputs = code.inline(mod.program, self._lanes(mod.program.lanes), mod.inputs)
-        whole = code.whole(outputs[0], self.tile_map is not None) if name == "mask" else None
+        whole = code.whole(outputs[0], self.mapped) if name == "mask" else None
         result = self.spread(outputs[0], "tl.int1" if name == "mask" else "tl.float32")
         return Text(statements, self.outer, result, outputs, whole)
 
@@ -226,7 +219,7 @@ class Builder:
         p = self.problem
         below, seen = {"b": p.B, "h": p.H, "q_idx": p.M, "kv_idx": p.N}, {}
         bounds: dict[str, ValueRanges] = {}
-        if self.tile_map is not None:
+        if self.mapped:
             below, seen = dict.fromkeys(below, sympy.oo), {"b": "sequence", "h": "seen_h"}
             # Positions of queries are negative where a sequence has more queries than keys.
             bounds = {n: ValueRanges(-FAR if n == "q_idx" else 0, FAR) for n in below}
@@ -237,45 +230,66 @@ class Builder:
             for n in names
         ]
 
-    def walks(self, call: LoweredCall, side: str, number: str = "line") -> list[Walk]:
+    def walks(self, side: str, number: str = "line") -> list[Walk]:
         """Passes over what the line `number` of the call's schedule visits: partial blocks, then full ones."""
         reads = _Reads(self, number)
-        return walks(call.inputs.schedule, side, self.mods.mask is not None, self.tile_map is not None, reads)
+        return walks(self.call.inputs.schedule, side, self.mods.mask is not None, self.mapped, reads)
 
-    def common(self, inlined: Inlined) -> dict[str, Any]:
-        """The values that every template gets."""
-        p = self.problem
+    def values(
+        self, inlined: Inlined, tensors: Mapping[str, Any] | None = None, scaled: bool = True
+    ) -> dict[str, Any]:
+        """The values that every template gets. If not `scaled`, the scale is part of the exponent.
+
+        Scores are scaled, or what the instance holds before its products. The latter only for a power of two from 1/16
+        to 1, which is exact except for float16 below 2**-25.
+        """
+        p, scale = self.problem, float(self.call.scale)
+        exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
+        # Found by compiling: in other kernels it runs out of registers, or keeps the unscaled operand as well.
+        shared = current_device(p.device).shared_operands
+        before = scaled and exact and (padded(p.D) <= 64 if shared else "q_idx" in self.outer)
         blocks = p.blocks or (None, None)
         sizes = {name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")}
         values: dict[str, Any] = {
             **sizes,
             "head_rows": sizes["M"],
-            "D_PAD": padded(p.D),
-            "V_PAD": padded(p.V),
             "q_block": self._block(blocks[0], p.M),
             "kv_block": self._block(blocks[1], p.N),
             "many_tiles": self._many_tiles(),
-            "rows_in_tiles": self.tile_map is None
+            "rows_in_tiles": not self.mapped
             and (blocks[0] is None or one_block(p, blocks[0], p.M) or LARGEST_TILE % blocks[0] == 0),
-            "even_m": self._even(p.M, blocks[0], "BLOCK_M"),
-            "even_n": self._even(p.N, blocks[1], "BLOCK_N"),
+            "constants": {
+                "D_PAD": padded(p.D),
+                "V_PAD": padded(p.V),
+                "EVEN_M": self._even(p.M, blocks[0], "BLOCK_M"),
+                "EVEN_N": self._even(p.N, blocks[1], "BLOCK_N"),
+                "TO_LOG2": LOG2_E if scaled else LOG2_E * scale,
+            },
+            "to_natural": repr(1.0 if scaled else scale),
+            "scaled": scaled and not before,
+            "scaled_before": before,
+            "scale": repr(scale),
             "group": int(p.H) // int(p.K),
-            "kv_b": "tl.zeros([], tl.int32)" if one_kv_batch(p) else "b",
+            "kv_b": "tl.zeros([], tl.int32)" if p.B_kv == 1 else "b",
             "precision": repr(dot_precision(p.dtype)),
             "nvidia": self.nvidia,
             "tile_shape": self.tile,
-            "tile_map": None,
+            "places_of": "plain_places.jinja",
             "score_mod": inlined.score,
             "mask_mod": inlined.mask,
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
         }
-        if self.tile_map is not None:  # lengths become the ends of the present tile
-            m, n = (self.tensor(f"tiles_{s}", realized(x)) for s, x in zip("mn", self.tile_map, strict=True))
-            aligned = blocks[1] & (blocks[1] - 1) == 0
-            tile_map = MapTables(m, n, p.scattered, aligned, _COLUMNS)
-            values |= {"tile_map": tile_map, "M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
-        return values
+        given = self.call.inputs.tile_map
+        if given is not None and p.blocks is not None:  # lengths become the ends of the present tile
+            m, n = (
+                self.tensor(f"tiles_{side}", realized(lines)) for side, lines in zip("mn", given, strict=True)
+            )
+            aligned = p.blocks[1] & (p.blocks[1] - 1) == 0
+            tile_map = MapTables(m, n, p.scattered, p.scattered and p.B_kv != 1, aligned, _COLUMNS)
+            values |= {"places_of": "mapped_places.jinja", "tile_map": tile_map}
+            values |= {"M": "stop_m", "N": "stop_n", "kv_b": "kv_b"}
+        return values | {name: self.tensor(name, tensor) for name, tensor in (tensors or {}).items()}
 
     def _block(self, block: int | None, length: Any) -> str | None:
         """Tokens in a block, no more than there are."""
@@ -289,7 +303,7 @@ class Builder:
         p = self.problem
         if p.blocks is None:
             return "True"
-        sizes = self._block(p.blocks[0], p.M), self._block(p.blocks[1], p.N)
+        sizes = str(self._block(p.blocks[0], p.M)), str(self._block(p.blocks[1], p.N))
         if not all(size.isdigit() for size in sizes):
             return "True"
         return f"({sizes[0]} // BLOCK_M) * ({sizes[1]} // BLOCK_N) >= 8"
@@ -297,24 +311,12 @@ class Builder:
     def _even(self, length: Any, block: int | None, tile: str) -> str:
         """Whether every tile that is visited lies inside: a constant expression of the kernel."""
         size = self.size(length)
-        if not size.isdigit() or self.tile_map is not None:
+        if not size.isdigit() or self.mapped:
             return "False"
         unit = tile if block is None or block >= int(size) else str(block)
         return f"{size} % {unit} == 0"
 
-    def scaling(self, scaled: bool, scale: float) -> dict[str, Any]:
-        """Where the scale is applied: to scores, or to what the instance holds before its products. The latter only for
-        a power of two from 1/16 to 1, which is exact except for float16 below 2**-25."""
-        exact = 1 / 16 <= abs(scale) <= 1 and abs(math.frexp(scale)[0]) == 0.5
-        # Found by compiling: in other kernels it runs out of registers, or keeps the unscaled operand as well.
-        if current_device(self.problem.device).shared_operands:
-            cheap = padded(self.problem.D) <= 64
-        else:
-            cheap = "q_idx" in self.outer
-        before = scaled and exact and cheap
-        return {"scaled": scaled and not before, "scaled_before": before, "scale": repr(scale)}
-
-    def call(
+    def add(
         self,
         template: str,
         chosen: Chosen,
@@ -354,34 +356,24 @@ def _or_next(chosen: Chosen) -> list[str]:
     ]
 
 
-def softmax_values(builder: Builder, call: LoweredCall, inlined: Inlined) -> dict[str, Any]:
+def softmax_values(builder: Builder, inlined: Inlined) -> dict[str, Any]:
     """The values for templates that use softmax.jinja."""
-    scale = float(call.scale)
-    # Otherwise the scale is part of the exponent, which a negative one would turn around.
-    scaled = inlined.score is not None or scale <= 0
-    return {
-        **builder.common(inlined),
-        **{name: builder.tensor(name, realized(getattr(call, name))) for name in ("query", "key", "value")},
-        **builder.scaling(scaled, scale),
-        "to_log2": repr(LOG2_E if scaled else LOG2_E * scale),
-        "to_natural": repr(1.0 if scaled else scale),
-    }
+    tensors = {name: realized(getattr(builder.call, name)) for name in ("query", "key", "value")}
+    # A negative scale would turn the exponent around.
+    return builder.values(
+        inlined, tensors, scaled=inlined.score is not None or float(builder.call.scale) <= 0
+    )
 
 
 def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:
     """The batches, queries and keys that kernels go through. With a map: one batch of whole blocks."""
-    if problem.map_tiles is None:
+    if problem.map_tiles is None or problem.blocks is None:
         return problem.B, problem.M, problem.N
     return 1, *(count * block for count, block in zip(problem.map_tiles, problem.blocks, strict=True))
 
 
 def tiles(length: Any, tile: int) -> Any:
     return FloorDiv(sympy.sympify(length) + tile - 1, tile)
-
-
-def one_kv_batch(problem: AttentionProblem) -> bool:
-    """Whether all batches share one of keys and values."""
-    return problem.B_kv == 1
 
 
 def unwritten(problem: AttentionProblem, fake: torch.Tensor, dtype: torch.dtype, value: float) -> Any:

@@ -22,7 +22,7 @@ from flex_inductor.mod_ir.program import LaneProgram
 from .. import lanes
 from ..lanes import LaneLowering, conversions, graph
 from .kernel import INT_MAX, Arguments, fits_int32
-from .printer import ALONG_A_TILE, SCORED, Lane, LaneKernel, LaneOps, Statement
+from .printer import ALONG_A_TILE, SCORED, Lane, LaneKernel, LaneOps, Statement, dtype_of
 from .whole_tiles import LANES, MAPPED_LANES, whole
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class Value(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.variable.dtype
+        return dtype_of(self.variable)
 
 
 class LaneCode:
@@ -128,7 +128,7 @@ class _Lowering(LaneLowering):
         result = super().run_node(node)
         if node.op != "call_function" or not isinstance(result, ir.TensorBox):
             return result
-        return _value(_computed(result), result.get_dtype(), result.get_device())
+        return _value(_computed(result), result.get_dtype(), result.get_device_or_error())
 
 
 _ROUNDING = {
@@ -192,7 +192,7 @@ def _of_index(operator: str, x: ir.TensorBox, y: Any) -> ir.TensorBox | None:
     largest = y - 1 if operator == "%" else most // y if most.is_Integer else int_oo
     found = kernel.new(f"{variable} {operator} {y}", dtype, ValueRanges(0, largest))
     kernel.made[str(found)] = (operator, (variable, y))
-    return _value(found, dtype, x.get_device())
+    return _value(found, dtype, x.get_device_or_error())
 
 
 def _remainder(x: Any, y: Any) -> ir.TensorBox:

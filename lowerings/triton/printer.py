@@ -78,6 +78,11 @@ class _Written(IndentedBuffer):
         self.statements[name] = Statement(line, name, self.axes[name], frozenset(reads))
 
 
+def dtype_of(variable: CSEVariable) -> torch.dtype:
+    assert variable.dtype is not None, "all that kernels make has a dtype"
+    return variable.dtype
+
+
 class LaneKernel(Kernel):
     """The state behind Inductor's printer: names, statements, and names of tensors."""
 
@@ -193,7 +198,7 @@ class LaneOps(CSEProxy):
             high = size.is_Integer and var.bounds.upper < size
         limit = kernel.text(size)
         if not low:
-            var = kernel.new(f"tl.where({var} < 0, {var} + {limit}, {var})", var.dtype)
+            var = kernel.new(f"tl.where({var} < 0, {var} + {limit}, {var})", dtype_of(var))
         compared = var if low and high else self.alone(var)
         comparisons = ([] if low else [f"({compared} >= 0)"]) + ([] if high else [f"({compared} < {limit})"])
         known = str(kernel.new(" & ".join(comparisons), torch.bool)) if comparisons else None

@@ -98,6 +98,6 @@ def _few_in_tiles(problem: AttentionProblem) -> bool:
     """Whether a map's tiles hold so few queries that each is one tile of the kernel, whatever its size."""
     from . import decode
 
-    if problem.map_tiles is None or problem.direction != "forward":
+    if problem.map_tiles is None or problem.blocks is None or problem.direction != "forward":
         return False
     return (problem.scattered or problem.blocks[1] % 16 == 0) and decode.serves(problem)

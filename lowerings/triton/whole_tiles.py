@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._inductor.codegen.common import CSEVariable
 
-from flex_inductor.mod_ir.ranges import COMPARISONS, CONNECTIVES, Order, Range, Truth, Walk
+from flex_inductor.mod_ir.ranges import COMPARISONS, CONNECTIVES, Order, Range, Truth, Walk, all_known
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -113,8 +113,8 @@ class _InTile:
             return Truth(condition, condition)
         operation, operands = self.operations.get(str(x), ("", ()))
         if operation in COMPARISONS:
-            ranges = [*map(self.range, operands)]
-            return None if None in ranges else COMPARISONS[operation](*ranges)
+            ranges = all_known(map(self.range, operands))
+            return None if ranges is None else COMPARISONS[operation](*ranges)
         connective = operation.removeprefix("logical_").removeprefix("bitwise_").removesuffix("_")
         if connective not in CONNECTIVES or connective == "xor":  # it would write its operands twice
             return None

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.overrides import TorchFunctionMode
 
 from flex_inductor import flex_attention
+from flex_inductor.kept import Kept
 from flex_inductor.mod_ir import checks, replay
 from flex_inductor.reference import reference
 
@@ -28,9 +29,8 @@ FACTOR = 0.5
 def traced(monkeypatch):
     """The graphs that have been traced, by what they are of."""
     seen = []
-    monkeypatch.setattr(replay, "_roots", {})
-    monkeypatch.setattr(replay, "_traces", 0)  # all are dropped once there are too many
-    monkeypatch.setattr(replay, "_steps", 0)
+    monkeypatch.setattr(replay, "_points", Kept(replay.MOST_POINTS))
+    monkeypatch.setattr(replay, "_ends", Kept(replay.MOST_TRACES))
 
     def counting(name):
         trace = getattr(checks, name)
@@ -431,21 +431,11 @@ def test_captures_are_let_go():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(replay, "MOST_STEPS", 100)
-    for factor in range(300):
-        flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: score * factor)  # noqa: B023
-        assert replay._steps <= 101
-    monkeypatch.setattr(replay, "MOST_TRACES", 3)
-    for factor in range(10):
-        flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: score * factor)  # noqa: B023
-        ends = [step.ends for _, root in replay._roots.values() for step in reached(root)]
-        assert sum(map(len, ends)) <= 3
-
-
-def reached(step):
-    yield step
-    for following in step.following.values():
-        yield from reached(following)
+    for name, limit, calls in (("_points", 100, 300), ("_ends", 3, 10)):
+        monkeypatch.setattr(replay, name, Kept(limit))
+        for factor in range(calls):
+            flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: score * factor)  # noqa: B023
+            assert 0 < len(getattr(replay, name)) <= limit
 
 
 def test_threads():

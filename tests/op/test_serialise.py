@@ -265,9 +265,9 @@ def nested(depth):
         ("def forward(self): import os", "Expecting value"),
         ("[]", "it is not a table of names and values"),
         ("[" * 100_000, "(recursion|Recursion)"),
-        ("{}", "it has format None, and this version reads format 1"),
-        ('{"format": 2}', "it has format 2"),
-        ('{"format": 1, "lane": {}}', "expected lanes, guards"),
+        ("{}", "it has format None, and this version reads format 2"),
+        ('{"format": 1}', "it has format 1"),
+        ('{"format": 2, "lane": {}}', "expected lanes, guards"),
         (text_of(["aten::stack", [nested(30)], {}]), "lists go more than 4 deep"),
         (text_of(["aten::neg", [{"value": 1}], {}]), r"an argument is \{'value': 1\}"),
         (text_of(["aten::neg", [{"value": -1}], {}]), r"an argument is \{'value': -1\}"),
@@ -310,10 +310,19 @@ def test_bools_are_bools_whatever_the_bytes():
     assert flags.view(torch.uint8).tolist() == [0, 1, 1]
 
 
+CALL = {
+    "inputs": {},
+    "mods": dict.fromkeys(("score", "mask", "joint")),
+    "scale": 1.0,
+    "wants": [],
+    "options": {"hints": {}, "lse": False, "max_scores": False},
+}
+
+
 def test_the_ops_refuse_such_text():
     q = torch.randn(1, 1, 2, 4)
     for mod in ("import os", text_of(["os.getpid", [], {}])):
-        call = {"inputs": {}, "mods": {"score": mod, "mask": None, "joint": None}, "scale": 1.0, "wants": []}
+        call = {**CALL, "mods": {**CALL["mods"], "score": mod}}
         with pytest.raises(FlexValueError):
             torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump(call))
 
@@ -323,20 +332,21 @@ def test_the_ops_refuse_such_text():
     [
         {"inputs": {"sink": None}},
         {"inputs": {"score_captures": [{"tensor": 0}]}},
-        {"inputs": {"schedule": {"bundle": "os", "fields": []}}},
-        {"inputs": {"schedule": {"bundle": "lists", "fields": [1, 2]}}},
+        {"inputs": {"schedule": ["os"]}},
+        {"inputs": {"schedule": ["runs", 1, 2]}},
+        {"inputs": {"schedule": {"os": 1}}},
         {"inputs": []},
         {"mods": {"score": 1, "mask": None, "joint": None}},
         {"scale": "1"},
         {"wants": [0]},
+        {"options": {"hints": {}}},
     ],
 )
 def test_the_ops_refuse_such_calls(changed):
     q = torch.randn(1, 1, 2, 4)
-    right = {"inputs": {}, "mods": dict.fromkeys(("score", "mask", "joint")), "scale": 1.0, "wants": []}
-    torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump(right))
+    torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump(CALL))
     with pytest.raises(FlexValueError):
-        torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump({**right, **changed}))
+        torch.ops.flex_inductor.chunked_forward(q, q, q, [], serialise.dump({**CALL, **changed}))
 
 
 def test_a_mod_that_cannot_be_written_says_why():

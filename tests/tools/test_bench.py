@@ -1,6 +1,8 @@
 """What all benches share, and a run of each on one machine; the numbers mean nothing here."""
 
 import json
+import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,6 @@ import torch
 from flex_inductor.tools import cli
 from flex_inductor.tools.bench import compile as bench_compile
 from flex_inductor.tools.bench import cpu, masks, static, varlen
-from flex_inductor.tools.bench.call import Call
 from flex_inductor.tools.bench.compile import SDPA, Step, kind_of, phases_of
 from flex_inductor.tools.bench.harness import OURS, Spread, alternate, check, over
 from flex_inductor.tools.bench.workers import Failed
@@ -71,7 +72,7 @@ def test_unknown_case(kind, capsys):
 
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_cpu(tmp_path, capsys, monkeypatch):
-    call = Call("causal", 128, heads=2, kv_heads=1, dtype=torch.float32)
+    call = cpu.Case("causal", 128, heads=2, kv_heads=1, dtype=torch.float32)
     monkeypatch.setattr(cpu, "CASES", (replace(call, aims={OURS: 2}),))
     results = {r["side"]: r for r in run(tmp_path, "cpu", "--rounds", "2")}
     assert list(results) == [OURS, cpu.SDPA, cpu.MASKED, cpu.DENSE, cpu.FLEX]
@@ -95,8 +96,8 @@ def test_a_side_that_is_wrong_is_not_timed(variant, monkeypatch):
         return {OURS: found[OURS], cpu.DENSE: found[cpu.DENSE], "off": lambda *qkv: found[OURS](*qkv) * 1.01}
 
     monkeypatch.setattr(cpu, "sides_of", one_off)
-    call = Call(variant, 40, 8, heads=2, kv_heads=1, dtype=torch.float32, backward=variant != "decode")
-    ours, dense, wrong = cpu.measure(call, 1)
+    call = cpu.Case(variant, 40, 8, heads=2, kv_heads=1, dtype=torch.float32, backward=variant != "decode")
+    ours, dense, wrong = cpu.measure(call, Namespace(rounds=1))
     assert (
         ours.ms and dense.ms and wrong.ms is None and wrong.note.startswith("RuntimeError: wrong: relative")
     )
@@ -131,7 +132,7 @@ def test_packed_sequences_that_are_wrong_are_not_timed(which, case, monkeypatch)
 
     monkeypatch.setattr(varlen, which, one_off)
     with pytest.raises(RuntimeError, match="wrong: relative error"):
-        varlen.measure(case, 1)
+        varlen.measure(case, Namespace(rounds=1))
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def small_masks(monkeypatch):
     causal = next(case for case in masks.CASES if case.title == "causal")
     short = replace(causal, length=300)
     monkeypatch.setattr(masks, "CASES", (short, replace(short, title="runs", compact=True, torch_too=False)))
-    monkeypatch.setattr(masks, "Workers", Here)
+    monkeypatch.setattr(masks, "Worker", Here)
     monkeypatch.setattr(masks, "ROUNDS", 2)
 
 
@@ -186,9 +187,10 @@ def test_plots(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("small_masks")
 def test_plot_without_matplotlib_fails_before_anything_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(masks, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["bench", "masks", "--plot", "cost.svg"]) == 2
-    assert capsys.readouterr() == ("", "--plot needs matplotlib: pip install 'flex-inductor[draw]'\n")
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith("A picture needs matplotlib: pip install 'flex-inductor[draw]'.\n")
 
 
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])

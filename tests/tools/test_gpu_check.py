@@ -16,7 +16,7 @@ from flex_inductor.tools.bench import gpu, gpu_calls
 from flex_inductor.tools.bench.call import Made, documents
 from flex_inductor.tools.bench.gpu_calls import BACKWARD, CASES, CUDNN, FLEX, FORWARD, Case, Setting, Side
 from flex_inductor.tools.bench.harness import OURS
-from flex_inductor.tools.bench.workers import Deadline, Failed, Job, Late, Workers
+from flex_inductor.tools.bench.workers import Deadline, Failed, Job, Late, Worker, run_all
 
 ROOT = Path(__file__).parents[2]
 # As Python starts: importing one of these then fails as if it were not installed.
@@ -133,20 +133,20 @@ def test_a_wrong_side_is_not_timed(side, factor, why, monkeypatch):
 def test_a_worker_that_fails_is_replaced():
     """One that crashes, hangs or raises costs no other job."""
     soon, past = Deadline(1), Deadline(-1)
-    with Workers(1) as workers:
-        first = workers.run(Job(os.getpid), soon)
-        assert workers.run(Job(os.getpid), soon) == first != os.getpid()
+    with Worker() as worker:
+        first = worker.run(Job(os.getpid), soon)
+        assert worker.run(Job(os.getpid), soon) == first != os.getpid()
         jobs = {
             Job(os._exit, (3,)): "its process ended with exit code 3",
             Job(int, ("x",)): "ValueError: invalid literal for int() with base 10: 'x'",
         }
-        for job, answer in workers.run_all(jobs, soon):
+        for job, answer in run_all([worker], jobs, soon):
             assert isinstance(answer, Failed) and str(answer) == jobs[job]
         with pytest.raises(Failed, match=r"took longer than 0\.1 s"):
-            workers.run(Job(time.sleep, (60,), 0.1), soon)
-        assert workers.run(Job(os.getpid), soon) != first
+            worker.run(Job(time.sleep, (60,), 0.1), soon)
+        assert worker.run(Job(os.getpid), soon) != first
         with pytest.raises(Late, match="no time left"):
-            workers.run(Job(os.getpid), past)
+            worker.run(Job(os.getpid), past)
 
 
 def test_calls_on_a_card():
@@ -165,15 +165,16 @@ def test_calls_on_a_card():
 def test_without_a_card(capsys):
     assert cli.main(["bench", "gpu"]) == 2
     wanted = "this machine has no GPU that torch can use; `flex-inductor bench static` needs none\n"
-    assert capsys.readouterr().err == wanted
+    assert capsys.readouterr().err == f"flex-inductor bench: {wanted}"
 
 
 def test_no_such_case(capsys):
     assert cli.main(["bench", "gpu", "--only", "nothing like it"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("no case contains 'nothing like it'; there are\n  causal D128 S8192\n")
-    assert cli.main(["bench", "gpu", "--compare", "nothing"]) == 2
-    assert capsys.readouterr().err.startswith("no kernel is called 'nothing'; there are forward, backward_dq")
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "gpu", "--compare", "nothing"])
+    assert "argument --compare: invalid choice: 'nothing' (choose from " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def test_a_long_mask_mixes_colours():
         (["caausal"], "mask: expected one of causal, sliding_window, "),
         (["none", "a=1"], "got 'none a=1'"),
         (["sliding_window"], "sliding_window: needs size=..."),
-        (["documents", "mean=x"], "documents: expected mean=, sigma= or seed= and a number, got 'mean=x'"),
+        (["documents", "mean=x"], "documents: expected mean=, sigma= or seed= and a number; got 'mean=x'"),
         (["documents", "mode=3"], "got 'mode=3'"),
         (["documents", "mean=0"], "documents: expected a mean of at least 1"),
         (["{script}:wrong"], "a function of nothing that returns masks; it takes length"),

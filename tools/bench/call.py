@@ -89,6 +89,7 @@ class Made:
         shapes = [(call.batch, heads, length, call.head_dim) for heads, length in sizes]
         tensors = [torch.randn(shape, dtype=call.dtype, device=device) for shape in shapes]
         self.inputs, self.grad = [t.requires_grad_(call.backward) for t in tensors[:3]], tensors[3]
+        self.captures: tuple[Tensor, ...]
         mod, self.captures = MODS.get(call.variant, lambda *_: (None, ()))(call, device)
         self.mask_mod = MASKS.get(call.variant, lambda *_: library.causal())(call, device)
         mask = self.mask_mod and create_block_mask(
@@ -98,16 +99,11 @@ class Made:
 
     def results(self, attend: Callable, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The output and the gradients that are wanted, with inputs of this dtype."""
-        inputs, grad = self.inputs, self.grad
-        if dtype is not None:
-            inputs, grad = (
-                [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in inputs],
-                grad.to(dtype),
-            )
+        inputs = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.inputs]
         with torch.set_grad_enabled(self.call.backward):
             out = attend(*inputs)
-        wanted = [*inputs, *self.captures]
-        return [out.detach(), *(torch.autograd.grad(out, wanted, grad) if self.call.backward else ())]
+        wanted = [*inputs, *self.captures] if self.call.backward else []
+        return [out.detach(), *(torch.autograd.grad(out, wanted, self.grad.to(dtype)) if wanted else ())]
 
     def gold(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         """What uncompiled attention gives in a wide dtype."""

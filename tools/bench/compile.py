@@ -8,27 +8,34 @@ Kernels are compiled side by side, and while others are: seconds of the compiler
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import tempfile
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from ..files import at_least_one
-from .harness import OURS, Result, Spread, command, run_cases, timed
-from .workers import Job, Workers
+from ..options import at_least_one
+from .harness import OURS, Result, Spread, alternate, milliseconds, results_of, rounds
+from .workers import Job, Worker
 
+HELP = "a transformer's cold compilation on CPUs, next to SDPA's"
+COLUMNS = ("side", "ms", "over SDPA", "at most", "kernels")
 SDPA = "SDPA"
 SIDES = (SDPA, OURS)
 AIMS = {1: 1.6, 12: 1.25}  # of SDPA's time at most, by layers
+OPTIONS: dict[str, Any] = {
+    **rounds(3),
+    "--layers": {"type": at_least_one, "nargs": "+", "default": [*AIMS], "help": "default: 1 and 12"},
+    "--bf16": {"action": "store_true", "help": "weights and activations in bfloat16"},
+}
 BATCH, LENGTH, WIDTH, HEADS = 2, 512, 256, 4
 
 
@@ -42,44 +49,37 @@ class Step:
     kernels: list[tuple[str, float]]  # what the C++ compiler was started for, and how long it ran
 
 
-def register(kinds: Any) -> None:
-    parser = command(
-        kinds, "compile", "a transformer's cold compilation on CPUs, next to SDPA's", __doc__, run, rounds=3
-    )
-    parser.add_argument(
-        "--layers", type=at_least_one, nargs="+", default=list(AIMS), help="default: 1 and 12"
-    )
-    parser.add_argument("--bf16", action="store_true", help="weights and activations in bfloat16")
+class Case(NamedTuple):
+    layers: int
+
+    @property
+    def title(self) -> str:
+        return f"layers: {self.layers}"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    measured = partial(measure, rounds=arguments.rounds, bf16=arguments.bf16)
-    columns = ("side", "ms", "over SDPA", "at most", "kernels")
-    return 0 if run_cases(arguments.layers, measured, arguments, columns, title_of) else 2
+def cases(arguments: Namespace) -> list[Case]:
+    return [*map(Case, arguments.layers)]
 
 
-def title_of(layers: int) -> str:
-    return f"layers: {layers}"
-
-
-def measure(layers: int, rounds: int, bf16: bool) -> Iterator[Result]:
+def measure(case: Case, arguments: Namespace) -> Iterator[Result]:
     steps: dict[str, list[Step]] = {side: [] for side in SIDES}
 
     def wall(side: str) -> float:
-        steps[side].append(in_own_process(side, layers, bf16))
+        steps[side].append(in_own_process(side, case.layers, arguments.bf16))
         return steps[side][-1].wall * 1e3
 
     def aim(side: str, _: list[float]) -> dict[str, Any]:
-        return {"at_most": AIMS.get(layers, "") if side == OURS else ""}
+        return {"at_most": AIMS.get(case.layers, "") if side == OURS else ""}
 
-    yield from timed(title_of(layers), {side: partial(wall, side) for side in SIDES}, rounds, aim)
+    times = alternate({side: partial(wall, side) for side in SIDES}, arguments.rounds)
+    yield from results_of(case.title, times, aim)
     parts = {side: [*map(parts_of, steps[side])] for side in SIDES}
     for what in dict.fromkeys(what for side in reversed(SIDES) for what in parts[side][0]):
         for side in SIDES:
             found = [part.get(what, (0.0, 0)) for part in parts[side]]
             facts = {"ratio": "", "at_most": "", "kernels": found[0][1]}
             spread = Spread.of([seconds * 1e3 for seconds, _ in found])
-            yield Result(f"{title_of(layers)}, {what}", side, spread, facts=facts)
+            yield Result(f"{case.title}, {what}", side, spread, facts=facts)
 
 
 def parts_of(step: Step) -> dict[str, tuple[float, Any]]:
@@ -92,8 +92,8 @@ def parts_of(step: Step) -> dict[str, tuple[float, Any]]:
 
 
 def in_own_process(side: str, layers: int, bf16: bool) -> Step:
-    with Workers() as workers:
-        return workers.run(Job(first_step, (side, layers, bf16)))
+    with Worker() as worker:
+        return worker.run(Job(first_step, (side, layers, bf16)))
 
 
 class Layer(nn.Module):
@@ -123,12 +123,6 @@ def attention_of(side: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def first_step(side: str, layers: int, bf16: bool) -> Step:
     """In this process, which has compiled nothing, with an empty cache folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        return _first_step(side, layers, bf16)
-
-
-def _first_step(side: str, layers: int, bf16: bool) -> Step:
     from torch._dynamo.utils import compilation_time_metrics
     from torch._inductor.cpp_builder import CppBuilder
 
@@ -136,21 +130,24 @@ def _first_step(side: str, layers: int, bf16: bool) -> Step:
     model = nn.Sequential(*(Layer(attention_of(side)) for _ in range(layers))).to(dtype)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype)
     small = torch.ones(64, requires_grad=True)
-    torch.compile(torch.sin)(small).sum().backward()
     kernels: list[tuple[str, float]] = []
     build = CppBuilder.build
 
     def timed(self: CppBuilder) -> None:
-        start = time.perf_counter()
-        build(self)
-        kernels.append((kind_of(self.get_target_file_path()), time.perf_counter() - start))
+        seconds = milliseconds(partial(build, self)) / 1e3
+        kernels.append((kind_of(self.get_target_file_path()), seconds))
 
-    CppBuilder.build = timed  # type: ignore[method-assign]
-    compilation_time_metrics.clear()
-    compiled = torch.compile(model, backend="flex_inductor" if side == OURS else "inductor")
-    start, cpu = time.perf_counter(), cpu_seconds()
-    compiled(x).sum().backward()
-    wall = time.perf_counter() - start
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}),
+        mock.patch.object(CppBuilder, "build", timed),
+    ):
+        torch.compile(torch.sin)(small).sum().backward()
+        kernels.clear()
+        compilation_time_metrics.clear()
+        compiled = torch.compile(model, backend="flex_inductor" if side == OURS else "inductor")
+        cpu = cpu_seconds()
+        wall = milliseconds(lambda: compiled(x).sum().backward()) / 1e3
     phases = phases_of({name: sum(seconds) for name, seconds in compilation_time_metrics.items()}, wall)
     return Step(wall, cpu_seconds() - cpu, phases, kernels)
 

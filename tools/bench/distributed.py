@@ -8,9 +8,9 @@ value, of outputs and of all gradients.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,14 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.masks import document
 
-from ..files import at_least_one
+from ..options import count
 from .call import documents
-from .harness import Result, Spread, alternate, command, milliseconds, results_of, run_cases
+from .harness import Result, Spread, alternate, milliseconds, results_of, rounds
 
+HELP = "methods of context parallelism, over processes on the CPU"
+OPTIONS: dict[str, Any] = {
+    **rounds(5),
+    "--ranks": count(4, "processes"),
+    "--length": count(8192, "tokens"),
+    "--eager": {"action": "store_true", "help": "compile nothing: torch operations in chunks"},
+}
+COLUMNS = ("side", "ms", "over cast", "with backward", "MiB sent", "in the backward", "error")
 METHODS = ("cast", "all_gather", "ring", "ulysses", "ring_ulysses")
 TORCH = "torch's flex"
 SECONDS = 600  # that ranks wait for each other, at most while one compiles
@@ -43,24 +52,16 @@ class Case:
     bias: bool = False
 
     def mask(self, length: int) -> Any:
-        return create_block_mask(
-            self.mask_mod(length), None, None, length, length, "cpu", BLOCK, compact=True
-        )
+        mask_mod = self.mask_mod(length)
+        return create_block_mask(mask_mod, None, None, length, length, "cpu", BLOCK, compact=True)
 
     def mask_mod(self, length: int) -> Callable[..., Tensor]:
         if self.window:
             return lambda b, h, q, kv: (q >= kv) & (q - kv < self.window)
         return document(documents(length, max(1, length // 512)))
 
-    def attend(
-        self,
-        attention: Callable[..., Tensor],
-        mask: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        table: Tensor,
-    ) -> Tensor:
+    def attend(self, attention: Callable[..., Tensor], mask: Any, *tensors: Tensor) -> Tensor:
+        query, key, value, table = tensors
         length = table.size(1) // 2
         mod = (lambda s, b, h, q, kv: s + table[h, q - kv + length]) if self.bias else None
         return attention(query, key, value, mod, mask, enable_gqa=True)
@@ -79,22 +80,7 @@ class Case:
 CASES = (Case("documents"), Case("documents, learnt bias", bias=True), Case("window of 512", window=512))
 
 
-def register(kinds: Any) -> None:
-    text = "methods of context parallelism, over processes on the CPU"
-    parser = command(kinds, "distributed", text, __doc__, run, rounds=5)
-    parser.add_argument("--ranks", type=at_least_one, default=4, metavar="N", help="processes (default 4)")
-    parser.add_argument(
-        "--length", type=at_least_one, default=8192, metavar="N", help="tokens (default 8192)"
-    )
-    parser.add_argument("--eager", action="store_true", help="compile nothing: torch operations in chunks")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    columns = ("side", "ms", "over cast", "with backward", "MiB sent", "in the backward", "error")
-    return 0 if run_cases(CASES, partial(measure, arguments=arguments), arguments, columns) else 2
-
-
-def measure(case: Case, arguments: argparse.Namespace) -> list[Result]:
+def measure(case: Case, arguments: Namespace) -> list[Result]:
     """By processes of their own."""
     import torch.multiprocessing as mp
 
@@ -126,16 +112,14 @@ def together(title: str, ranks: Sequence[dict[str, Any]]) -> list[Result]:
 def _step(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
     """The output and the gradients of query, key, value and the table."""
     out = attend(*tensors)
-    grads = torch.autograd.grad(out.square().sum(), tensors, allow_unused=True)
-    filled = (torch.zeros_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True))
-    return [out.detach(), *filled]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors, materialize_grads=True)]
 
 
-def _rank(rank: int, case: Case, arguments: argparse.Namespace, folder: str) -> None:
+def _rank(rank: int, case: Case, arguments: Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-    where: dict[str, Any] = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=SECONDS)}
-    dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks, **where)
+    store, timeout = dist.FileStore(f"{folder}/store"), timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks, timeout=timeout)
     torch._dynamo.config.recompile_limit = 4 * len(METHODS)  # of one function, by all sides
     gold = torch.load(f"{folder}/gold.pt")
     found = measured(case, gold, arguments.length, arguments.rounds, arguments.eager)
@@ -162,11 +146,10 @@ def measured(case: Case, gold: list[Tensor], length: int, rounds: int, eager: bo
     sides = {method: partial(_ours, method) for method in METHODS} | {TORCH: _torchs}
     found: dict[str, Any] = dict.fromkeys(sides)
     ready: dict[str, Side] = {}
-    errors: dict[str, float] = {}
     for name, make in sides.items():
         try:
             side = make(case, length, gold, eager)
-            errors[name] = side.error()
+            found[name] = side.error()
             side.forward()
             ready[name] = side
         except Exception as error:  # on all ranks alike, or those that wait end by their timeout
@@ -174,7 +157,7 @@ def measured(case: Case, gold: list[Tensor], length: int, rounds: int, eager: bo
     forward = {name: partial(_timed, side.forward) for name, side in ready.items()}
     both = {name: partial(_timed, side.both) for name, side in ready.items() if side.both is not None}
     times, all_times = alternate(forward, rounds), alternate(both, rounds)
-    return found | {n: (times[n], all_times.get(n), side.sent, errors[n]) for n, side in ready.items()}
+    return found | {n: (times[n], all_times.get(n), side.sent, found[n]) for n, side in ready.items()}
 
 
 def _timed(call: Callable[[], Any]) -> float:
@@ -208,16 +191,13 @@ def _ours(method: str, case: Case, length: int, gold: list[Tensor], eager: bool)
 
 def _mesh() -> Any:
     """All ranks as rows of two, or as one row."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ranks = torch.arange(dist.get_world_size())
-    pairs = ranks.view(-1, 2 if len(ranks) % 2 == 0 else len(ranks))
-    return DeviceMesh("cpu", pairs, mesh_dim_names=("ring", "heads"))
+    ranks = dist.get_world_size()
+    shape = (-1, 2 if ranks % 2 == 0 else ranks)
+    return DeviceMesh("cpu", torch.arange(ranks).view(shape), mesh_dim_names=("ring", "heads"))
 
 
 def _torchs(case: Case, length: int, gold: list[Tensor], eager: bool) -> Side:
     """torch's own context parallelism: keys and values are gathered, the mask is made anew for this rank's rows."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental._context_parallel import _attention
     from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
     from torch.nn.attention.flex_attention import flex_attention as torchs

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch
 
 from flex_inductor.lowerings.triton.tables import TABLES
 
-from . import gpu_calls
+from ..users_code import Refused
+from . import gpu_calls, harness
 from .gpu_calls import BACKWARD, CASES, FORWARD, Case, Limits, Setting, Side
 from .harness import Result, Table, selected
-from .workers import Deadline, Failed, Job, Workers
+from .workers import Deadline, Failed, Job, Worker, run_all
 
 PREPARING, TIMING = 150.0, 10.0  # seconds that a side may take
 FIRST_BATCH, BATCH = 1, 6  # cases that are compiled side by side before they are timed one by one
@@ -32,39 +33,24 @@ COLUMNS = ("side", "ms", "over ours", "rate", "share", "aim")
 STAGES = (1, 2, 3, 4)
 AXES = {"forward": ("descriptors",), "backward_dq": ("coalesced",)}
 TRIED_WITH_AXES = 2  # of the plain configs, the fastest
-PASS_OF = {
-    "forward": FORWARD,
-    "backward_dq": BACKWARD,
-    "backward_dkdv": BACKWARD,
+PASS_OF = {"forward": FORWARD, "backward_dq": BACKWARD, "backward_dkdv": BACKWARD}
+HELP = "attention kernels on this machine's card"
+OPTIONS: dict[str, Any] = {
+    "--only": harness.OPTIONS["--only"],
+    **harness.rounds(6),
+    "--minutes": {"type": float, "default": 6.0, "help": "end after these (default 6)"},
+    "--max-autotune": {"action": "store_true", "help": "tune our configs and torch's"},
+    "--compare": {"choices": PASS_OF, "help": "time every config of this kernel of ours instead"},
+    "--out": {"metavar": "FOLDER", "type": Path, "help": "write report.md and report.json there"},
 }
-
-
-def register(kinds: Any) -> None:
-    parser = kinds.add_parser("gpu", help="attention kernels on this machine's card", description=__doc__)
-    parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
-    parser.add_argument("--minutes", type=float, default=6.0, help="end after these (default 6)")
-    parser.add_argument("--rounds", type=int, default=6, help="how often each side is timed (default 6)")
-    parser.add_argument("--max-autotune", action="store_true", help="tune our configs and torch's")
-    parser.add_argument(
-        "--compare", metavar="KERNEL", help="time every config of this kernel of ours instead"
-    )
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write report.md and report.json there")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = selected(CASES, arguments.only)
     if not chosen:
         return 2
-    if arguments.compare not in (None, *PASS_OF):
-        print(f"no kernel is called {arguments.compare!r}; there are {', '.join(PASS_OF)}", file=sys.stderr)
-        return 2
     if not torch.cuda.is_available():
-        print(
-            "this machine has no GPU that torch can use; `flex-inductor bench static` needs none",
-            file=sys.stderr,
-        )
-        return 2
+        raise Refused("this machine has no GPU that torch can use; `flex-inductor bench static` needs none")
     setting = Setting(rounds=arguments.rounds, mode=gpu_calls.TUNED if arguments.max_autotune else None)
     with Bench(setting, Report(arguments.out), Deadline(arguments.minutes)) as bench:
         if arguments.compare is None:
@@ -112,8 +98,8 @@ class Bench:
         cores = os.cpu_count() or 1
         count = workers or max(1, min(8, cores // 2))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores // count)))
-        self.workers = Workers(count)
-        self.timer = Workers(1) if count > 1 else self.workers
+        self.workers = [Worker() for _ in range(count)]
+        self.timer = Worker() if count > 1 else self.workers[0]
         self.limits = Limits(0.0, 0.0)
 
     def __enter__(self) -> Bench:
@@ -125,8 +111,8 @@ class Bench:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.timer.__exit__(*exception)
-        self.workers.__exit__(*exception)
+        for worker in (self.timer, *self.workers):
+            worker.stop()
 
     def _job(self, function: Callable, seconds: float, *arguments: Any) -> Job:
         patience = 10 if self.setting.device == "cpu" else 1  # Triton's interpreter is slow
@@ -152,7 +138,7 @@ class Bench:
         ]
         failed = {
             job.arguments[:2]: str(answer)
-            for job, answer in self.workers.run_all(jobs, self.deadline)
+            for job, answer in run_all(self.workers, jobs, self.deadline)
             if isinstance(answer, Failed)
         }
         for case, sides in batch:
@@ -205,12 +191,16 @@ def axes_on(kernel: str, sides: Sequence[Side]) -> Iterator[Side]:
             yield Side.of(kernel, **side.sizes(kernel), **{axis: 1})
 
 
+def _median(result: Result) -> float:
+    return result.ms.median if result.ms else math.inf
+
+
 def _fastest(bench: Bench, case: Case, kernel: str, sides: Sequence[Side]) -> list[tuple[Side, Any]]:
     """The sides that could be timed with their ratios to the default, the fastest first. A line is printed for each."""
     by_name = {side.name: side for side in sides}
     title = case.title_of(PASS_OF[kernel])
     results = [r for r in bench.results([(case, [*by_name.values()])]) if r.case == title]
-    timed = sorted((r for r in results if r.ms is not None), key=lambda r: r.ms.median)
+    timed = sorted((r for r in results if r.ms is not None), key=_median)
     bench.report.say(*(f"    {r.facts['ratio']}  {r.ms} ms  {r.side}" for r in timed))
     bench.report.say(*(f"    --  {r.side}: {r.note}" for r in results if r.ms is None))
     return [(by_name[r.side], r.facts["ratio"]) for r in timed]

@@ -23,7 +23,7 @@ from flex_inductor import decisions, flex_attention
 
 from . import harness
 from .call import WINDOW, Call, Made, documents
-from .harness import OURS, Result, check, timed
+from .harness import OURS, Result, alternate, check, results_of
 
 FLEX, FLEX_FLASH, FLASH, CUDNN = "torch flex", "torch flex FLASH", "SDPA flash", "SDPA cuDNN"
 FORWARD, BACKWARD = "forward", "backward"
@@ -289,7 +289,9 @@ def measure(case: Case, sides: Sequence[Side], limits: Limits, setting: Setting)
         return [
             result
             for which in case.passes
-            for result in timed(case.title_of(which), calls[which], setting.rounds, partial(rates, which))
+            for result in results_of(
+                case.title_of(which), alternate(calls[which], setting.rounds), partial(rates, which)
+            )
         ]
 
 

@@ -10,18 +10,20 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from operator import attrgetter
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..files import at_least_one, to_write
+from flex_inductor.masks.draw import load_pyplot, save
 
-Case = TypeVar("Case")
+from ..options import count, file
+
 OURS = "ours"
 
 
@@ -64,65 +66,54 @@ class Result:
         return [self.side, self.ms or self.note, *facts]
 
 
-def command(
-    kinds: Any,
-    name: str,
-    help: str,
-    doc: str | None,
-    run: Callable[[argparse.Namespace], int],
-    rounds: int | None = None,
-) -> argparse.ArgumentParser:
-    """A subcommand of bench, with the options that all have; with --rounds if `rounds` says how many."""
-    parser = kinds.add_parser(name, help=help, description=doc)
-    parser.add_argument("--only", metavar="TEXT", help="cases whose title contains TEXT")
-    parser.add_argument(
-        "--json", metavar="FILE", type=to_write, help="write the results ('-': to standard output)"
-    )
-    if rounds is not None:
-        text = f"how often each side is timed (default {rounds})"
-        parser.add_argument("--rounds", type=at_least_one, default=rounds, metavar="N", help=text)
-    parser.set_defaults(run=run)
-    return parser
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--only": {"metavar": "TEXT", "help": "cases whose title contains TEXT"},
+    "--json": file("write the results ('-': to standard output)"),
+}
+PLOT = {"--plot": file("draw them to a .png or .svg file")}
 
 
-def run_cases(
-    cases: Sequence[Case],
-    measure: Callable[[Case], Iterable[Result]],
-    arguments: argparse.Namespace,
-    columns: Sequence[str] = ("side", "ms", "over ours"),
-    title: Callable[[Case], str] = attrgetter("title"),
-) -> list[Result]:
-    """Measure the chosen cases, print a row for each result as it comes, and write the file of --json."""
-    chosen = selected(cases, arguments.only, title)
-    table = Table(columns, max(map(len, map(title, chosen)), default=0))
+def rounds(default: int) -> dict[str, dict[str, Any]]:
+    return {"--rounds": count(default, "how often each side is timed")}
+
+
+def run(bench: Any, arguments: argparse.Namespace) -> int:
+    """Measure the chosen cases of a module, print a row for each result as it comes, and write the files."""
+    cases = bench.cases(arguments) if hasattr(bench, "cases") else bench.CASES
+    chosen = selected(cases, arguments.only)
+    if not chosen:
+        return 2
+    drawn = getattr(arguments, "plot", None)
+    pyplot: Any = load_pyplot() if drawn else None
     quiet = arguments.json == "-"
+    table = Table(bench.COLUMNS, max(len(case.title) for case in chosen))
     results: list[Result] = []
-    if chosen and not quiet:
-        print(", ".join(map(str, machine().values())), "", *table.head, sep="\n", flush=True)
+    if not quiet:
+        print(", ".join(machine().values()), "", *table.head, sep="\n", flush=True)
     for case in chosen:
-        for result in measure(case):
+        for result in bench.measure(case, arguments):
             results.append(result)
             if not quiet:
                 print(table.row(result), flush=True)
-    if chosen and arguments.json:
+    if arguments.json:
         options = {name: value for name, value in vars(arguments).items() if not callable(value)}
         found = {"machine": machine(), "options": options, "results": [*map(asdict, results)]}
-        text = json.dumps(found, indent=2)
-        if quiet:
-            print(text)
-        else:
-            with open(arguments.json, "w") as file:
-                file.write(text + "\n")
-    return results
+        with nullcontext(sys.stdout) if quiet else open(arguments.json, "w") as to:
+            print(json.dumps(found, indent=2), file=to)
+    if drawn:
+        figure, axis = pyplot.subplots()
+        bench.plot(axis, results, arguments)
+        axis.legend()
+        figure.tight_layout()
+        save(pyplot, figure, drawn, Path(drawn).suffix[1:])
+    return 0
 
 
-def selected(
-    cases: Sequence[Case], only: str | None, title: Callable[[Case], str] = attrgetter("title")
-) -> list[Case]:
+def selected(cases: Sequence[Any], only: str | None) -> list[Any]:
     """Those whose title contains `only`. If there is none, stderr names all."""
-    found = [case for case in cases if not only or only in title(case)]
+    found = [case for case in cases if not only or only in case.title]
     if not found:
-        titles = "\n  ".join(map(title, cases))
+        titles = "\n  ".join(case.title for case in cases)
         print(f"no case contains {only!r}; there are\n  {titles}", file=sys.stderr)
     return found
 
@@ -144,44 +135,33 @@ class Table:
 
 
 def machine() -> dict[str, str]:
-    from ..env import cpu_name, versions
+    from ..env import cpu_name, packages
 
     return {
         "cpu": cpu_name(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} threads",
-        **{fact.name: f"{fact.name} {fact.text}" for fact in versions() if fact.name != "python"},
+        **{name: f"{name} {version}" for name, version in packages().items()},
     }
-
-
-def timed(
-    case: str,
-    sides: Mapping[str, Callable[[], float]],
-    rounds: int,
-    facts: Callable[[str, list[float]], dict[str, Any]] = lambda side, times: {},
-    refused: Mapping[str, str] | None = None,
-    most_seconds: float = math.inf,
-) -> list[Result]:
-    """The sides in turns; each gives its milliseconds. Ratios are to the first. `refused` says why others have none.
-
-    `facts` are those of a side with these times.
-    """
-    return [
-        *results_of(case, alternate(sides, rounds, most_seconds), facts),
-        *(Result(case, side, note=why) for side, why in (refused or {}).items()),
-    ]
 
 
 def results_of(
     case: str,
     times: Mapping[str, list[float]],
     facts: Callable[[str, list[float]], dict[str, Any]] = lambda side, times: {},
+    refused: Mapping[str, str] | None = None,
 ) -> list[Result]:
-    """Of the milliseconds that sides took in each round."""
+    """Of the milliseconds that sides took in each round; ratios are to the first. `refused` says why others have none.
+
+    `facts` are those of a side with these times.
+    """
     first = next(iter(times.values()), [])
     return [
-        Result(case, side, Spread.of(of), facts={"ratio": over(of, first), **facts(side, of)})
-        for side, of in times.items()
+        *(
+            Result(case, s, Spread.of(t), facts={"ratio": over(t, first), **facts(s, t)})
+            for s, t in times.items()
+        ),
+        *(Result(case, side, note=why) for side, why in (refused or {}).items()),
     ]
 
 

@@ -6,58 +6,59 @@ order every second round; shown are the median and the middle half, and how many
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..files import to_write
-from .harness import Result, Spread, alternate, milliseconds, over, results_of, run_cases
+from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.masks import document
 
+from ..users_code import Refused
+from .call import documents
+from .harness import Result, Spread, alternate, milliseconds, over, results_of
+
+HELP = "transformers models, next to sdpa"
+OPTIONS: dict[str, Any] = {}
+COLUMNS = ("side", "ms", "over ours")
 OURS, SDPA = "flex_inductor", "sdpa"
 BACKENDS = {OURS: "flex_inductor", SDPA: "inductor"}
 LAYERS, HIDDEN, HEADS, VOCAB = 6, 512, 8, 1000
 CACHED, ROOM = 512, 1024  # tokens in the cache, and a static cache's length
 LENGTH, DOCUMENTS = 2048, 4  # of a training step
 ALONE = " alone"  # the attention of a training step
-ROUNDS = {"mask": 50, "decode": 100, "static": 100, "training": 5}
-
-Sides = dict[str, Callable[[], float]]
 
 
-def register(kinds: Any) -> None:
-    parser = kinds.add_parser("huggingface", help="transformers models, next to sdpa", description=__doc__)
-    parser.add_argument("--only", choices=ROUNDS, nargs="+", default=list(ROUNDS), help="default: all")
-    parser.add_argument("--json", metavar="FILE", type=to_write, help="write the results")
-    parser.set_defaults(run=run)
+class Case(NamedTuple):
+    title: str
+    rounds: int
+    step: Callable[[str], Callable[[], float]]  # of a side, prepared: its milliseconds
 
 
-def run(arguments: argparse.Namespace) -> int:
+def cases(_: Namespace) -> tuple[Case, ...]:
     if find_spec("transformers") is None:
-        print("this needs transformers: pip install 'flex-inductor[transformers]'")
-        return 2
-    chosen, arguments.only = arguments.only, None
-    run_cases(chosen, measure, arguments, title=str)
-    return 0
+        raise Refused("this needs transformers: pip install 'flex-inductor[transformers]'")
+    return CASES
 
 
-def measure(name: str) -> list[Result]:
+def measure(case: Case, _: Namespace) -> list[Result]:
     from torch._dynamo.utils import counters
 
-    sides = CASES[name]()
+    sides = {side: case.step(side) for side in BACKENDS}
+    if case.step is training:
+        sides |= {side + ALONE: attention(side) for side in BACKENDS}
     graphs = counters["stats"]["unique_graphs"]
-    times = alternate(sides, ROUNDS[name])
-    found = results_of(name, {side: times[side] for side in BACKENDS})
-    if name == "training":
+    times = alternate(sides, case.rounds)
+    found = results_of(case.title, {side: times[side] for side in BACKENDS})
+    if case.step is training:
         found += results_of("attention alone", {side: times[side + ALONE] for side in BACKENDS})
         found.append(Result("attention alone", "its share", note=share(times)))
     if counters["stats"]["unique_graphs"] != graphs:
-        found.append(Result(name, "", note="compiled again while timed"))
+        found.append(Result(case.title, "", note="compiled again while timed"))
     return found
 
 
@@ -77,7 +78,7 @@ def llama(side: str) -> Any:
 
     import_module("flex_inductor.integrations.transformers")  # makes our side known
     torch.manual_seed(0)
-    config: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "intermediate_size": HIDDEN * 11 // 4,
         "num_hidden_layers": LAYERS,
@@ -87,132 +88,100 @@ def llama(side: str) -> Any:
         "max_position_embeddings": LENGTH,
         "attn_implementation": side,
     }
-    return LlamaForCausalLM(LlamaConfig(**config)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
 
-def mask_sides() -> Sides:
+@torch.no_grad()
+def filled(model: Any, room: int | None = None, batch: int = 1) -> Any:
+    """A cache, static if it has a length."""
+    from transformers import DynamicCache, StaticCache
+
+    config = model.config
+    past = StaticCache(config=config, max_cache_len=room) if room else DynamicCache(config=config)
+    model(torch.ones(batch, CACHED, dtype=torch.int64), past_key_values=past)
+    return past
+
+
+def mask(side: str) -> Callable[[], float]:
     """The mask of a decode step, of a batch that is padded."""
     from transformers import masking_utils
 
     padding = torch.ones(2, CACHED + 1, dtype=torch.int64)
     padding[0, :100] = 0
-
-    def side(name: str) -> Callable[[], float]:
-        config, embeddings, past = (
-            llama(name).config,
-            torch.empty(2, 1, 0),
-            filled("dynamic", llama(name), batch=2),
-        )
-        return lambda: milliseconds(
-            lambda: masking_utils.create_causal_mask(config, embeddings, padding, past)
-        )
-
-    return {name: side(name) for name in BACKENDS}
+    model = llama(side)
+    given = model.config, torch.empty(2, 1, 0), padding, filled(model, batch=2)
+    return partial(milliseconds, partial(masking_utils.create_causal_mask, *given))
 
 
-@torch.no_grad()
-def filled(kind: str, model: Any, batch: int = 1) -> Any:
-    from transformers import DynamicCache, StaticCache
-
-    config = model.config
-    past = (
-        DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=ROOM)
-    )
-    model(torch.ones(batch, CACHED, dtype=torch.int64), past_key_values=past)
-    return past
-
-
-def decode_sides() -> Sides:
+def decode(side: str) -> Callable[[], float]:
     """A step, eagerly."""
+    model = llama(side)
+    past, token = filled(model), torch.ones(1, 1, dtype=torch.int64)
 
     @torch.no_grad()
-    def step(model: Any, past: Any) -> float:
-        took = milliseconds(lambda: model(torch.ones(1, 1, dtype=torch.int64), past_key_values=past))
+    def step() -> float:
+        took = milliseconds(lambda: model(token, past_key_values=past))
         past.crop(-1)
         return took
 
-    models = {name: llama(name) for name in BACKENDS}
-    return {name: partial(step, model, filled("dynamic", model)) for name, model in models.items()}
+    return step
 
 
-def static_sides() -> Sides:
+def static(side: str) -> Callable[[], float]:
     """A step, compiled, with a static cache that goes on filling."""
+    model = llama(side)
+    past, token = filled(model, ROOM), torch.ones(1, 1, dtype=torch.int64)
+    compiled = torch.compile(model, backend=BACKENDS[side], fullgraph=True)
 
-    def side(name: str) -> Callable[[], float]:
-        model = llama(name)
-        past, token = filled("static", model), torch.ones(1, 1, dtype=torch.int64)
-        compiled = torch.compile(model, backend=BACKENDS[name], fullgraph=True)
+    @torch.no_grad()
+    def step() -> float:
+        return milliseconds(lambda: compiled(token, past_key_values=past))
 
-        @torch.no_grad()
-        def step() -> float:
-            return milliseconds(lambda: compiled(token, past_key_values=past))
-
-        step(), step()
-        return step
-
-    return {name: side(name) for name in BACKENDS}
+    step(), step()
+    return step
 
 
-def documents() -> tuple[Tensor, Tensor]:
-    """Of each token its position, and its document."""
-    generator = torch.Generator().manual_seed(0)
-    borders = torch.randint(1, LENGTH, (DOCUMENTS - 1,), generator=generator).sort().values
-    document = torch.searchsorted(borders, torch.arange(LENGTH), right=True)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), borders])
-    return torch.arange(LENGTH) - starts[document], document
+def training(side: str) -> Callable[[], float]:
+    """Forward and backward of packed documents, compiled."""
+    ids = documents(LENGTH, DOCUMENTS)
+    positions = torch.arange(LENGTH) - torch.searchsorted(ids, ids)
+    tokens = torch.randint(0, VOCAB, (1, LENGTH))
+    model = llama(side).train()
+    compiled = torch.compile(model, backend=BACKENDS[side], fullgraph=True)
+
+    def step() -> None:
+        compiled(tokens, position_ids=positions[None], labels=tokens, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    step()
+    return partial(milliseconds, step)
 
 
-def attention_sides() -> Sides:
+def attention(side: str) -> Callable[[], float]:
     """The attention of a training step alone: each layer's forward and backward, compiled."""
-    from flex_inductor import create_block_mask, flex_attention
-    from flex_inductor.masks import document
-
-    ids = documents()[1]
+    ids = documents(LENGTH, DOCUMENTS)
     dense = (ids[:, None] == ids) & torch.ones(LENGTH, LENGTH).tril().bool()
     blocks = create_block_mask(document(ids), None, None, LENGTH, LENGTH, "cpu")
     calls = {
         OURS: lambda q, k, v: flex_attention(q, k, v, block_mask=blocks),
         SDPA: lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, dense[None, None]),
     }
+    attend = torch.compile(calls[side], backend=BACKENDS[side], fullgraph=True)
+    shape = (1, LENGTH, HEADS, HIDDEN // HEADS)  # as projections give them
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(shape).transpose(1, 2)
 
-    def side(name: str) -> Callable[[], float]:
-        attend = torch.compile(calls[name], backend=BACKENDS[name], fullgraph=True)
-        shape = (1, LENGTH, HEADS, HIDDEN // HEADS)  # as projections give them
-        inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-        gradient = torch.randn(shape).transpose(1, 2)
+    def layers() -> None:
+        for _ in range(LAYERS):
+            attend(*(t.transpose(1, 2) for t in inputs)).backward(gradient)
 
-        def layers() -> None:
-            for _ in range(LAYERS):
-                attend(*(t.transpose(1, 2) for t in inputs)).backward(gradient)
-
-        layers()
-        return lambda: milliseconds(layers)
-
-    return {name + ALONE: side(name) for name in BACKENDS}
+    layers()
+    return partial(milliseconds, layers)
 
 
-def training_sides() -> Sides:
-    """Forward and backward of packed documents, compiled, and of their attention alone."""
-    positions = documents()[0][None]
-    ids = torch.randint(0, VOCAB, (1, LENGTH))
-
-    def side(name: str) -> Callable[[], float]:
-        model = llama(name).train()
-        compiled = torch.compile(model, backend=BACKENDS[name], fullgraph=True)
-
-        def step() -> None:
-            compiled(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
-            model.zero_grad()
-
-        step()
-        return lambda: milliseconds(step)
-
-    return {name: side(name) for name in BACKENDS} | attention_sides()
-
-
-CASES: dict[str, Callable[[], Sides]] = {
-    "mask": mask_sides,
-    "decode": decode_sides,
-    "static": static_sides,
-    "training": training_sides,
-}
+CASES = (
+    Case("mask", 50, mask),
+    Case("decode", 100, decode),
+    Case("static", 100, static),
+    Case("training", 5, training),
+)

@@ -7,14 +7,12 @@ round; shown are the median over the rounds and the middle half of them.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,11 +22,16 @@ from flex_inductor.masks import library
 from flex_inductor.masks.library.algebra import or_masks
 from flex_inductor.masks.library.blockmask import create_block_mask
 
-from ..files import to_write
 from .call import documents
-from .harness import OURS, Result, above_start, command, milliseconds, run_cases, timed
-from .workers import Failed, Job, Workers
+from .harness import OURS, PLOT, Result, above_start, alternate, milliseconds, results_of
+from .workers import Failed, Job, Worker
 
+HELP = "the cost of building block masks"
+OPTIONS: dict[str, Any] = {
+    **PLOT,
+    "--no-torch": {"action": "store_true", "help": "leave torch's function out (it takes minutes)"},
+}
+COLUMNS = ("side", "ms", "over ours", "best", "at most", "first", "peak MB", "at most")
 SIDES = (OURS, "torch eager", "torch compiled")
 ROUNDS, MOST_SECONDS = 15, 10
 PLOT_LENGTHS = tuple(1 << n for n in range(12, 21))
@@ -45,8 +48,8 @@ class Case:
     torch_too: bool = False
 
 
-def hashed() -> Callable:
-    return lambda b, h, q, kv: ((q.long() * 2654435761) ^ (kv * 40503)) % 1009 < 5
+def hashed(b, h, q, kv):
+    return ((q.long() * 2654435761) ^ (kv * 40503)) % 1009 < 5
 
 
 def image(side: int) -> Callable:
@@ -56,14 +59,12 @@ def image(side: int) -> Callable:
     return neighbours
 
 
-def unsorted(count: int) -> Callable:
-    """65,536 tokens in no order, of `count` documents at random."""
+def unsorted(count: int | None = None) -> Callable:
+    """65,536 tokens in no order, of `count` documents at random, or each of its own."""
     generator = torch.Generator().manual_seed(0)
-    return library.document(torch.randint(0, count, (65536,), generator=generator), causal=False)
-
-
-def distinct() -> Callable:
-    return library.document(torch.randperm(65536, generator=torch.Generator().manual_seed(0)), causal=False)
+    ids = torch.randint(0, count, (65536,), generator=generator) if count else None
+    ids = torch.randperm(65536, generator=generator) if ids is None else ids
+    return library.document(ids, causal=False)
 
 
 def of_documents(length: int, count: int) -> Callable[[], Callable]:
@@ -83,33 +84,11 @@ CASES = (
     Case("600 new documents", 262144, of_documents(262144, 600), 70, 120),
     Case("13 x 13 neighbours, 256 x 256", 65536, lambda: image(256), 50, 100),
     Case("13 x 13 neighbours, 250 x 250", 62500, lambda: image(250), 1500, 100),
-    Case("hash", 16384, hashed, 700, 100, **_torch),
+    Case("hash", 16384, lambda: hashed, 700, 100, **_torch),
     Case("unsorted ids of 600", 65536, lambda: unsorted(600), 4000, 150),
     Case("unsorted ids of 10,000", 65536, lambda: unsorted(10000), 4000, 150),
-    Case("distinct ids", 65536, distinct, 4000, 150),
+    Case("distinct ids", 65536, unsorted, 4000, 150),
 )
-
-
-def register(kinds: Any) -> None:
-    parser = command(kinds, "masks", "the cost of building block masks", __doc__, run)
-    parser.add_argument(
-        "--plot", metavar="FILE", type=to_write, help="draw cost over length to a .png or .svg file"
-    )
-    parser.add_argument(
-        "--no-torch", action="store_true", help="leave torch's function out (it takes minutes)"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.plot and find_spec("matplotlib") is None:
-        print("--plot needs matplotlib: pip install 'flex-inductor[draw]'", file=sys.stderr)
-        return 2
-    measured = partial(measure, with_torch=not arguments.no_torch)
-    columns = ("side", "ms", "over ours", "best", "at most", "first", "peak MB", "at most")
-    results = run_cases(CASES, measured, arguments, columns)
-    if results and arguments.plot:
-        plot(arguments.plot, with_torch=not arguments.no_torch)
-    return 0 if results else 2
 
 
 _builds: dict[str, Callable[[], Any]] = {}  # of this process, by side
@@ -134,7 +113,7 @@ def again(side: str) -> float:
     return milliseconds(_builds[side])
 
 
-def measure(case: Case, with_torch: bool) -> list[Result]:
+def measure(case: Case, arguments: Namespace) -> list[Result]:
     found: dict[str, tuple[float, float]] = {}
     refused: dict[str, str] = {}
     sides: dict[str, Callable[[], float]] = {}
@@ -151,35 +130,29 @@ def measure(case: Case, with_torch: bool) -> list[Result]:
         }
 
     with ExitStack() as processes:
-        for side in SIDES if with_torch and case.torch_too else SIDES[:1]:
-            worker = processes.enter_context(Workers())
+        for side in SIDES if case.torch_too and not arguments.no_torch else SIDES[:1]:
+            worker = processes.enter_context(Worker())
             try:
                 found[side] = worker.run(Job(prepare, (case.title, side)))
                 sides[side] = partial(worker.run, Job(again, (side,)))
             except Failed as failure:
                 refused[side] = str(failure)
-        return timed(case.title, sides, ROUNDS, facts, refused, MOST_SECONDS)
+        return results_of(case.title, alternate(sides, ROUNDS, MOST_SECONDS), facts, refused)
 
 
-def plot(path: str, with_torch: bool) -> None:
+def plot(axis: Any, _: list[Result], arguments: Namespace) -> None:
     """Milliseconds of causal + documents of about 4k tokens, over the length."""
-    from matplotlib import pyplot
-
     sides: dict[str, tuple[Callable, int, int]] = {  # function, longest mask, calls
         "BlockMask": (create_block_mask, 1 << 18, 7),
         "compact": (partial(create_block_mask, compact=True), 1 << 20, 7),
-        "torch eager": (torch_create_block_mask, 1 << 14 if with_torch else 0, 1),
+        "torch eager": (torch_create_block_mask, 0 if arguments.no_torch else 1 << 14, 1),
     }
-    figure, axis = pyplot.subplots(figsize=(6, 4))
     for name, (build, longest, calls) in sides.items():
-        points: list[tuple[int, float]] = []
+        points: dict[int, float] = {}
         for length in [length for length in PLOT_LENGTHS if length <= longest]:
             mask_mod = of_documents(length, max(1, length // 4096))()
             call = partial(build, mask_mod, None, None, length, length, "cpu")
-            points.append((length, statistics.median(milliseconds(call) for _ in range(calls))))
+            points[length] = statistics.median(milliseconds(call) for _ in range(calls))
         if points:
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+            axis.plot([*points], [*points.values()], marker="o", label=name)
     axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title="causal + documents of about 4k")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)

@@ -7,8 +7,8 @@ that one iteration visits, is its instructions per score.
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,25 @@ from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import known_device
 
 from .call import Call, Made
-from .harness import Result, command, run_cases
+from .harness import Result
 
 LENGTH = 1024
 HEAD_DIMS = (64, 128, 256)
 VARIANTS = ("causal", "alibi", "softcap", "documents", "bias")
 DEFAULT = ("sm_90", "sm_80")
 TARGETS = (*DEFAULT, "sm_100", "gfx942")
+
+HELP = "what kernels ask of a GPU that is not there"
+OPTIONS: dict[str, Any] = {
+    "--target": {
+        "choices": TARGETS,
+        "nargs": "+",
+        "default": DEFAULT,
+        "help": f"default: {' '.join(DEFAULT)}",
+    }
+}
+COLUMNS = ["kernel", "tile, warps, stages", "registers", "local bytes", "in loops", "shared KiB", "fits"]
+COLUMNS += ["per score: partial", "full", "for tensor cores", "copies ahead", "barriers"]
 
 
 @dataclass(frozen=True)
@@ -50,29 +62,18 @@ class Case:
         return attention_kernels(attend, *made.inputs, target=self.target)
 
 
-def register(kinds: Any) -> None:
-    parser = command(kinds, "static", "what kernels ask of a GPU that is not there", __doc__, run)
-    parser.add_argument(
-        "--target", choices=TARGETS, nargs="+", default=DEFAULT, help=f"default: {' '.join(DEFAULT)}"
-    )
+def cases(arguments: Namespace) -> list[Case]:
+    return [Case(v, d, t) for t in arguments.target for v in VARIANTS for d in HEAD_DIMS]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    cases = [Case(v, d, t) for t in arguments.target for v in VARIANTS for d in HEAD_DIMS]
-    return 0 if run_cases(cases, measure, arguments, COLUMNS) else 2
-
-
-COLUMNS = ["kernel", "tile, warps, stages", "registers", "local bytes", "in loops", "shared KiB", "fits"]
-COLUMNS += ["per score: partial", "full", "for tensor cores", "copies ahead", "barriers"]
-
-
-def measure(case: Case) -> Iterator[Result]:
+def measure(case: Case, _: Namespace) -> Iterator[Result]:
     """One row a kernel; the last three columns are about full tiles."""
     from ..inspector import kind
     from ..resources import compile_untuned
 
     for kernel in case.kernels():
         config, _, found = compile_untuned(kernel, case.target)
+        shared = found.shared_bytes or 0
         tile, device = (config["BLOCK_M"], config["BLOCK_N"]), known_device(case.target)
         threads = config["num_warps"] * device.warp
         # Of the loops the first visits partial tiles, as in the source.
@@ -82,8 +83,8 @@ def measure(case: Case) -> Iterator[Result]:
             "registers": found.registers,
             "local_bytes": found.spill_bytes,
             "local_in_loops": sum(loop.local for loop in found.loops),
-            "shared_kib": found.shared_bytes / 1024,
-            "fits": "yes" if found.shared_bytes <= device.shared_bytes else "no",
+            "shared_kib": shared / 1024,
+            "fits": "yes" if shared <= device.shared_bytes else "no",
             "partial": partial,
             "full": full,
             "tensor": last.tensor,

@@ -8,7 +8,7 @@ Freed memory stays with the process: glibc would clear that of large results ane
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from flex_inductor import Sequences, create_block_mask, flex_attention, pad, varlen_attention
 from flex_inductor.reference import reference
 
-from .harness import Result, check, command, keep_freed_memory, milliseconds, run_cases, timed
+from .harness import Result, alternate, check, keep_freed_memory, milliseconds, results_of, rounds
 
+HELP = "packed sequences and paged caches on the CPU"
+OPTIONS = rounds(8)
+COLUMNS = ("side", "ms", "over the first", "pairs")
 PACKED, PADDED, SDPA = "packed", "padded", "SDPA padded"
 WHOLE = "whole rows"
 
@@ -77,17 +80,8 @@ class Side:
     pairs: int
 
 
-def register(kinds: Any) -> None:
-    command(kinds, "varlen", "packed sequences and paged caches on the CPU", __doc__, run, rounds=8)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def measure(case: Case, arguments: Namespace) -> list[Result]:
     keep_freed_memory()
-    measured = partial(measure, rounds=arguments.rounds)
-    return 0 if run_cases(CASES, measured, arguments, ("side", "ms", "over the first", "pairs")) else 2
-
-
-def measure(case: Case, rounds: int) -> list[Result]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     sides, gold = (decoding if case.page_sizes else training)(case)
@@ -95,7 +89,8 @@ def measure(case: Case, rounds: int) -> list[Result]:
         check([*map(side.of_longest, side.step())], gold, case.dtype)
     fewest = next(iter(sides.values())).pairs
     steps = {name: partial(milliseconds, side.step) for name, side in sides.items()}
-    return timed(case.title, steps, rounds, lambda name, _: {"pairs": sides[name].pairs / fewest})
+    times = alternate(steps, arguments.rounds)
+    return results_of(case.title, times, lambda name, _: {"pairs": sides[name].pairs / fewest})
 
 
 def _compiled(attention: Callable, **options: Any) -> Callable:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ class Late(Failed):
 
 
 class Deadline:
-    def __init__(self, minutes: float = math.inf):
+    def __init__(self, minutes: float):
         self.end = time.monotonic() + minutes * 60
 
     @property
@@ -40,57 +41,25 @@ class Job(NamedTuple):
     limit: float = 3600.0
 
 
-class Workers:
-    """`count` processes, started when they are first needed. After a failure a new one takes the place of the old."""
+class Worker:
+    """A process, started when it is first needed. After a failure a new one takes its place."""
 
-    def __init__(self, count: int = 1):
-        self.count = count
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._all = [_Worker() for _ in range(count)]
-        for worker in self._all:
-            self._idle.put(worker)
+    process: Any = None
+    pipe: Any = None
 
     def run(self, job: Job, deadline: Deadline | None = None) -> Any:
         """What the job returns. Raises Failed."""
-        worker = self._idle.get()
-        try:
-            return worker.run(job, deadline or Deadline())
-        finally:
-            self._idle.put(worker)
-
-    def run_all(self, jobs: Iterable[Job], deadline: Deadline) -> Iterator[tuple[Job, Any]]:
-        """Each job with its result or its Failed, as they come in."""
-        with ThreadPoolExecutor(self.count) as threads:
-            waiting = {threads.submit(self.run, job, deadline): job for job in jobs}
-            for done in as_completed(waiting):
-                error = done.exception()
-                if error is not None and not isinstance(error, Failed):
-                    raise error
-                yield waiting[done], error or done.result()
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for worker in self._all:
-            worker.stop()
-
-
-class _Worker:
-    def __init__(self) -> None:
-        self.process: Any = None
-        self.pipe: Any = None
-
-    def run(self, job: Job, deadline: Deadline) -> Any:
-        if deadline.left <= 0:
+        left = math.inf if deadline is None else deadline.left
+        if left <= 0:
             raise Late("no time left")
-        if self.process is None:
-            self._start()
         try:
+            if self.process is None:
+                self._start()
             self.pipe.send((job.function, job.arguments))
-            if not self.pipe.poll(min(job.limit, max(deadline.left, 0))):
-                late = Late("no time left") if deadline.left <= 0 else None
-                raise late or Failed(f"took longer than {job.limit:g} s")
+            if not self.pipe.poll(min(job.limit, left)):
+                raise (
+                    Late("no time left") if left < job.limit else Failed(f"took longer than {job.limit:g} s")
+                )
             done, answer = self.pipe.recv()
             if not done:
                 raise Failed(answer)
@@ -118,15 +87,40 @@ class _Worker:
             self.pipe.close()
             self.process = None
 
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+
+def run_all(workers: Sequence[Worker], jobs: Iterable[Job], deadline: Deadline) -> Iterator[tuple[Job, Any]]:
+    """Each job with its result or its Failed, as they come in."""
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def answer(job: Job) -> Any:
+        worker = idle.get()
+        try:
+            return worker.run(job, deadline)
+        except Failed as failure:
+            return failure
+        finally:
+            idle.put(worker)
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        waiting = {threads.submit(answer, job): job for job in jobs}
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
+
 
 def _serve(pipe: Connection) -> None:
-    while True:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             function, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = (True, function(*arguments))
-        except Exception as error:
-            answer = (False, in_one_line(error))
-        pipe.send(answer)
+            try:
+                answer = (True, function(*arguments))
+            except Exception as error:
+                answer = (False, in_one_line(error))
+            pipe.send(answer)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect as signatures
-import re
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,14 +15,14 @@ from torch.utils._pytree import tree_iter
 from flex_inductor import errors as call_errors
 from flex_inductor.lowerings.decision import Choice, Decision
 from flex_inductor.masks.planned import PlannedMask
-from flex_inductor.mod_ir.source_lines import last_line
 
 from .. import env, errors
 from ..generated import GeneratedKernel
 from ..resources import TARGETS, Resources, compile_untuned
 from .calls import facts_of
 from .compiling import Source, Watched, watch
-from .report import Call, Kernel, Report
+from .model import Call, Kernel
+from .report import Report
 
 __all__ = ["Call", "Kernel", "Report", "attention_kernels", "inspect", "kind"]
 
@@ -47,7 +45,7 @@ def inspect(
     a parameter or a captured tensor requires a gradient. `options` are those of the backend.
     """
     target = _target(fn, args, kwargs, target)
-    watched = _watched(fn, args, kwargs, target, backward, options)
+    watched = watch(fn, args, kwargs, target, backward, options)
     if not watched.calls:
         raise errors.no_attention_call(getattr(fn, "__qualname__", type(fn).__name__))
     facts = {
@@ -63,42 +61,19 @@ def inspect(
         lowered = watched.lowered[number]
         own = dict.fromkeys(source for one in lowered.values() for source in one.kernels)
         calls.append(Call(number, call, dict(lowered), [kernels[source] for source in own], target))
-    return Report(target, calls, _versions(), _plans(fn, args, kwargs))
+    return Report(target, calls, env.packages(), _plans(fn, args, kwargs))
 
 
 def attention_kernels(
     fn: Callable, *args: Any, target: str, backward: bool = True, **kwargs: Any
 ) -> list[GeneratedKernel]:
     """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
-    watched = _watched(fn, args, kwargs, target, backward)
-    return [source.triton for source in watched.choices]
+    watched = watch(fn, args, kwargs, target, backward)
+    return [source.triton for source in watched.choices if source.triton is not None]
 
 
 def kind(kernel: GeneratedKernel) -> str:
     return kernel.inductor_meta.get("flex_inductor", {}).get("kind", "")
-
-
-def _watched(
-    fn: Callable, args: Any, kwargs: Any, target: str, backward: bool, options: dict[str, Any] | None = None
-) -> Watched:
-    from torch._dynamo.exc import Unsupported
-
-    try:
-        return watch(fn, args, kwargs, target, backward, options)
-    except Unsupported as error:
-        raise _not_traced(str(error)) from None
-
-
-def _not_traced(dynamo: str) -> call_errors.FlexError:
-    """From Dynamo's long text: what the user's code raised, or why tracing stopped."""
-    context = re.search(r"^ *Developer debug context: (.+)$", dynamo, flags=re.MULTILINE)
-    reason = context[1] if context else dynamo.splitlines()[0]
-    line = last_line(dynamo)
-    at = f" ({line})" if line else ""
-    # The message is bare, or inside ConstantVariable(str: ...) as torch 2.11 has it.
-    if raised := re.match(r"raised exception \w+\([^'\"]*(['\"])(.*)\1,?\)", reason):
-        return errors.raised_while_tracing(raised[2], at)
-    return errors.not_one_graph(reason, at)
 
 
 def _plans(fn: Callable, args: Any, kwargs: Any) -> list[Decision]:
@@ -113,16 +88,14 @@ def _plans(fn: Callable, args: Any, kwargs: Any) -> list[Decision]:
 
 def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
     """The target, checked against where the tensors are."""
-    parameters = [*fn.parameters(), *fn.buffers()] if isinstance(fn, torch.nn.Module) else []
-    tensors: Iterable[Any] = (t for t in [*tree_iter((args, kwargs)), *parameters] if isinstance(t, Tensor))
-    devices = sorted({tensor.device.type for tensor in tensors})
+    given = [args, kwargs, [*fn.parameters(), *fn.buffers()] if isinstance(fn, torch.nn.Module) else ()]
+    devices = sorted({t.device.type for t in tree_iter(given) if isinstance(t, Tensor)})
     if len(devices) > 1:
         raise errors.mixed_devices(devices)
+    bad = functools.partial(call_errors.bad_option, "flex_inductor.inspect")
     there = devices[0] if devices else "cpu"
     if there not in ("cpu", "cuda"):
-        raise call_errors.bad_option(
-            "flex_inductor.inspect", "arguments", f"on {there}", "tensors on cpu or cuda"
-        )
+        raise bad("arguments", f"on {there}", "tensors on cpu or cuda")
     if there == "cuda":
         from flex_inductor.lowerings.triton.configs import current_device
 
@@ -130,23 +103,19 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
         if target not in (None, own):
             raise errors.not_this_device(target, own)
         return own
-    if target is None:
-        return "cpu"
-    if target not in KNOWN_TARGETS:
-        raise call_errors.bad_option(
-            "flex_inductor.inspect", "target", target, f"one of {', '.join(KNOWN_TARGETS)}"
-        )
-    return target
+    if target not in (None, *KNOWN_TARGETS):
+        raise bad("target", target, f"one of {', '.join(KNOWN_TARGETS)}")
+    return target or "cpu"
 
 
 def _kernels(watched: Watched, target: str, schedules: dict[int, Any]) -> dict[Source, Kernel]:
     build = _cpu_kernel if target == "cpu" else _gpu_kernel
-    choices = watched.choices
     with ThreadPoolExecutor() as pool:  # compilers are other processes, or leave Python's lock alone
-        built = pool.map(
-            lambda pair: build(pair[0], pair[1], target, schedules[pair[0].call]), choices.items()
-        )
-        return dict(zip(choices, built, strict=True))
+        built = {
+            source: pool.submit(build, source, choice, target, schedules[source.call])
+            for source, choice in watched.choices.items()
+        }
+        return {source: kernel.result() for source, kernel in built.items()}
 
 
 def _gpu_kernel(source: Source, choice: Choice | None, target: str, schedule: Any) -> Kernel:
@@ -170,7 +139,7 @@ def _gpu_kernel(source: Source, choice: Choice | None, target: str, schedule: An
 
 def _cpu_kernel(source: Source, choice: Choice | None, target: str, schedule: Any) -> Kernel:
     names = ("registers", "spill_bytes", "shared_bytes", "instructions")
-    found = Resources(None, None, None, None, dict.fromkeys(names, "a CPU's compiler is not asked"))
+    found = Resources(reasons=dict.fromkeys(names, "a CPU's compiler is not asked"))
     return Kernel(source, target, choice.config if choice else {}, choice, found, _built_with(), schedule)
 
 
@@ -180,12 +149,6 @@ def _built_with() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    compiler = get_cpp_compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()
     isa = pick_vec_isa()
     vectors = f"{isa} vectors of {isa.bit_width()} bits" if isa else "no vectors"
-    return f"{version[0] if version else compiler}, {vectors}"
-
-
-def _versions() -> dict[str, str]:
-    return {fact.name: fact.text for fact in env.versions() if fact.name != "python"}
+    return f"{env.compiler_version(get_cpp_compiler())}, {vectors}"

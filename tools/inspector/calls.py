@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,7 @@ from torch import Tensor, fx
 
 from flex_inductor.masks import RunSchedule
 from flex_inductor.masks.runs import Extent
-from flex_inductor.masks.schedule import TENSORS
-from flex_inductor.masks.window_schedule import WindowSchedule, runs_of
+from flex_inductor.masks.window_schedule import runs_of
 from flex_inductor.mod_ir.names import capture_names
 from flex_inductor.mod_ir.source_lines import Line, call_line
 from flex_inductor.op import AttentionCall, attention
@@ -42,13 +42,11 @@ class ModFacts:
     @property
     def where(self) -> str:
         """The files and the span of lines in each."""
-        spans: dict[str, list[int]] = {}
-        for line in self.lines:
-            spans.setdefault(line.file, []).append(line.number)
-        return ", ".join(
-            f"{file}:{numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
-            for file, numbers in spans.items()
-        )
+        found = []
+        for file, lines in itertools.groupby(self.lines, lambda line: line.file):
+            first, *others = (line.number for line in lines)
+            found.append(f"{file}:{first}" + (f"-{others[-1]}" if others else ""))
+        return ", ".join(found)
 
 
 @dataclass(frozen=True)
@@ -139,35 +137,20 @@ def _mask(
         lengths = (rows * blocks[0], columns * blocks[1])
     if isinstance(schedule, Bounds):
         bounds = schedule.with_numbers(lambda n: n if n is None or isinstance(n, Tensor) else _number(n))
-        if tile_map is not None:
-            runs = runs_of(bounds, lengths, tile_map, values.query.device)
-            return RunSchedule.from_runs(runs, (1, 1), Extent(1, 1, lengths, blocks), mask_mod)
-        extent = Extent(bounds.grids[0], 1, lengths, blocks)
-        return WindowSchedule(bounds, extent, values.query.device, mask_mod)
-    if not schedule.of_one:
-        batch, heads = schedule.grids
-        # There may be room for more runs than there are.
-        tensors = [t for offsets, runs in schedule.tables for t in (offsets, runs[: int(offsets.max())])]
-        return RunSchedule(
-            **dict(zip(TENSORS, tensors, strict=True)),
-            batch=batch,
-            heads=heads,
-            seq_lengths=lengths,
-            BLOCK_SIZE=blocks,
-            mask_mod=mask_mod,
+        runs = runs_of(bounds, lengths, tile_map, values.query.device)
+        return RunSchedule.from_runs(
+            runs, bounds.grids, Extent(bounds.grids[0], 1, lengths, blocks), mask_mod
         )
-    partial, full = schedule.tables[:2]
-    lists = BlockMask.from_kv_blocks(
-        partial.offsets,
-        partial.runs,
-        full.offsets,
-        full.runs,
-        BLOCK_SIZE=blocks,
-        mask_mod=mask_mod,
-        seq_lengths=lengths,
-        compute_q_blocks=False,
-    )
-    return RunSchedule.from_block_mask(lists)
+    if schedule.of_one:
+        (counts, places), (full_counts, full_places) = schedule.tables[:2]
+        given: dict[str, Any] = {"BLOCK_SIZE": blocks, "mask_mod": mask_mod, "seq_lengths": lengths}
+        lists = BlockMask.from_kv_blocks(
+            counts, places, full_counts, full_places, compute_q_blocks=False, **given
+        )
+        return RunSchedule.from_block_mask(lists)
+    # There may be room for more runs than there are.
+    tensors: Any = [t for offsets, runs in schedule.tables for t in (offsets, runs[: int(offsets.max())])]
+    return RunSchedule(*(*tensors, *schedule.grids, lengths, blocks, mask_mod))
 
 
 def _values(nodes: Any, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, str]:

@@ -6,6 +6,7 @@ Nothing runs, nothing is cached, and the state of Dynamo and Inductor is restore
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,11 @@ from unittest import mock
 import torch
 from torch import fx
 
+from flex_inductor.errors import FlexError
 from flex_inductor.lowerings.observing import Observer, observed_by
+from flex_inductor.mod_ir.source_lines import last_line
 
+from .. import errors
 from ..environment import cpp_unbuilt, triton_on_cpu, triton_unbuilt
 from ..generated import GeneratedKernel, load
 from ..resources import gpu_target
@@ -72,39 +76,27 @@ class Watched:
         return found
 
 
-def watch(
-    fn: Callable,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    target: str,
-    backward: bool,
-    options: dict[str, Any] | None = None,
-) -> Watched:
-    """Compile `fn(*args, **kwargs)` for `target`, but build no kernels."""
-    watched = Watched()
-    with _traced_afresh(), noted() as notes:
-        watching = _Watching(watched, notes, target)
-        with watching.kernels(), torch.set_grad_enabled(backward and torch.is_grad_enabled()):
-            _compile_only(watched, fn, args, kwargs, options)
-    return watched
-
-
 class _Compiled(Exception):
     """Raised where the compiled function would run."""
 
 
-def _compile_only(
-    watched: Watched,
-    fn: Callable,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    options: dict[str, Any] | None,
-) -> None:
+def watch(
+    fn: Callable, args: Any, kwargs: dict[str, Any], target: str, backward: bool, options: Any = None
+) -> Watched:
+    """Compile `fn(*args, **kwargs)` for `target`, but build no kernels."""
     import torch._functorch.config as functorch_config
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
 
     from flex_inductor.backend import attention_nodes, flex_inductor, prepare_calls
     from flex_inductor.compat import compile_alone
     from flex_inductor.options import BackendOptions
+
+    watched = Watched()
+
+    def stop(*_: Any) -> None:
+        raise _Compiled
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         prepare_calls(module, BackendOptions())
@@ -113,23 +105,44 @@ def _compile_only(
         if watched.calls:
             with functorch_config.patch({"force_non_lazy_backward_lowering": True}):
                 flex_inductor(module, list(inputs), options=options)
-
-        def stop(*_: Any) -> None:
-            raise _Compiled
-
         return stop
 
-    inner = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
+    inner: Any = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
     # Dynamo keeps compiled code with a function's code: with this copy it is freed.
     fresh = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
-    # It also remembers the last call's sizes, and would make those that differ dynamic.
-    static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
-    with contextlib.suppress(_Compiled), static, compile_alone():
-        torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
+    with (
+        mock.patch.dict(counters, {name: Counter(counts) for name, counts in counters.items()}),
+        mock.patch.object(metrics, "generated_kernel_count", metrics.generated_kernel_count),
+        noted() as notes,
+        _Watching(watched, notes, target).kernels(),
+        torch.set_grad_enabled(backward and torch.is_grad_enabled()),
+        # Dynamo also remembers the last call's sizes, and would make those that differ dynamic.
+        torch._dynamo.config.patch({"automatic_dynamic_shapes": False}),
+        compile_alone(),
+    ):
+        try:
+            torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
+        except _Compiled:
+            return watched
+        except Unsupported as error:
+            raise _not_traced(str(error)) from None
+    return watched
+
+
+def _not_traced(dynamo: str) -> FlexError:
+    """From Dynamo's long text: what the user's code raised, or why tracing stopped."""
+    context = re.search(r"^ *Developer debug context: (.+)$", dynamo, flags=re.MULTILINE)
+    reason = context[1] if context else dynamo.splitlines()[0]
+    line = last_line(dynamo)
+    at = f" ({line})" if line else ""
+    # The message is bare, or inside ConstantVariable(str: ...) as torch 2.11 has it.
+    if raised := re.match(r"raised exception \w+\([^'\"]*(['\"])(.*)\1,?\)", reason):
+        return errors.raised_while_tracing(raised[2], at)
+    return errors.not_one_graph(reason, at)
 
 
 class _Watching(Observer):
@@ -173,10 +186,8 @@ class _Watching(Observer):
 
     def _add(self, lowered: Lowered, name: str, kind: str, source: str, launch: Launch) -> Source:
         text = without_notes(source)
-        known = self.sources.get((kind, text.replace(name, "")))
-        if known is None:
-            known = Source(name, kind, text, self.notes.written(source), launch, lowered.call)
-            self.sources[kind, text.replace(name, "")] = known
+        made = Source(name, kind, text, self.notes.written(source), launch, lowered.call)
+        known = self.sources.setdefault((kind, text.replace(name, "")), made)
         if known not in lowered.kernels:
             lowered.kernels.append(known)
         return known
@@ -220,25 +231,9 @@ def _as_on_the_target(problem: Any, decision: Any) -> Any:
     from flex_inductor.lowerings.registry import ROUTES
 
     there = replace(problem, device=torch.device("cuda"))
-    asked = {route.name: route for route in ROUTES}
-    rejected = []
-    for name, reason in decision.rejected:
-        usable, why = asked[name].can_use(there)
-        rejected.append((name, reason if usable or name == "triton" else why))
-    return there, decision._replace(call=there.describe(), rejected=tuple(rejected))
-
-
-@contextlib.contextmanager
-def _traced_afresh() -> Iterator[None]:
-    """Restore the counters of Dynamo and Inductor afterwards."""
-    from torch._dynamo.utils import counters
-    from torch._inductor import metrics
-
-    before = {name: Counter(counts) for name, counts in counters.items()}
-    generated = metrics.generated_kernel_count
-    try:
-        yield
-    finally:
-        counters.clear()
-        counters.update(before)
-        metrics.generated_kernel_count = generated
+    answers = {route.name: route.can_use(there) for route in ROUTES}
+    rejected = tuple(
+        (name, reason if answers[name][0] or name == "triton" else answers[name][1])
+        for name, reason in decision.rejected
+    )
+    return there, decision._replace(call=there.describe(), rejected=rejected)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
-import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 from flex_inductor import errors
 from flex_inductor.lowerings import cache_folder
 from flex_inductor.op.flops import _backward_flops, _forward_flops
 
-from .model import Call
+from .calls import CallFacts, TensorFacts
+from .compiling import Lowered
 
 
 class Device(NamedTuple):
@@ -26,26 +29,24 @@ class Device(NamedTuple):
     bandwidth: float
 
 
-def _card(name: str, half: float, single: float, gigabytes: float) -> Device:
-    """`half` and `single`, with tensor cores where fp32 uses them as tf32, in 1e12 operations a second."""
-    peaks = {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12}
-    return Device(name, peaks, gigabytes * 1e9)
-
-
+# 1e12 operations a second in 16 bits and in fp32, with tensor cores where it uses them as tf32, and 1e9 bytes a second.
+_PEAKS = {
+    "A100": (312, 156, 2039),
+    "A10": (125, 62.5, 600),
+    "RTX 3090": (71, 35.6, 936),
+    "RTX 4090": (165, 82.6, 1008),
+    "RTX 5090": (210, 104.8, 1792),
+    "L40S": (362, 183, 864),
+    "H100": (989, 494, 3350),
+    "H200": (989, 494, 4800),
+    "B200": (2250, 1125, 8000),
+    "MI300X": (1307, 163, 5300),
+}
 DEVICES = {
-    card.name: card
-    for card in (
-        _card("A100", 312, 156, 2039),
-        _card("A10", 125, 62.5, 600),
-        _card("RTX 3090", 71, 35.6, 936),
-        _card("RTX 4090", 165, 82.6, 1008),
-        _card("RTX 5090", 210, 104.8, 1792),
-        _card("L40S", 362, 183, 864),
-        _card("H100", 989, 494, 3350),
-        _card("H200", 989, 494, 4800),
-        _card("B200", 2250, 1125, 8000),
-        _card("MI300X", 1307, 163, 5300),
+    name: Device(
+        name, {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12}, gigabytes * 1e9
     )
+    for name, (half, single, gigabytes) in _PEAKS.items()
 }
 _OF_TARGET = {
     "sm_80": "A100",
@@ -73,30 +74,22 @@ class Cost(NamedTuple):
         return None if self.seconds is None or not self.measured else self.seconds / self.measured
 
 
-def costs_of(call: Call, device: str | None = None) -> dict[str, Cost]:
-    """Of each direction, on a card of DEVICES or on this machine's CPU."""
-    return {direction: _cost(call, direction, device) for direction in call.lowered}
-
-
-def _cost(call: Call, direction: str, device: str | None) -> Cost:
+def cost_of(
+    facts: CallFacts, direction: str, lowered: Lowered, target: str, device: str | None = None
+) -> Cost:
+    """Of one direction of a call, on a card of DEVICES or on this machine's CPU."""
     forward = direction == "forward"
-    values = call.facts.values
-    flops = int((_forward_flops if forward else _backward_flops)(*_arguments(values, forward)))
-    moved = _bytes(call, forward)
-    found = _device(device, call.target)
-    measured = _measured_seconds(call, direction) if device is None else None
-    dtype = call.facts.tensors[0].dtype
+    flops = int((_forward_flops if forward else _backward_flops)(*_arguments(facts.values, forward)))
+    moved = _bytes(facts, forward)
+    found = _device(device, target)
+    times = [choice.milliseconds for choice in lowered.decision.kernels if device is None]
+    measured = sum(times) / 1e3 if times and None not in times else None  # of kernels that were all timed
+    dtype = facts.tensors[0].dtype
     if dtype not in found.flops:
         return Cost(flops, moved, found.name, None, "", measured)
     computing, moving = flops / found.flops[dtype], moved / found.bandwidth
     bound = "compute" if computing >= moving else "memory"
     return Cost(flops, moved, found.name, max(computing, moving), bound, measured)
-
-
-def _measured_seconds(call: Call, direction: str) -> float | None:
-    """Of all its kernels together, where each was timed."""
-    times = [choice.milliseconds for choice in call.lowered[direction].decision.kernels]
-    return sum(times) / 1e3 if times and None not in times else None
 
 
 def _arguments(values: Any, forward: bool) -> tuple:
@@ -109,23 +102,18 @@ def _arguments(values: Any, forward: bool) -> tuple:
     return tuple(BackwardCall(**{**given, **known}))
 
 
-def _bytes(call: Call, forward: bool) -> int:
-    query, key, value = call.facts.tensors
-    size = torch.empty((), dtype=getattr(torch, query.dtype)).element_size()
-    rows = query.shape[0] * query.shape[1] * query.shape[2]
-    shapes = (query.shape, key.shape, value.shape, (*query.shape[:3], value.shape[-1]))
-    q, k, v, out = map(math.prod, shapes)
-    captured = sum(
-        math.prod(capture.shape) * torch.empty((), dtype=getattr(torch, capture.dtype)).element_size()
-        for mod in (call.facts.score_mod, call.facts.mask_mod)
-        if mod
-        for capture in mod.captures
-        if hasattr(torch, capture.dtype)
-    )
+def _bytes(facts: CallFacts, forward: bool) -> int:
+    def size(tensors: Iterable[TensorFacts]) -> int:
+        known = (t for t in tensors if hasattr(torch, t.dtype))
+        return sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in known)
+
+    query, _, value = facts.tensors
+    out = replace(query, shape=(*query.shape[:3], value.shape[-1]))
+    captured = size(capture for mod in (facts.score_mod, facts.mask_mod) if mod for capture in mod.captures)
     if forward:
-        return (q + k + v + out) * size + captured
+        return size((*facts.tensors, out)) + captured
     # The output and its gradient are read for the rows' sums; gradients are written.
-    return (2 * (q + k + v) + 2 * out) * size + 4 * rows + 2 * captured
+    return 2 * size((*facts.tensors, out)) + 4 * math.prod(query.shape[:3]) + 2 * captured
 
 
 def _device(name: str | None, target: str) -> Device:
@@ -136,7 +124,7 @@ def _device(name: str | None, target: str) -> Device:
     return DEVICES[name]
 
 
-@functools.cache
+@cache
 def this_cpu() -> Device:
     """This machine, measured once and kept in the cache folder."""
     from ..env import cpu_name
@@ -164,7 +152,7 @@ def _measured() -> dict[str, Any]:
     single = torch.randn(_SIZE, _SIZE)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         a = single.to(dtype)
-        reached = 2 * _SIZE**3 / _best(lambda a=a: a @ a)
+        reached = 2 * _SIZE**3 / _best(partial(torch.matmul, a, a))
         flops[str(dtype).removeprefix("torch.")] = max(reached, flops.get("float32", 0.0))
     source = torch.empty(1 << 25)
     target = torch.empty_like(source)
@@ -175,13 +163,7 @@ def _measured() -> dict[str, Any]:
 _SIZE = 512  # of matrices: as fast as larger ones here, and quick where 16-bit products are slow
 
 
-def _best(run: Any) -> float:
-    """The shortest of some runs within a quarter of a second, after one to warm up."""
-    run()
-    times: list[float] = []
-    until = time.perf_counter() + 0.25
-    while not times or time.perf_counter() < until:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _best(run: Callable[[], Any]) -> float:
+    """The seconds of the fastest of some runs within a quarter of a second."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.25).times)

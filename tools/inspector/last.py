@@ -54,10 +54,7 @@ def _compilation(entry: dict[str, Any]) -> Iterator[str]:
         yield from (f"   {line}" for line in f"failed: {entry['failed']}".splitlines())
 
 
-def _decision(found: dict[str, Any]) -> Iterator[str]:
-    kernels = tuple(Choice(kernel, config, why) for kernel, config, why in found["kernels"])
-    yield found["call"].partition(" ")[2]
-    decision = Decision(
-        found["call"], found["chosen"], found["why"], found["rejected"], found["notes"], kernels
-    )
-    yield from str(decision).splitlines()[1:]
+def _decision(found: dict[str, Any]) -> list[str]:
+    kernels = tuple(Choice(*kernel) for kernel in found["kernels"])
+    _, *lines = str(Decision(**{**found, "kernels": kernels})).splitlines()
+    return [found["call"].partition(" ")[2], *lines]

@@ -99,12 +99,8 @@ def noted() -> Iterator[Notes]:
     from torch._inductor.virtualized import V
 
     notes = Notes()
-
-    run_node, create_node, generate = (
-        PointwiseSubgraphLowering.run_node,
-        LightTracer.create_node,
-        CSE.generate,
-    )
+    run_node, generate = PointwiseSubgraphLowering.run_node, CSE.generate
+    create_node = LightTracer.create_node
 
     def noting_results(self: Any, node: fx.Node) -> Any:
         if node.op != "call_function":

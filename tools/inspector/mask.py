@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
@@ -14,24 +14,20 @@ from flex_inductor.masks.runs import FULL, PARTIAL, to_grid
 MOST_PATTERNS = 256  # different partial tiles whose tokens a web page holds
 
 
-@dataclass(frozen=True)
 class MaskFacts:
     """Of all heads and batches that the schedule tells apart; the picture is of the first."""
 
-    shape: tuple[int, int]  # queries, keys
-    block: tuple[int, int]
-    grids: tuple[int, int]  # batches and heads with tiles of their own
-    full: int
-    partial: int
-    empty: int
-    sparsity: float  # percent
-    picture: str
-    schedule: RunSchedule
-    has_mod: bool
-
-    @property
-    def tiles(self) -> int:
-        return self.full + self.partial + self.empty
+    def __init__(self, schedule: RunSchedule, has_mod: bool):
+        self.schedule, self.has_mod = schedule, has_mod
+        self.shape, self.block = schedule.seq_lengths, schedule.BLOCK_SIZE  # of queries and keys
+        self.grids = schedule.grids  # batches and heads with tiles of their own
+        runs = schedule.row_runs()
+        tiles = runs.stop - runs.start
+        self.full, self.partial = (int(tiles[runs.kind == kind].sum()) for kind in (FULL, PARTIAL))
+        self.tiles = math.prod((*self.grids, *schedule.extent.tiles))
+        self.empty = self.tiles - self.full - self.partial
+        self.sparsity = schedule.sparsity()  # percent
+        self.picture = schedule.picture(16)
 
     def __str__(self) -> str:
         of = "" if self.grids == (1, 1) else f" over {self.grids[0]} x {self.grids[1]} grids"
@@ -81,22 +77,3 @@ def _runs_of(rows: list[list[bool]]) -> str:
         edges = torch.tensor([False, *row, False]).int().diff().nonzero().flatten().tolist()
         lines.append(",".join(f"{a}-{b}" for a, b in zip(edges[::2], edges[1::2], strict=True)))
     return ";".join(lines)
-
-
-def facts_of_mask(schedule: RunSchedule, has_mod: bool) -> MaskFacts:
-    runs = schedule.row_runs()
-    count = {kind: int((runs.stop - runs.start)[runs.kind == kind].sum()) for kind in (FULL, PARTIAL)}
-    rows, columns = schedule.extent.tiles
-    tiles = schedule.grids[0] * schedule.grids[1] * rows * columns
-    return MaskFacts(
-        schedule.seq_lengths,
-        schedule.BLOCK_SIZE,
-        schedule.grids,
-        count[FULL],
-        count[PARTIAL],
-        tiles - count[FULL] - count[PARTIAL],
-        schedule.sparsity(),
-        schedule.picture(16),
-        schedule,
-        has_mod,
-    )

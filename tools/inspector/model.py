@@ -1,23 +1,37 @@
-"""The facts of a report: its kernels, its calls, and the whole. What shows them is in report.py."""
+"""The facts of a report: its kernels and its calls."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
-from flex_inductor.lowerings.decision import Choice, Decision
+from flex_inductor.lowerings.decision import Choice
 from flex_inductor.masks import RunSchedule
 from flex_inductor.mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
 
 from ..resources import Occupancy, Resources, occupancy
+from . import replay
 from .calls import CallFacts
 from .compiling import Lowered, Source
+from .cost import Cost, cost_of
 from .graphs import graph_text
-from .mask import MaskFacts, facts_of_mask
+from .mask import MaskFacts
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and named tuples as dicts."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +64,18 @@ class Kernel:
     def occupancy(self) -> Occupancy | None:
         """How many instances a multiprocessor runs at once; None where that is not known."""
         return occupancy(self.resources, self.config.get("num_warps", 4), self.target)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a script into `folder` that runs this kernel on random inputs, to edit and run again; its path.
+
+        Its GPU kernels run on a GPU where there is one, else by Triton's interpreter. What the call's mask
+        visits is beside it in a file; captured whole numbers are zeros.
+        """
+        return replay.save(self.made, self.target, self.config, self.schedule, Path(folder))
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("name", "kind", "config", "choice", "resources", "occupancy", "built_with", "source")
+        return {name: plain(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,34 +117,32 @@ class Call:
         """The graphs as text, by name."""
         mods = {"score_mod": self.facts.score_mod, "mask_mod": self.facts.mask_mod}
         captures = {name: [c.name for c in mod.captures] for name, mod in mods.items() if mod}
-        found = {}
-        for name, graph, lanes in (
-            ("score_mod", self.score_mod_graph, SCORE_LANES),
-            ("joint", self.joint_graph, JOINT_LANES),
-            ("mask_mod", self.mask_graph, MASK_LANES),
-        ):
-            if graph is not None:
-                known = captures.get("mask_mod" if name == "mask_mod" else "score_mod", ())
-                found[name] = graph_text(graph, name, lanes, known)
-        return found
+        graphs = {
+            "score_mod": (self.score_mod_graph, SCORE_LANES, captures.get("score_mod", ())),
+            "joint": (self.joint_graph, JOINT_LANES, captures.get("score_mod", ())),
+            "mask_mod": (self.mask_graph, MASK_LANES, captures.get("mask_mod", ())),
+        }
+        return {name: graph_text(of[0], name, *of[1:]) for name, of in graphs.items() if of[0] is not None}
 
     @functools.cached_property
     def schedule(self) -> MaskFacts | None:
         # A mask's tokens are not those of a tile's place where tiles lie elsewhere.
         tokens = self.mask_graph is not None and self.facts.values.inputs.tile_map is None
-        return None if self.mask is None else facts_of_mask(self.mask, tokens)
+        return None if self.mask is None else MaskFacts(self.mask, tokens)
 
+    def cost(self, device: str | None = None) -> dict[str, Cost]:
+        """For each direction what it takes at least, on a card of cost.DEVICES or on this machine's CPU."""
+        return {
+            name: cost_of(self.facts, name, one, self.target, device) for name, one in self.lowered.items()
+        }
 
-@dataclass(frozen=True, eq=False)
-class Report:
-    """The attention calls of a function."""
-
-    target: str
-    calls: Sequence[Call]
-    versions: dict[str, str]
-    plans: Sequence[Decision] = ()  # how masks were planned for several ranks
-
-    @property
-    def kernels(self) -> Sequence[Kernel]:
-        """Every distinct kernel over all calls."""
-        return list(dict.fromkeys(kernel for call in self.calls for kernel in call.kernels))
+    def to_dict(self) -> dict[str, Any]:
+        facts = ("where", "tensors", "score_mod", "mask_mod")
+        return {
+            **{name: plain(getattr(self.facts, name)) for name in facts},
+            "decisions": {name: plain(lowered.decision) for name, lowered in self.lowered.items()},
+            "graphs": self.graphs,
+            "schedule": None if self.schedule is None else self.schedule.to_dict(),
+            "cost": {name: {**cost._asdict(), "share": cost.share} for name, cost in self.cost().items()},
+            "kernels": [kernel.name for kernel in self.kernels],
+        }

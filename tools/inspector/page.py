@@ -1,4 +1,4 @@
-"""The printed report. With `stable`, a dot stands for what depends on compiler, version or machine."""
+"""The printed report."""
 
 from __future__ import annotations
 
@@ -10,43 +10,37 @@ from typing import Any
 from flex_inductor.lowerings.decision import config_text
 
 from .calls import ModFacts
-from .cost import Cost, costs_of
-from .model import Call, Kernel, Report
+from .cost import Cost
+from .model import Call, Kernel
 
 WIDTH = 110
 
 
-def page(
-    report: Report, *, stable: bool = False, sources: bool = True, kernels: Sequence[Kernel] | None = None
-) -> str:
-    """The report as text, of these kernels or all; if `sources`, with the call's own part of each source."""
-    lines = [*_head(report, stable)]
+def page(report: Any, kernels: Sequence[Kernel] | None = None) -> str:
+    """A Report as text, with these kernels or all, and the call's own part of each source."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    counts = f"{_counted(report.calls, 'attention call')}, {_counted(report.kernels, 'kernel')}"
+    lines = [f"{counts} for {report.target} ({versions})"]
     for plan in report.plans:
         lines += ["", f"== {plan.call}", *_indented(decision_lines(plan), 3)]
     for call in report.calls:
-        lines += ["", *_call(report, call, stable)]
+        lines += ["", *_call(call, same_as(report.calls, call))]
     for kernel in report.kernels if kernels is None else kernels:
-        lines += ["", *_kernel(report, kernel, stable, sources)]
+        lines += ["", *_kernel(kernel, [str(call.number) for call in report.calls if kernel in call.kernels])]
     return "\n".join(lines)
 
 
-def _head(report: Report, stable: bool) -> Iterator[str]:
-    versions = ", ".join(f"{name} {'·' if stable else v}" for name, v in report.versions.items())
-    calls, kernels = len(report.calls), len(report.kernels)
-    yield f"{_counted(calls, 'attention call')}, {_counted(kernels, 'kernel')} for {report.target} ({versions})"
+def _counted(found: Sequence[Any], what: str) -> str:
+    return f"{len(found)} {what}" + ("" if len(found) == 1 else "s")
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
-def _call(report: Report, call: Call, stable: bool) -> Iterator[str]:
+def _call(call: Call, earlier: Call | None) -> Iterator[str]:
     facts = call.facts
     where = f"{facts.where}: {facts.where.text}" if facts.where else "made by the caller of inspect"
     yield f"== call {call.number}, {where}"
     names = ", ".join(kernel.name for kernel in call.kernels)
     kernels = f"   kernels   {names or 'none: torch operations, a chunk at a time'}"
-    if (earlier := same_as(report, call)) is not None:
+    if earlier is not None:
         yield f"   as call {earlier.number}"
         if earlier.kernels != call.kernels:
             yield kernels
@@ -66,14 +60,14 @@ def _call(report: Report, call: Call, stable: bool) -> Iterator[str]:
     yield from ("", f"   schedule  {call.schedule or facts.no_mask}")
     if call.schedule is not None:
         yield from _indented([line.rstrip() for line in call.schedule.picture.splitlines()], 13)
-    for direction, cost in costs_of(call).items():
-        yield f"   {direction:9} {cost_text(cost, stable)}"
+    for direction, cost in call.cost().items():
+        yield f"   {direction:9} {cost_text(cost)}"
     yield kernels
 
 
-def same_as(report: Report, call: Call) -> Call | None:
+def same_as(calls: Sequence[Call], call: Call) -> Call | None:
     """An earlier call like this one in all but its kernels and where it is written."""
-    first = next(other for other in report.calls if _facts(other) == _facts(call))
+    first = next(other for other in calls if _facts(other) == _facts(call))
     return None if first is call else first
 
 
@@ -98,12 +92,10 @@ def decision_lines(decision: Any) -> list[str]:
     return str(decision._replace(kernels=())).splitlines()[1:]
 
 
-def cost_text(cost: Cost, stable: bool = False) -> str:
+def cost_text(cost: Cost) -> str:
     text = f"{_scaled(cost.flops, 'FLOP')}, {_scaled(cost.bytes, 'B')}"
     if cost.seconds is None:
         return f"{text}; no peak known for this dtype on {cost.device}"
-    if stable and "CPU" in cost.device:
-        return f"{text}; at least · on ·, bound by ·"
     text += f"; at least {_scaled(cost.seconds, 's')} on {cost.device}, bound by {cost.bound}"
     if cost.measured is None or cost.share is None:
         return text
@@ -117,52 +109,43 @@ def _scaled(value: float, unit: str) -> str:
     return f"{value / 10**power:.3g} {prefix.strip()}{unit}"
 
 
-def _kernel(report: Report, kernel: Kernel, stable: bool, sources: bool) -> Iterator[str]:
-    users = [str(call.number) for call in report.calls if kernel in call.kernels]
+def _kernel(kernel: Kernel, users: Sequence[str]) -> Iterator[str]:
     yield f"== {kernel.name}: {kernel.kind} of call{'s' if len(users) > 1 else ''} {', '.join(users)}"
-    config = dict.fromkeys(kernel.config, "·") if stable else kernel.config
-    yield f"   config    {config_text(config)}"
-    if kernel.choice is not None and not stable:
+    yield f"   config    {config_text(kernel.config)}"
+    if kernel.choice is not None:
         yield f"             {kernel.choice.why}"
         for other, remark in kernel.choice.others:
             yield f"             not {other}: {remark}"
-    yield f"   built by  {'·' if stable else kernel.built_with}"
-    for name, text in {**uses(kernel, stable), **_instructions(kernel, stable)}.items():
+    yield f"   built by  {kernel.built_with}"
+    for name, text in {**uses(kernel), **_instructions(kernel)}.items():
         yield from textwrap.wrap(text, WIDTH, initial_indent=f"   {name:9} ", subsequent_indent=" " * 13)
-    if sources:
-        yield ""
-        yield from _indented(excerpt(kernel), 3)
+    yield ""
+    yield from _indented(excerpt(kernel), 3)
 
 
-def uses(kernel: Kernel, stable: bool = False) -> dict[str, str]:
+def uses(kernel: Kernel) -> dict[str, str]:
     """Registers, memory and what they allow for; nothing for kernels whose compiler was not asked."""
     found = kernel.resources
-
-    def shown(value: int | None, name: str) -> str:
-        return "·" if stable else f"unknown ({found.reasons[name]})" if value is None else str(value)
-
-    if found.registers is None and found.instructions is None:
+    if found.registers is None:
         return {}
-    lines = {
-        "uses": f"{shown(found.registers, 'registers')} registers, {shown(found.spill_bytes, 'spill_bytes')} bytes "
-        f"spilled, {shown(found.shared_bytes, 'shared_bytes')} bytes of shared memory"
-    }
-    if (occupancy := kernel.occupancy) is not None:
-        busy = "·" if stable else f"{occupancy.instances}, limited by {occupancy.limit}"
-        lines["occupancy"] = f"instances on a multiprocessor at once: {busy}"
+    spilled = f"{found.registers} registers, {found.spill_bytes} bytes spilled"
+    lines = {"uses": f"{spilled}, {found.shared_bytes} bytes of shared memory"}
+    if (busy := kernel.occupancy) is not None:
+        lines["occupancy"] = (
+            f"instances on a multiprocessor at once: {busy.instances}, limited by {busy.limit}"
+        )
     return lines
 
 
-def _instructions(kernel: Kernel, stable: bool) -> dict[str, str]:
+def _instructions(kernel: Kernel) -> dict[str, str]:
     found = kernel.resources.instructions
     if found is None:
         return {}
     classes = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
-    counted = ", ".join(f"{name} {count}" for name, count in classes)
-    lines = {"has": "instructions by class: " + ("·" if stable else counted)}
+    lines = {"has": "instructions by class: " + ", ".join(f"{name} {count}" for name, count in classes)}
     if loops := kernel.resources.loops:
         each = ", ".join(str(loop.instructions) for loop in loops)
-        lines["loops"] = "instructions of a tile, for each loop: " + ("·" if stable else each)
+        lines["loops"] = f"instructions of a tile, for each loop: {each}"
     return lines
 
 

@@ -1,68 +1,32 @@
-"""What `flex_inductor.inspect` returns: a report's facts, with what shows them."""
+"""What `flex_inductor.inspect` returns."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import model, replay
-from .cost import Cost, costs_of
+from flex_inductor.lowerings.decision import Decision
+
+from .model import Call, Kernel, plain
 from .page import page
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses and named tuples as dicts."""
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if hasattr(value, "_asdict"):
-        return plain(value._asdict())
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-class Kernel(model.Kernel):
-    def save(self, folder: str | Path) -> Path:
-        """Write a script into `folder` that runs this kernel on random inputs, to edit and run again; its path.
-
-        Its GPU kernels run on a GPU where there is one, else by Triton's interpreter. What the call's mask
-        visits is beside it in a file; captured whole numbers are zeros.
-        """
-        return replay.save(self, Path(folder))
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("name", "kind", "config", "choice", "resources", "occupancy", "built_with", "source")
-        return {name: plain(getattr(self, name)) for name in names}
-
-
-class Call(model.Call):
-    kernels: list[Kernel]
-
-    def cost(self, device: str | None = None) -> dict[str, Cost]:
-        """For each direction what it takes at least, on a card of cost.DEVICES or on this machine's CPU."""
-        return costs_of(self, device)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **{
-                name: plain(getattr(self.facts, name))
-                for name in ("where", "tensors", "score_mod", "mask_mod")
-            },
-            "decisions": {name: plain(lowered.decision) for name, lowered in self.lowered.items()},
-            "graphs": self.graphs,
-            "schedule": None if self.schedule is None else self.schedule.to_dict(),
-            "cost": {name: {**cost._asdict(), "share": cost.share} for name, cost in self.cost().items()},
-            "kernels": [kernel.name for kernel in self.kernels],
-        }
-
-
-class Report(model.Report):
+@dataclass(frozen=True, eq=False)
+class Report:
     """The attention calls of a function. `print(report)` is a page; see docs/inspector.md."""
 
-    calls: list[Call]
-    kernels: list[Kernel]
+    target: str
+    calls: Sequence[Call]
+    versions: dict[str, str]
+    plans: Sequence[Decision] = ()  # how masks were planned for several ranks
+
+    @property
+    def kernels(self) -> Sequence[Kernel]:
+        """Every distinct kernel over all calls."""
+        return list(dict.fromkeys(kernel for call in self.calls for kernel in call.kernels))
 
     def __str__(self) -> str:
         return page(self)

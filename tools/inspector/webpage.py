@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -14,14 +13,13 @@ from pygments.lexers import CppLexer, PythonLexer
 
 from flex_inductor.lowerings.decision import config_text
 
-from .cost import costs_of
-from .model import Report
 from .page import cost_text, same_as, uses
+from .replay import templates
 
 LIGHT, DARK = "friendly", "github-dark"
 
 
-def webpage(report: Report) -> str:
+def webpage(report: Any) -> str:
     users: dict[Any, list[int]] = {}
     for call in report.calls:
         for kernel in call.kernels:
@@ -30,26 +28,22 @@ def webpage(report: Report) -> str:
         report=report,
         users=users,
         places={kernel: f"kernel-{i}" for i, kernel in enumerate(report.kernels)},
-        earlier={call.number: same_as(report, call) for call in report.calls},
+        earlier={call.number: same_as(report.calls, call) for call in report.calls},
         styles={scheme: _style(style) for scheme, style in (("light", LIGHT), ("dark", DARK))},
     )
 
 
 @functools.cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = templates(autoescape=True)
     environment.filters |= {
         "python": functools.partial(_coloured, PythonLexer(stripnl=False)),
         "cpp": functools.partial(_coloured, CppLexer(stripnl=False)),
         "config": config_text,
-        "costs": costs_of,
         "cost": cost_text,
         "uses": uses,
     }
-    text = resources.files("flex_inductor.tools.inspector").joinpath("webpage.html.jinja").read_text()
-    return environment.from_string(text)
+    return environment.get_template("webpage.html.jinja")
 
 
 def _coloured(lexer: Any, source: str) -> Markup:

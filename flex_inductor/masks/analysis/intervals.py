@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...mod_ir.ranges import Order, Range
+from ...mod_ir.ranges import Order, Range, all_known
 
 Number = int | float
 INT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -149,8 +149,7 @@ def promoted(*operands: Operand) -> torch.dtype:
 def as_dtype(dtype: torch.dtype, *operands: Operand) -> list[Interval] | None:
     """The operands in one dtype, or None if one of them does not go into it unchanged."""
     device = next(x.lo.device for x in operands if isinstance(x, Interval))
-    made = [
+    return all_known(
         convert(x, dtype) if isinstance(x, Interval) else Interval.constant(x, dtype, device)
         for x in operands
-    ]
-    return None if any(x is None for x in made) else made
+    )

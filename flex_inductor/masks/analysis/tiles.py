@@ -53,4 +53,4 @@ def _may_leave_int32(mask: MaskGraph, extent: Extent) -> bool:
     if any(isinstance(node.target, FunctionType) for node in mask.graph.nodes):  # which could not be traced
         return True
     sizes = widths.Sizes(*map(widths.rounded, (extent.batch, extent.heads, *extent.lengths)))
-    return widths.may_leave_int32(widths.steps_of(mask.graph), mask.indices, sizes)
+    return widths.may_leave_int32(mask.graph, mask.indices, sizes)

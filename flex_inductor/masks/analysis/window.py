@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ...mod_ir.ranges import operation
+from ...mod_ir.ranges import all_known, operation
 from ...mod_ir.replay import is_alone, keep, replayed
 from ...visits.window import ALL, Window
 from .trace import INDEX_NAMES, MaskGraph, dtype_of, trace_mask
@@ -53,6 +53,9 @@ class _Sum(NamedTuple):
 
     def times(self, factor: int) -> _Sum:
         return _Sum(self.q * factor, self.kv * factor, self.number * factor, self.factor * factor, self.entry)
+
+    def less(self, number: int) -> _Sum:
+        return self._replace(number=self.number - number)
 
     def plus(self, other: _Sum, times: int = 1) -> _Sum | None:
         entries = {part.entry for part in (self, other) if part.factor}
@@ -201,9 +204,9 @@ class _Reader:
             bound = self._sum(right)
             if bound is None or bound[:2] != (0, 0):
                 return None
-            number = bound.plus(_Sum(0, 0, -differ))
-            sides = [_at_least_zero(number.plus(inner, times)) for times in (1, -1)]
-            return None if None in sides else sides[0].within(sides[1])
+            number = bound.less(differ)
+            sides = all_known(_at_least_zero(number.plus(inner, times)) for times in (1, -1))
+            return None if sides is None else sides[0].within(sides[1])
         compared = self._compared(at)
         return None if compared is None else _at_least_zero(compared)
 
@@ -216,7 +219,7 @@ class _Reader:
         if left is None or right is None:
             return None
         apart = left.plus(right, -1)
-        return None if apart is None else apart.times(sign).plus(_Sum(0, 0, -differ))
+        return None if apart is None else apart.times(sign).less(differ)
 
     def _with_prefix(self, *sides: object) -> Window | None:
         """For a window or the first keys, in either order."""
@@ -283,8 +286,8 @@ class _Reader:
             return self._entry_of_batch(*value.args)
         if len(value.args) != _OPERANDS.get(name):
             return None  # a third argument is a factor
-        sums = [*map(self._sum, value.args)]
-        if None in sums:
+        sums = all_known(map(self._sum, value.args))
+        if sums is None:
             return None
         total = sums[0].times(-1) if name == "neg" else sums[0].plus(sums[1], 1 if name == "add" else -1)
         if total is None or abs(total.number) > MOST:

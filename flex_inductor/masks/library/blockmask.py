@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,10 +98,8 @@ def _compact(
         bounds = bounds_of(window, extent.block, 0)
         return WindowSchedule(bounds, extent, device, mask_mod)
     runs, grids = analysed(mask_mod, extent, device, unstated, known)
-    made = RunSchedule.from_runs(
-        runs if separate_full_blocks else without_full(runs), grids, extent, mask_mod
-    )
-    return replace(made, separate_full_blocks=separate_full_blocks)
+    visited = runs if separate_full_blocks else without_full(runs)
+    return RunSchedule.from_runs(visited, grids, extent, mask_mod, separate_full_blocks)
 
 
 def check_arguments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -59,8 +58,7 @@ def _combine(name: str, first: Any, second: Any, kinds: Callable, mods: Callable
     runs = merged(a.lines, columns, line[keep], start[keep], stop[keep], kind[keep])
     mask_mod = mods(first.mask_mod, second.mask_mod)
     if isinstance(first, RunSchedule):
-        made = RunSchedule.from_runs(runs, grids, extent, mask_mod)
-        return replace(made, separate_full_blocks=first.separate_full_blocks)
+        return RunSchedule.from_runs(runs, grids, extent, mask_mod, first.separate_full_blocks)
     separate = first.full_kv_num_blocks is not None
     return block_mask_from_runs(runs, grids, extent, mask_mod, separate)
 

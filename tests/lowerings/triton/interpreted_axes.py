@@ -37,13 +37,14 @@ def test_descriptors(case):
 def test_values_for_every_score(configs, coalesced, monkeypatch):
     """The kernels for NVIDIA's cards, with plain twins in place of assembly."""
     monkeypatch.setattr(Device, "nvidia", property(lambda self: True))
-    make, found = interpret._Interpreted.__init__, []
+    load, found = interpret._load, []
 
-    def noting(self, kernel):
-        make(self, kernel)
-        found.extend(self.config[name] for name in ("COALESCED",) if name in self.config)
+    def noting(name, source):
+        kernel = load(name, source)
+        found.extend(kernel.config[name] for name in ("COALESCED",) if name in kernel.config)
+        return kernel
 
-    monkeypatch.setattr(interpret._Interpreted, "__init__", noting)
+    monkeypatch.setattr(interpret, "_load", noting)
     sizes, mod = Sizes(batch=1, heads=2, kv_heads=1), MODS["relative_bias"]
     attend = interpret.compiled(attention_of(mod.build), options={"configs": configs})
     judge(

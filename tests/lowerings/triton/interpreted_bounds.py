@@ -30,7 +30,7 @@ def schedule_in(window, sizes, block, at_end=True, tensors=False):
 
 def as_runs(schedule):
     tensors = {name: getattr(schedule, name) for name in TENSORS}
-    names = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod")
+    names = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod", "separate_full_blocks")
     return RunSchedule(**tensors, **{name: getattr(schedule, name) for name in names})
 
 

@@ -6,20 +6,20 @@ from flex_inductor.lowerings.triton.kernel import Tensor
 from flex_inductor.lowerings.triton.kernel_builder import source
 from flex_inductor.visits.text import Walk
 
-tiles = source("tiles.jinja").module
+addresses = source("addresses.jinja").module
 
 
 @pytest.mark.parametrize("offsets", ["tl.int32", "tl.int64"])
 def test_rows_of_lists(offsets):
     lists = Tensor("indices", ["1", "2", "60000", "60000"], ["size_0", "size_1", "60000", "1"], offsets)
     start = "indices + h.to(tl.int64) * size_1"
-    assert tiles.listed(lists, "b", "h", "row") == f"{start} + row.to({offsets}) * 60000"
-    assert tiles.listed(lists, "b", "h", "0") == start
+    assert addresses.listed(lists, "b", "h", "row") == f"{start} + row.to({offsets}) * 60000"
+    assert addresses.listed(lists, "b", "h", "0") == start
 
 
 @pytest.mark.parametrize("offsets, run", [("tl.int32", "run"), ("tl.int64", "tl.cast(run, tl.int64)")])
 def test_runs(offsets, run):
     runs = Tensor("runs", ["size_0", "2"], ["2", "1"], offsets)
     walk = Walk("", False, "partial", "runs", runs, runs)
-    ends = [tiles.run_end("run", end, walk) for end in (0, 1)]
+    ends = [addresses.run_end(walk, end) for end in (0, 1)]
     assert ends == [f"tl.load(runs + {run} * 2)", f"tl.load(runs + {run} * 2 + 1)"]

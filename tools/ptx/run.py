@@ -42,7 +42,7 @@ def run_text(
 ) -> Counts:
     """Run the kernel `name` of a PTX text, and write into the tensors given.
 
-    when            asynchronous copies and products end "late", at the last moment that is legal, "early" or at "random"
+    when            asynchronous copies and products end "late", at the last legal moment, "early", or at "random"
     approximations  "exact", or "worst": off by as much as the ISA's document allows
     unwritten       those of `args` whose values the kernel must not read before it wrote them
     most_steps      instructions, of all warps, after which it counts as hanging

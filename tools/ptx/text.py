@@ -125,7 +125,7 @@ def parse(text: str) -> Module:
 
 def _parameters(text: str) -> list[Parameter]:
     found, offset = [], 0
-    for kind, align, name, count in re.findall(
+    for kind, _align, name, count in re.findall(
         r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)(?:\s+\.ptr(?:\s+\.\w+)?(?:\s+\.align\s+(\d+))?)?\s+([$\w]+)(?:\[(\d+)\])?",
         text,
     ):

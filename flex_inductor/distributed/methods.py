@@ -267,7 +267,7 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
     rows = (sides.queries.owner() == holder).nonzero().squeeze(1)
     exchanges: dict[str, Any] = {}
     own = _own_heads(mask, heads)
-    if shares > 1:
+    if method in ("ulysses", "ring_ulysses"):
         positions = torch.cat([layout.positions(other) for other in range(first, first + shares)])
         lengths = torch.tensor(layout.lengths[first : first + shares])
         to_heads = Traffic(torch.full_like(lengths, layout.lengths[rank]), lengths, positions)

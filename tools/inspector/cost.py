@@ -11,7 +11,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.benchmark import Timer
 
 from flex_inductor import errors
 from flex_inductor.lowerings import cache_folder
@@ -165,5 +164,9 @@ _SIZE = 512  # of matrices: as fast as larger ones here, and quick where 16-bit 
 
 def _best(run: Callable[[], Any]) -> float:
     """The seconds of the fastest of some runs within a quarter of a second."""
+    from torch.utils.benchmark import (
+        Timer,  # with it come tools to compile extensions, which may write warnings
+    )
+
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=0.25).times)

@@ -139,7 +139,10 @@ def _parameters(text: str) -> list[Parameter]:
 
 def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> None:
     line, at, source = text.count("\n", 0, start) + 1, start, ""
-    scopes: list[dict[str, str]] = [{}]  # names that registers have inside of braces, by those of the text
+    # By names of the text: what registers and labels inside of braces are called, and where the braces begin.
+    scopes: list[dict[str, str]] = [{}]
+    labels: list[dict[str, str]] = [{}]
+    begins = [0]
     while scopes:
         found = _STATEMENT.match(text, at)
         if found is None:
@@ -149,9 +152,16 @@ def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> 
             number, row = part.split()[1:3]
             source = f"{files.get(number, number)}:{row}"
         elif kind == "label":
-            kernel.labels[found["label"]] = len(kernel.instructions)
-        elif kind == "brace":
-            scopes.append({}) if part == "{" else scopes.pop()
+            name = found["label"] if len(scopes) == 1 else f"{found['label']}@{begins[-1]}"
+            labels[-1][found["label"]] = name
+            kernel.labels[name] = len(kernel.instructions)
+        elif part == "{":
+            scopes.append({})
+            labels.append({})
+            begins.append(len(kernel.instructions))
+        elif part == "}":
+            scopes.pop()
+            _rename_labels(kernel.instructions[begins.pop() :], labels.pop())
         elif kind == "directive":
             if len(scopes) > 1 and part.startswith(".reg"):
                 for name in part.rstrip("; \n").split(None, 2)[2].split(","):
@@ -160,6 +170,14 @@ def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> 
             kernel.instructions.append(_instruction(part[:-1], line, source, scopes))
         line += part.count("\n")
         at = found.end()
+
+
+def _rename_labels(instructions: list[Instruction], names: dict[str, str]) -> None:
+    for instruction in instructions:
+        instruction.operands = [
+            Symbol(names.get(operand.name, operand.name)) if isinstance(operand, Symbol) else operand
+            for operand in instruction.operands
+        ]
 
 
 def _instruction(text: str, line: int, source: str, scopes: list[dict[str, str]]) -> Instruction:

@@ -31,7 +31,11 @@ def layer_norm(x, weight, bias, out, n, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def matmul(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    m, n, k = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    m, n, k = (
+        tl.program_id(0) * BM + tl.arange(0, BM),
+        tl.program_id(1) * BN + tl.arange(0, BN),
+        tl.arange(0, BK),
+    )
     total = tl.zeros((BM, BN), tl.float32)
     for step in range(0, K, BK):
         left = tl.load(a + m[:, None] * K + (step + k)[None, :])
@@ -68,3 +72,16 @@ def histogram(values, out, n, BLOCK: tl.constexpr):
 @triton.jit
 def last(out):
     tl.store(out, tl.program_id(0))
+
+
+@triton.jit
+def transposed_product(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """a @ b.T by bulk copies of tensors."""
+    left = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
+    right = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BN, BK])
+    result = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BM, BN])
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        total = tl.dot(left.load([m, k]), right.load([n, k]).T, total)
+    result.store([m, n], total.to(tl.float16))

@@ -6,6 +6,7 @@ import torch
 from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.reference import reference
 from flex_inductor.tools import execute
+from tests.marks import slow_but
 
 LENGTH = 96
 
@@ -14,8 +15,14 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "target, dtype",
+    slow_but(
+        [(t, d) for t in ("sm_80", "sm_90") for d in (torch.float16, torch.bfloat16, torch.float32)],
+        ("sm_80", torch.bfloat16),
+        ("sm_90", torch.float16),
+    ),
+)
 def test_forward_and_backward(target, dtype):
     torch.manual_seed(0)
     rows = [torch.randn(1, 2, LENGTH, 64, dtype=dtype, requires_grad=True) for _ in range(3)]

@@ -26,7 +26,9 @@ def test_elementwise_and_rows(target):
     weight, bias = torch.randn(2, 700)
     given = (x, weight, bias, out, 700, 1e-5)
     ptx.run(kernels.layer_norm, (5,), *given, target=target, BLOCK=1024, unwritten=[out])
-    torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, [700], weight, bias), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        out, torch.nn.functional.layer_norm(x, [700], weight, bias), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -70,7 +72,9 @@ def test_counts():
     counts = ptx.run(kernels.add, (4,), a, b, out, 1024, target="sm_80", BLOCK=256)
     assert counts.total.global_bytes == 3 * 4096 and counts.total.sectors == 3 * 128
     lines = counts.by_source_line()
-    assert any(name.startswith("kernels.py:") and count.global_bytes == 12288 for name, count in lines.items())
+    assert any(
+        name.startswith("kernels.py:") and count.global_bytes == 12288 for name, count in lines.items()
+    )
 
 
 def test_the_worst_approximations_are_off_by_little():
@@ -78,3 +82,17 @@ def test_the_worst_approximations_are_off_by_little():
     ptx.run(kernels.softmax, (5,), x, out, 700, target="sm_80", approximations="worst", BLOCK=1024)
     off = ((out - x.softmax(-1)) / x.softmax(-1)).abs().max()
     assert 1e-7 < off < 2e-6
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_bulk_copies(stages):
+    a, b = torch.randn(100, 96, dtype=torch.float16), torch.randn(72, 96, dtype=torch.float16)
+    want = a.double() @ b.double().T
+    for when in ("late", "early", "random"):
+        out = empty(100, 72, dtype=torch.float16)
+        counts = ptx.run(
+            kernels.transposed_product, (2, 2), a, b, out, 100, 72, 96, target="sm_90", num_stages=stages, when=when,
+            unwritten=[out], BM=64, BN=64, BK=32,
+        )  # fmt: skip
+        assert (out - want).abs().max() < 0.02
+    assert any(".bulk.tensor" in i.name and count.warps for i, count in counts.instructions)

@@ -150,7 +150,7 @@ def _mask(
         return RunSchedule.from_block_mask(lists)
     # There may be room for more runs than there are.
     tensors: Any = [t for offsets, runs in schedule.tables for t in (offsets, runs[: int(offsets.max())])]
-    return RunSchedule(*tensors, *schedule.grids, lengths, blocks, mask_mod, separate_full_blocks=True)
+    return RunSchedule(*(*tensors, *schedule.grids, lengths, blocks, mask_mod, True))
 
 
 def _values(nodes: Any, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, str]:

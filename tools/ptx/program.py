@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .text import Address, Kernel, Module, Number, Operand, Register, Symbol, SyntaxFault, Vector
+from .text import Address, Instruction, Kernel, Module, Number, Operand, Register, Symbol, SyntaxFault, Vector
 
 SHARED_BASE = 1024  # as in machine/memory.h
 
@@ -58,7 +58,7 @@ class _Encoder:
         for instruction in kernel.instructions:
             self._instruction(instruction)
 
-    def _instruction(self, instruction) -> None:
+    def _instruction(self, instruction: Instruction) -> None:
         operands, target = list(instruction.operands), -1
         if instruction.name.split(".")[0] == "bra":
             (label,) = operands

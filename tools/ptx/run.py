@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -182,10 +183,10 @@ def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], 
     module = parse(text)
     (name,) = module.kernels
     missing = len(module.kernels[name].parameters) - len(args)
-    scratch = [0] * missing  # of the launch and of the profiler, which Triton appends
+    scratch: list[Any] = [0] * missing  # of the launch and of the profiler, which Triton appends
     if missing and getattr(metadata, "global_scratch_size", 0):
         sizes = [*([grid] if isinstance(grid, int) else grid)]
-        blocks = torch.tensor(sizes).prod().item()
+        blocks = math.prod(sizes)
         scratch[0] = torch.empty(metadata.global_scratch_size * blocks, dtype=torch.uint8)
     warps = (module.kernels[name].threads or 32 * metadata.num_warps) // 32
     return run_text(

@@ -56,7 +56,7 @@ def test_wheel_ships_every_source_and_template(installed):
         installed_path
         for folder, place in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".jinja", ".h", ".typed")
+        if path.suffix in (".py", ".jinja", ".h", ".cpp", ".typed")
         and not (
             installed_path := installed / "flex_inductor" / place / path.relative_to(ROOT / folder)
         ).exists()

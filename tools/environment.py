@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +30,27 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),
     ):
         yield
+
+
+def compiled_on_cpu(
+    fn: Callable, load: Callable[[str, str], Any], target: Any = None, **options: Any
+) -> Callable:
+    """`torch.compile(fn, backend="flex_inductor", **options)` with the kernels that `load` gives for CPU tensors."""
+    import torch
+
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        with triton_on_cpu(load, target):
+            return compile_fx_inner(*args, **kwargs)
+
+    def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
+        from flex_inductor.backend import flex_inductor
+
+        with uncached():  # AOTAutograd would find what was compiled for the CPU before it asks inner_compile
+            return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
+
+    return torch.compile(fn, backend=backend, **options)
 
 
 @contextlib.contextmanager

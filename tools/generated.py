@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,17 @@ class GeneratedKernel:
     def constexprs(self) -> list[str]:
         signature = self.triton_meta["signature"]
         return [name for name in self.fn.arg_names if signature.get(name, "constexpr") == "constexpr"]
+
+    def launch(self, config: dict[str, int], args: Sequence[Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The grid of a call that Inductor makes of it, and the kernel's arguments by name."""
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        fixed = self.triton_meta.get("constants", {})
+        passed = [n for n in self.fn.arg_names if n not in self.constexprs or n in fixed]
+        extra = self.inductor_meta.get("extra_launcher_args", [])
+        given = dict(zip([*passed, *extra], args, strict=True))
+        grid = GridExpr.from_meta(self.inductor_meta, config, mode="python").eval_slow({**given, **config})
+        return grid, {name: given[name] for name in passed}
 
 
 def load(name: str, source: str) -> GeneratedKernel:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import errors
-from .environment import triton_on_cpu, uncached
+from .environment import compiled_on_cpu
 
 COMMAND = "python -m flex_inductor.tools.interpret script.py [args]"
 
@@ -32,23 +32,8 @@ def run(fn: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def compiled(fn: Callable, **options: Any) -> Callable:
     """`torch.compile(fn, backend="flex_inductor", **options)`, to be run by the interpreter."""
-    import torch
-
     check_environment()
-
-    def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
-        from torch._inductor.compile_fx import compile_fx_inner
-
-        with triton_on_cpu(_load):
-            return compile_fx_inner(*args, **kwargs)
-
-    def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:
-        from flex_inductor.backend import flex_inductor
-
-        with uncached():  # AOTAutograd would find what was compiled for the CPU before it asks inner_compile
-            return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
-
-    return torch.compile(fn, backend=backend, **options)
+    return compiled_on_cpu(fn, _load, **options)
 
 
 def check_environment() -> None:
@@ -64,28 +49,19 @@ def check_environment() -> None:
 
 def _load(name: str, source: str) -> Any:
     """In place of Inductor's autotuner: the interpreter runs the first config."""
-    from torch._inductor.runtime.triton_heuristics import GridExpr
-
     from flex_inductor.tools.generated import load
 
     kernel = load(name, source)
     prepare(kernel.fn.fn.__globals__)
-    config, signature = kernel.configs[0], kernel.triton_meta["signature"]
-    constants = kernel.triton_meta.get("constants", {})
-    passed = [
-        n for n in kernel.fn.arg_names if signature.get(n, "constexpr") != "constexpr" or n in constants
-    ]
-    extra = kernel.inductor_meta.get("extra_launcher_args", [])
+    config = kernel.configs[0]
     chosen = {n: config[n] for n in kernel.constexprs if n in config}
-    grid = GridExpr.from_meta(kernel.inductor_meta, config, mode="python")
 
     def run(*args: Any, stream: Any = None, **_: Any) -> None:
-        if "tl.dot" in kernel.source and "*bf16" in signature.values():
+        if "tl.dot" in kernel.source and "*bf16" in kernel.triton_meta["signature"].values():
             check_bf16_dot()
-        given = dict(zip([*passed, *extra], args, strict=True))
-        sizes = grid.eval_slow({**given, **config})
+        sizes, given = kernel.launch(config, args)
         if 0 not in sizes:
-            kernel.fn[sizes](**{name: given[name] for name in passed}, **chosen)
+            kernel.fn[sizes](**given, **chosen)
 
     return types.SimpleNamespace(config=config, run=run)
 

@@ -1,0 +1,103 @@
+"""Right kernels made wrong on purpose: each is caught, by the check that is meant for it."""
+
+import re
+
+import pytest
+import torch
+
+from flex_inductor.tools import ptx
+from flex_inductor.tools.ptx.run import compiled_for
+from tests.tools.ptx import kernels
+
+K = 96
+
+
+def matmul(target, change, **options):
+    """Run it with a text that `change` has made of its own."""
+    a, b = torch.randn(64, K, dtype=torch.float16), torch.randn(K, 64, dtype=torch.float16)
+    out = torch.full((64, 64), float("nan"))
+    args = (a, b, out, 64, 64, K)
+    compiled, given = compiled_for(kernels.matmul, args, target, 4, 3, {"BM": 64, "BN": 64, "BK": 32})
+    text = compiled.asm["ptx"]
+    changed = change(text)
+    assert changed != text, "the text has nothing to change"
+    ptx.run_text(
+        changed, "matmul", 1, [*given, 0, 0], num_warps=4, shared_bytes=compiled.metadata.shared,
+        unwritten=[out], most_steps=1_000_000, **options,
+    )  # fmt: skip
+
+
+def without(pattern, count=0):
+    return lambda text: re.sub(pattern, "", text, count=count)
+
+
+def last_without(pattern):
+    """Without the last one."""
+
+    def change(text):
+        *_, last = re.finditer(pattern, text)
+        return text[: last.start()] + text[last.end() :]
+
+    return change
+
+
+def instead(pattern, other, count=1):
+    return lambda text: re.sub(pattern, other, text, count=count)
+
+
+BROKEN = {
+    "a copy is not waited for": ("sm_80", without(r"cp\.async\.wait_group[^;]*;"), "race", "a copy to it is under way"),
+    "too few copies are waited for": (
+        "sm_80", instead(r"cp\.async\.wait_group\s+\d;", "cp.async.wait_group 9;", 0), "race", "under way",
+    ),
+    "a barrier is missing": ("sm_80", last_without(r"bar\.sync[^;]*;"), "race", "without a barrier"),
+    "there are no barriers": ("sm_80", without(r"bar\.sync[^;]*;"), "unwritten", "nobody wrote"),
+    "a store is beyond the end": (
+        "sm_80", instead(r"(st\.global\S*\s*\[\s*%rd\d+\s*\+\s*)0", r"\g<1>65536"), "out_of_bounds", "of no tensor",
+    ),
+    "a load is beyond shared memory": (
+        "sm_80", instead(r"(ldmatrix\S*\s*\{[^}]*\},\s*\[%r\d+)\+?\d*\]", r"\1+1048576]"), "out_of_bounds", "shared memory",
+    ),
+    "an address is not a multiple": (
+        "sm_80", instead(r"(st\.global\S*\s*\[\s*%rd\d+\s*\+\s*)0", r"\g<1>2"), "misaligned", "multiple",
+    ),
+    "a copy is left out": (
+        "sm_80", instead(r"cp\.async\.cg\.shared\.global[^;]*;", "", 0), "unwritten", "nobody wrote",
+    ),
+    "one warp waits for all": (
+        "sm_80",
+        instead(r"ret;", "{ .reg .pred w; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 w, t, 32; @w bar.sync 1; } ret;"),
+        "deadlock", "waits",
+    ),
+    "an instruction that nobody knows": ("sm_80", instead(r"ret;", "quux.f32 %r1; ret;"), "unknown_instruction", "quux.f32"),
+    "products are not waited for": (
+        "sm_90", without(r"wgmma\.wait_group[^;]*;"), "race", "while the async proxy reads it",
+    ),
+    "the last product is not waited for": (
+        "sm_90", last_without(r"wgmma\.wait_group[^;]*;"), "race", "a register is used",
+    ),
+    "no fence before a product": ("sm_90", without(r"wgmma\.fence[^;]*;"), "race", "wgmma.fence"),
+    "no fence of the async proxy": ("sm_90", without(r"fence\.proxy\.async[^;]*;"), "race", "async proxy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken(name):
+    target, change, kind, text = BROKEN[name]
+    with pytest.raises(ptx.Fault, match=re.escape(text)) as caught:
+        matmul(target, change)
+    assert caught.value.kind == kind
+    assert "matmul: " in str(caught.value) and "kernels.py:" in str(caught.value)
+
+
+def test_two_blocks_write_one_place():
+    with pytest.raises(ptx.Fault, match="by two blocks") as caught:
+        ptx.run(kernels.last, (4,), torch.zeros(1, dtype=torch.int32), target="sm_80")
+    assert caught.value.kind == "race"
+
+
+def test_a_value_that_nobody_wrote():
+    a, b, out = *torch.randn(2, 64), torch.zeros(64)
+    with pytest.raises(ptx.Fault, match="nobody wrote") as caught:
+        ptx.run(kernels.add, (1,), a, b, out, 64, target="sm_80", BLOCK=64, unwritten=[b])
+    assert caught.value.kind == "unwritten"

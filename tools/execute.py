@@ -1,0 +1,49 @@
+"""Run generated Triton kernels on the CPU as a card would: compiled for it, instruction by instruction.
+
+    flex_inductor.tools.execute.run(fn, *args, target="sm_90")
+
+compiles `fn` through Inductor and Triton, and executes its kernels on CPU tensors by `tools/ptx/`, autograd included.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from . import ptx
+from .environment import compiled_on_cpu
+from .generated import load
+from .resources import compile_untuned, gpu_target
+
+
+def run(fn: Callable, *args: Any, target: str, **kwargs: Any) -> Any:
+    """`fn(*args)`. The outputs are those of the compiled function: `backward()` on them executes kernels too."""
+    return compiled(fn, target)(*args, **kwargs)
+
+
+def compiled(
+    fn: Callable, target: str, launches: list[tuple[str, ptx.Counts]] | None = None, **checks: Any
+) -> Callable:
+    """`torch.compile(fn, backend="flex_inductor")`, to be executed with the options `checks` of `ptx.run_text`.
+
+    `launches` gets every kernel's name and counts.
+    """
+
+    def executed(name: str, source: str) -> Any:
+        """In place of Inductor's autotuner: the config that a card would start with."""
+        kernel = load(name, source)
+        config, binary, _ = compile_untuned(kernel, target)
+
+        def run(*args: Any, stream: Any = None, **_: Any) -> None:
+            sizes, given = kernel.launch(config, args)
+            if 0 in sizes:
+                return
+            taken = [value for name, value in given.items() if name not in kernel.constexprs]
+            counts = ptx.run_compiled(binary, sizes, taken, **checks)
+            if launches is not None:
+                launches.append((kernel.name, counts))
+
+        return types.SimpleNamespace(config=config, run=run)
+
+    return compiled_on_cpu(fn, executed, gpu_target(target))

@@ -1,0 +1,254 @@
+"""Runs kernels on CPU tensors: `run` of Triton's, `run_text` of PTX."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .counts import Counts
+from .machine import Found, machine
+from .program import encode
+from .text import Kernel, Parameter, parse
+
+WHEN = ("late", "early", "random")
+
+
+class Fault(RuntimeError):
+    """A check that fired. `kind` is its name, `line` the line of the PTX text."""
+
+    def __init__(self, kind: str, text: str, line: int):
+        super().__init__(text)
+        self.kind, self.line = kind, line
+
+
+def run_text(
+    text: str,
+    name: str,
+    grid: Sequence[int] | int,
+    args: Sequence[Any],
+    *,
+    num_warps: int,
+    shared_bytes: int = 0,
+    seed: int = 0,
+    when: str = "late",
+    approximations: str = "exact",
+    unwritten: Sequence[Tensor] = (),
+    most_steps: int = 1 << 40,
+) -> Counts:
+    """Run the kernel `name` of a PTX text, and write into the tensors given.
+
+    when            asynchronous copies and products end "late", at the last legal moment, "early", or at "random"
+    approximations  "exact", or "worst": off by as much as the ISA's document allows
+    unwritten       those of `args` whose values the kernel must not read before it wrote them
+    most_steps      instructions, of all warps, after which it counts as hanging
+    """
+    if when not in WHEN:
+        raise ValueError(f"when: expected one of {', '.join(WHEN)}, got {when!r}")
+    module = parse(text)
+    if name not in module.kernels:
+        raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
+    kernel = module.kernels[name]
+    program = encode(module, kernel)
+    sizes = [*([grid] if isinstance(grid, int) else grid), 1, 1, 1][:3]
+    shared = sum(module.shared.values()) + shared_bytes
+    parameters = _parameters(kernel, args)
+    allocations = _allocations(args, unwritten)
+    head = [
+        *sizes,
+        32 * num_warps,
+        int("".join(filter(str.isdigit, module.target))),
+        shared,
+        len(program.slots),
+        seed,
+        WHEN.index(when),
+        approximations == "worst",
+        most_steps,
+        len(kernel.instructions),
+        len(program.constants),
+        len(parameters),
+        len(program.specials) // 3,
+        len(allocations) // 3,
+    ]
+    numbers = (ctypes.c_int64 * (8 * len(kernel.instructions)))()
+    found = Found()
+    stopped = machine().run_launch(
+        _integers(head),
+        _integers(program.code),
+        (ctypes.c_char_p * len(program.names))(*(part.encode() for part in program.names)),
+        (ctypes.c_uint64 * len(program.constants))(*program.constants),
+        parameters,
+        _integers(program.specials),
+        _integers(allocations),
+        numbers,
+        ctypes.byref(found),
+    )
+    if stopped:
+        raise _fault(kernel, found)
+    return Counts.of(kernel, list(numbers))
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
+    if len(args) != len(kernel.parameters):
+        raise ValueError(
+            f"args: {kernel.name} has {len(kernel.parameters)} parameters, got {len(args)} arguments"
+        )
+    last = kernel.parameters[-1] if kernel.parameters else Parameter("", "", 0, 0)
+    found = bytearray(last.offset + last.size)
+    for parameter, value in zip(kernel.parameters, args, strict=True):
+        found[parameter.offset : parameter.offset + parameter.size] = _bytes_of(value, parameter)
+    return bytes(found)
+
+
+def _bytes_of(value: Any, parameter: Parameter) -> bytes:
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(f"args: expected CPU tensors, got one on {value.device} for {parameter.name}")
+        value = value.data_ptr()
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, float):
+        return struct.pack({"f32": "<f", "b32": "<f"}.get(parameter.kind, "<d"), value)
+    return (int(value) & ((1 << 8 * parameter.size) - 1)).to_bytes(parameter.size, "little")
+
+
+def _allocations(args: Sequence[Any], unwritten: Sequence[Tensor]) -> list[int]:
+    """The tensors' addresses, sizes and whether they hold values; those that overlap are one."""
+    new = {tensor.data_ptr() for tensor in unwritten}
+    spans = []
+    for tensor in args:
+        if isinstance(tensor, Tensor) and tensor.numel():
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            first = tensor.data_ptr()
+            spans.append((first, first + (last + 1) * tensor.element_size(), first not in new))
+    joined: list[tuple[int, int, bool]] = []
+    for first, stop, written in sorted(spans):
+        if joined and first < joined[-1][1]:
+            before = joined.pop()
+            first, stop, written = before[0], max(stop, before[1]), written or before[2]
+        joined.append((first, stop, written))
+    return [value for first, stop, written in joined for value in (first, stop - first, int(written))]
+
+
+def _fault(kernel: Kernel, found: Found) -> Fault:
+    kind, text, line = found.kind.decode(), found.text.decode(), found.line
+    instruction = next((i for i in kernel.instructions if i.line == line), None)
+    place = f"block {found.block}, warp {found.warp}" + (f", lane {found.lane}" if found.lane >= 0 else "")
+    at = f", address {found.address:#x}" if found.address else ""
+    return Fault(kind, f"{kernel.name}: {kind}: {text}. {place}{at}: {instruction or f'line {line}'}", line)
+
+
+def run(
+    kernel: Any,
+    grid: Sequence[int] | int | Callable[[dict[str, Any]], Sequence[int]],
+    *args: Any,
+    target: str,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    seed: int = 0,
+    when: str = "late",
+    approximations: str = "exact",
+    unwritten: Sequence[Tensor] = (),
+    **constexprs: Any,
+) -> Counts:
+    """Compile one of Triton's kernels for a target such as "sm_90", and run it. See `run_text`."""
+    compiled, given = compiled_for(kernel, args, target, num_warps, num_stages, constexprs)
+    named = dict(zip(kernel.arg_names, args, strict=False)) | constexprs
+    return run_compiled(
+        compiled,
+        grid(named) if callable(grid) else grid,
+        given,
+        seed=seed,
+        when=when,
+        approximations=approximations,
+        unwritten=unwritten,
+    )
+
+
+def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], **options: Any) -> Counts:
+    """Run what `triton.compile` returned, with the arguments that are no constants."""
+    metadata = compiled.metadata
+    text = compiled.asm["ptx"]
+    module = parse(text)
+    (name,) = module.kernels
+    missing = len(module.kernels[name].parameters) - len(args)
+    scratch: list[Any] = [0] * missing  # of the launch and of the profiler, which Triton appends
+    if missing and getattr(metadata, "global_scratch_size", 0):
+        sizes = [*([grid] if isinstance(grid, int) else grid)]
+        blocks = math.prod(sizes)
+        scratch[0] = torch.empty(metadata.global_scratch_size * blocks, dtype=torch.uint8)
+    warps = (module.kernels[name].threads or 32 * metadata.num_warps) // 32
+    return run_text(
+        text, name, grid, [*args, *scratch], num_warps=warps, shared_bytes=metadata.shared, **options
+    )
+
+
+def compiled_for(
+    kernel: Any,
+    args: Sequence[Any],
+    target: str,
+    num_warps: int,
+    num_stages: int,
+    constexprs: dict[str, Any],
+) -> tuple[Any, list[Any]]:
+    """The compiled kernel, and those of the arguments that it takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    given: list[Any] = []
+    values = dict(zip(kernel.arg_names, args, strict=False)) | constexprs
+    for i, name in enumerate(kernel.arg_names):
+        value = values[name]
+        kind = "constexpr" if name in constexprs else _kind_of(value)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[(i,)] = value
+            continue
+        given.append(value)
+        if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
+            number = value.data_ptr() if isinstance(value, Tensor) else value
+            if number % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    return triton.compile(source, target=gpu, options=options), given
+
+
+_POINTERS = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"*{_POINTERS[value.dtype]}"
+    if value is None or (isinstance(value, int) and value == 1):
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"

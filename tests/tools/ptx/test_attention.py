@@ -15,15 +15,14 @@ def causal(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
+CASES = [(t, d) for t in ("sm_80", "sm_90") for d in (torch.float16, torch.bfloat16, torch.float32)]
+
+
 @pytest.mark.parametrize(
-    "target, dtype",
-    slow_but(
-        [(t, d) for t in ("sm_80", "sm_90") for d in (torch.float16, torch.bfloat16, torch.float32)],
-        ("sm_80", torch.bfloat16),
-        ("sm_90", torch.float16),
-    ),
+    "case", slow_but(CASES, ("sm_80", torch.bfloat16), ("sm_90", torch.float16)), ids=str
 )
-def test_forward_and_backward(target, dtype):
+def test_forward_and_backward(case):
+    target, dtype = case
     torch.manual_seed(0)
     rows = [torch.randn(1, 2, LENGTH, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
     slopes = torch.rand(2, requires_grad=True)

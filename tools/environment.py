@@ -33,15 +33,26 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
 
 
 def compiled_on_cpu(
-    fn: Callable, load: Callable[[str, str], Any], target: Any = None, **options: Any
+    fn: Callable, load: Callable[[str, str], Any], target: str | None = None, **options: Any
 ) -> Callable:
-    """`torch.compile(fn, backend="flex_inductor", **options)` with the kernels that `load` gives for CPU tensors."""
+    """`torch.compile(fn, backend="flex_inductor", **options)` with the kernels that `load` gives for CPU tensors.
+
+    They are those of the `target`, or small ones for the interpreter.
+    """
     import torch
+
+    from flex_inductor.lowerings.observing import Observer, observed_by
+
+    from .resources import gpu_target
+
+    observer = Observer()
+    observer.target, observer.records = target, target is None
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
         from torch._inductor.compile_fx import compile_fx_inner
 
-        with triton_on_cpu(load, target):
+        card = None if target is None else gpu_target(target)
+        with triton_on_cpu(load, card), observed_by(observer):
             return compile_fx_inner(*args, **kwargs)
 
     def backend(module: Any, inputs: Sequence[Any], **given: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from . import ptx
 from .environment import compiled_on_cpu
 from .generated import load
-from .resources import compile_untuned, gpu_target
+from .resources import compile_untuned
 
 
 def run(fn: Callable, *args: Any, target: str, **kwargs: Any) -> Any:
@@ -46,4 +46,4 @@ def compiled(
 
         return types.SimpleNamespace(config=config, run=run)
 
-    return compiled_on_cpu(fn, executed, gpu_target(target))
+    return compiled_on_cpu(fn, executed, target)

@@ -1,49 +1,114 @@
-"""The project's kernels as cards get them, executed: forward and backward against fp64."""
+"""The project's kernels as cards get them, executed: forward and backward against torch's own attention in fp64."""
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from flex_inductor import create_block_mask, flex_attention
-from flex_inductor.reference import reference
+from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
+from flex_inductor.masks import causal
 from flex_inductor.tools import execute
 from tests.marks import slow_but
+from tests.support import assert_accurate
 
-LENGTH = 96
+LENGTHS = [5, 130, 61]
+SEQUENCES = Sequences.from_lengths(LENGTHS)
+CAUSAL_SEQUENCES = SEQUENCES.mask(causal())
 
 
-def causal(b, h, q_idx, kv_idx):
-    return q_idx >= kv_idx
+def causal_alibi(q, k, v, slopes):
+    length = q.size(2)
+    mask = create_block_mask(causal(), None, None, length, length, "cpu")
+    return flex_attention(q, k, v, lambda s, b, h, m, n: s - slopes[h] * (m - n), mask)
 
 
-CASES = [(t, d) for t in ("sm_80", "sm_90") for d in (torch.float16, torch.bfloat16, torch.float32)]
+def causal_alibi_in_torch(q, k, v, slopes):
+    m = torch.arange(q.size(2))
+    bias = -slopes[:, None, None] * (m[:, None] - m)
+    return sdpa(q, k, v, attn_mask=bias.masked_fill(m[:, None] < m, -float("inf")))
+
+
+def bias(q, k, v, table):
+    return flex_attention(q, k, v, lambda s, b, h, m, n: s + table[m, n])
+
+
+def grouped(q, k, v):
+    mask = create_block_mask(causal(), None, None, q.size(2), k.size(2), "cpu", compact=True)
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def one_query(q, k, v):
+    return flex_attention(q, k, v, enable_gqa=True)
+
+
+def packed(q, k, v):
+    return varlen_attention(q, k, v, SEQUENCES, block_mask=CAUSAL_SEQUENCES)
+
+
+def packed_in_torch(q, k, v):
+    parts = zip(*(t.transpose(0, 1).split(LENGTHS, 1) for t in (q, k, v)), strict=True)
+    return torch.cat([sdpa(*part, is_causal=True) for part in parts], 1).transpose(0, 1)
+
+
+# By name: the call, torch's, the shapes of query, key, value and captures, and the kernels, their numbers left out.
+WITH_BACKWARD = ["forward", "backward_dq", "backward_dkdv"]
+CALLS = {
+    "alibi": (causal_alibi, causal_alibi_in_torch, [(1, 2, 96, 64)] * 3 + [(2,)], WITH_BACKWARD),
+    "bias": (bias, lambda q, k, v, table: sdpa(q, k, v, attn_mask=table), [(1, 2, 200, 64)] * 3 + [(200, 200)], WITH_BACKWARD),
+    "grouped": (
+        grouped, lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True),
+        [(1, 4, 256, 128)] + [(1, 2, 256, 128)] * 2, WITH_BACKWARD,
+    ),
+    "decode": (
+        one_query, lambda q, k, v: sdpa(q, k, v, enable_gqa=True), [(2, 8, 1, 64)] + [(2, 2, 700, 64)] * 2,
+        ["decode", "combine"],
+    ),
+    "packed": (packed, packed_in_torch, [(sum(LENGTHS), 2, 64)] * 3, WITH_BACKWARD),
+}  # fmt: skip
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90") for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(
-    "case", slow_but(CASES, ("sm_80", torch.bfloat16), ("sm_90", torch.float16)), ids=str
+    "case",
+    slow_but(
+        CASES,
+        ("alibi", "sm_80", torch.bfloat16),
+        ("alibi", "sm_90", torch.float16),
+        ("bias", "sm_90", torch.bfloat16),
+        ("decode", "sm_80", torch.float16),
+        ("packed", "sm_90", torch.bfloat16),
+    ),
+    ids=str,
 )
-def test_forward_and_backward(case):
-    target, dtype = case
+def test_call(case):
+    name, target, dtype = case
+    attend, in_torch, shapes, kernels = CALLS[name]
+    backward = "backward_dq" in kernels
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    rows = [torch.randn(1, 2, LENGTH, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
-    slopes = torch.rand(2, requires_grad=True)
-    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, "cpu")
-
-    def attend(q, k, v):
-        return flex_attention(q, k, v, lambda s, b, h, m, n: s - slopes[h] * (m - n), mask)
-
+    rows = [torch.randn(shape, dtype=dtype) for shape in shapes[:3]]
+    captures = [torch.rand(shape).to(dtype) for shape in shapes[3:]]
     launches = []
-    out = execute.compiled(attend, target, launches)(*rows)
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    names = [name for name, _ in launches]
-    assert [name.rpartition("_")[0] for name in names if name.startswith("flex_inductor")] == [
-        "flex_inductor_forward", "flex_inductor_backward_dq", "flex_inductor_backward_dkdv",
-    ]  # fmt: skip
-    found = [out, *(t.grad for t in (*rows, slopes))]
 
-    exact = [t.detach().double().requires_grad_() for t in (*rows, slopes)]
-    want, *_ = reference(*exact[:3], lambda s, b, h, m, n: s - exact[3][h] * (m - n), mask)
-    want.backward(grad.double())
-    eps = torch.finfo(dtype).eps
-    for one, other in zip(found, [want, *(t.grad for t in exact)], strict=True):
-        assert (one.double() - other).abs().max() <= 8 * eps * max(1, other.abs().max())
+    def results(call, tensors):
+        given = [tensor.detach().requires_grad_(backward) for tensor in tensors]
+        out = call(*given)
+        names = ["d_query", "d_key", "d_value", *(f"d_captures[{i}]" for i in range(len(captures)))]
+        above = torch.linspace(-1, 1, out.numel()).to(dtype).to(out.dtype).view_as(out)
+        found = torch.autograd.grad(out, given, above) if backward else []
+        return {"out": out.detach(), **dict(zip(names, found, strict=False))}
+
+    def executed(q, k, v, *others):
+        return execute.compiled(lambda *given: attend(*given, *others), target, launches)(q, k, v)
+
+    gold = results(in_torch, [tensor.double() for tensor in (*rows, *captures)])
+    assert_accurate(results(executed, [*rows, *captures]), results(in_torch, [*rows, *captures]), gold, dtype)
+    own = [
+        kernel.removeprefix("flex_inductor_").rpartition("_")[0]
+        for kernel, _ in launches
+        if "flex_inductor_" in kernel
+    ]
+    assert [kernel for kernel in own if kernel in kernels] == kernels
+    families = {family for _, counts in launches for family in counts.by_family()}
+    if dtype != torch.float32:
+        assert ("wgmma" if target == "sm_90" and backward else "mma") in families

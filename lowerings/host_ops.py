@@ -23,13 +23,16 @@ def call(op: Any, *args: Any) -> Any:
 
 
 def lower(
-    problem: AttentionProblem, of: LoweredCall, forward: Any, backward: Any, tensors: Any, text: str
+    problem: AttentionProblem, lowered: LoweredCall, forward: Any, backward: Any, tensors: Any, text: str
 ) -> Any:
     """The results of a call by an op that takes the rest of it as text; `backward` gives the gradients wanted."""
-    qkv = (of.query, of.key, of.value)
+    qkv = (lowered.query, lowered.key, lowered.value)
     if problem.direction == "forward":
         return call(forward.default, *qkv, tensors, text)
-    found = iter(call(backward.default, *qkv, of.out, of.lse, of.grad_out, of.grad_lse, tensors, text))
+    known = (*qkv, lowered.out, lowered.lse, lowered.grad_out, lowered.grad_lse)
+    found = iter(call(backward.default, *known, tensors, text))
     d_qkv = [next(found) if name in problem.outputs else None for name in QKV]
-    wanted = wanted_gradients(of.joint and of.joint.graph_module, len(of.inputs.score_captures))
+    wanted = wanted_gradients(
+        lowered.joint and lowered.joint.graph_module, len(lowered.inputs.score_captures)
+    )
     return (*d_qkv, tuple(next(found) if want else None for want in wanted))

@@ -68,6 +68,7 @@ DIFFERENTIABLE = ("score_captures", "stand_ins")
 
 
 def _bundles() -> dict[str, Any]:
+    """By name; asked each time, since a kind of schedule may be added."""
     return {**KINDS, "tile_map": TileMap, "ring": Ring}
 
 

@@ -160,7 +160,7 @@ def _dkdv(
     made = chosen(problem, kind, inlined.counts)
     heads = _heads_in_an_instance(problem, made.configs[0])
     parts = int(problem.H) // heads
-    summed = mapped or parts != problem.K or (problem.B_kv == 1 != problem.B)
+    summed = mapped or parts != problem.K or (problem.B_kv == 1 and problem.B != 1)
     outputs, written = {}, {}
     for name, source in (("d_key", "key"), ("d_value", "value")):
         if source not in wanted:

@@ -62,7 +62,6 @@ def run_text(
     head = [
         *sizes,
         32 * num_warps,
-        int("".join(filter(str.isdigit, module.target))),
         shared,
         len(program.slots),
         seed,

@@ -10,20 +10,11 @@ namespace ptx {
 
 inline Action bind_copy(const Instruction& in, Launch& launch) {
   if (in.name != "cp" || !in.with.has("async") || in.with.has("bulk")) return {};
-  if (in.with.has("commit_group"))
-    return [](Warp& warp, uint32_t) {
-      warp.copies.commit();
-      return true;
-    };
+  if (Action found = bind_groups(in, &Warp::copies)) return found;
   if (in.with.has("wait_all"))
     return [](Warp& warp, uint32_t) {
       warp.copies.commit();
       warp.copies.wait(0);
-      return true;
-    };
-  if (in.with.has("wait_group"))
-    return [&in](Warp& warp, uint32_t) {
-      warp.copies.wait(warp.at(in.operands[0].slots[0])[0]);
       return true;
     };
   if (!in.with.has("global") || in.operands.size() < 3) return {};
@@ -233,16 +224,7 @@ void each_row(const TensorMap& map, Bits start, const std::vector<int64_t>& corn
 // Bulk copies of tensors. They end when a warp that waits could not go on otherwise.
 inline Action bind_bulk(const Instruction& in, Launch& launch) {
   if (in.name != "cp" || !in.with.has("bulk")) return {};
-  if (in.with.has("commit_group"))
-    return [](Warp& warp, uint32_t) {
-      warp.bulk.commit();
-      return true;
-    };
-  if (in.with.has("wait_group"))
-    return [&in](Warp& warp, uint32_t) {
-      warp.bulk.wait(warp.at(in.operands[0].slots[0])[0]);
-      return true;
-    };
+  if (Action found = bind_groups(in, &Warp::bulk)) return found;
   if (!in.with.has("tensor")) return {};
   const bool load = in.with.has("mbarrier::complete_tx::bytes");
   if (!load && !in.with.has("bulk_group")) return {};

@@ -46,7 +46,6 @@ void read_program(Launch& launch, Reader read, int64_t count, const char* const*
     in.target = int(read());
     in.operands.resize(read());
     for (auto& operand : in.operands) {
-      operand.address = read();
       operand.offset = read();
       operand.slots.resize(read());
       for (int& slot : operand.slots) slot = int(read());
@@ -216,7 +215,7 @@ struct Found {
   int64_t line, block, warp, lane, address;
 };
 
-// `sizes`: grid x, y, z, threads, target, shared bytes, slots, seed, when, worst approximations, most steps, then the
+// `sizes`: grid x, y, z, threads, shared bytes, slots, seed, when, worst approximations, most steps, then the
 // numbers of instructions, constants, parameter bytes, specials and allocations. Returns whether a fault was found.
 int run_launch(const int64_t* sizes, const int64_t* code, const char* const* names, const uint64_t* constants,
                const uint8_t* parameters, const int64_t* specials, const int64_t* allocations, int64_t* counts, Found* found) {
@@ -225,7 +224,6 @@ int run_launch(const int64_t* sizes, const int64_t* code, const char* const* nam
   Reader next{sizes};
   for (int& size : launch.grid) size = int(next());
   launch.threads = int(next());
-  launch.target = int(next());
   launch.shared_bytes = next();
   launch.slots = int(next());
   launch.random.seed(next());

@@ -16,7 +16,6 @@ constexpr uint32_t ALL = 0xffffffffu;
 struct Operand {
   std::vector<int> slots;  // of registers; of constants below 0
   int64_t offset = 0;      // of an address
-  bool address = false;
 };
 
 struct Warp;
@@ -58,7 +57,6 @@ struct Counts {
 struct Pending {
   const Instruction* instruction = nullptr;
   std::function<void()> finish;
-  std::vector<int> registers;  // that nobody may touch before
 };
 
 // Groups of such work: those committed, oldest first, and what is to be committed next.
@@ -87,7 +85,6 @@ struct Warp {
   int counters[LANES] = {};     // the next instruction of each lane
   uint32_t live = ALL;
   std::function<bool()> ready;  // set while it waits
-  const Instruction* waits_at = nullptr;
 
   Groups copies, bulk, products;
   std::map<int, int> in_flight;  // registers of products under way, and how many
@@ -130,7 +127,7 @@ struct Launch {
   std::vector<uint8_t> parameters;
   int slots = 0;
   std::map<int, std::pair<std::string, int>> specials;  // slot: name and axis
-  int grid[3] = {1, 1, 1}, threads = 32, target = 80;
+  int grid[3] = {1, 1, 1}, threads = 32;
   int64_t shared_bytes = 0;
   Global global;
   When when = When::late;

@@ -205,16 +205,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
       ++warp.fences;
       return true;
     };
-  if (in.with.has("commit_group"))
-    return [](Warp& warp, uint32_t) {
-      warp.products.commit();
-      return true;
-    };
-  if (in.with.has("wait_group"))
-    return [&in](Warp& warp, uint32_t) {
-      warp.products.wait(warp.at(in.operands[0].slots[0])[0]);
-      return true;
-    };
+  if (Action found = bind_groups(in, &Warp::products)) return found;
   int m = 0, n = 0, k = 0;
   const auto types = in.with.types();
   if (!in.with.has("mma_async") || !shape_of(in.with, m, n, k) || types.size() != 3) return {};
@@ -228,7 +219,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     const bool adds = flag(3) != 0, left_transposed = !from_registers && flag(6), right_transposed = flag(from_registers ? 6 : 7);
     const double sign = int32_t(flag(4)) * int32_t(flag(5));
     for (int slot : in.touched)
-      if (slot >= 0 && warp.stamps[slot] >= warp.fences)
+      if (warp.stamps[slot] >= warp.fences)
         throw Fault{"race", "a register of a product was written after the last wgmma.fence"};
     const Matrix b = Matrix::of_wgmma(warp.at(in.operands[2].slots[0])[0], right_transposed);
     const Matrix a = from_registers ? Matrix{} : Matrix::of_wgmma(warp.at(in.operands[1].slots[0])[0], left_transposed);
@@ -239,9 +230,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     for (Bits piece : held) shared.begin_read(piece, 16);
     Pending work;
     work.instruction = &in;
-    for (int slot : in.touched)
-      if (slot >= 0) work.registers.push_back(slot);
-    for (int slot : work.registers) ++warp.in_flight[slot];
+    for (int slot : in.touched) ++warp.in_flight[slot];
     auto compute = [=, &in, &warp] {
       std::vector<double> c(16 * n), x(16 * k), y(k * n);
       const auto columns = b.read(warp, 0, n, k, right);
@@ -268,10 +257,10 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     };
     const bool early = launch.early();
     if (early) compute();
-    work.finish = [=, &in, &warp, registers = work.registers] {
+    work.finish = [=, &in, &warp] {
       const int line = std::exchange(warp.agent.line, in.line);
       for (Bits piece : held) warp.block->shared->end_read(piece, 16);
-      for (int slot : registers)
+      for (int slot : in.touched)
         if (!--warp.in_flight[slot]) warp.in_flight.erase(slot);
       if (!early) compute();
       warp.agent.line = line;

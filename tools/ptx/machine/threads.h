@@ -67,6 +67,21 @@ inline void count_request(Counts& counts, Space space, const Bits* addresses, ui
   }
 }
 
+// Instructions that end a group of work, or wait until only so many groups are left.
+inline Action bind_groups(const Instruction& in, Groups Warp::*groups) {
+  if (in.with.has("commit_group"))
+    return [groups](Warp& warp, uint32_t) {
+      (warp.*groups).commit();
+      return true;
+    };
+  if (in.with.has("wait_group"))
+    return [&in, groups](Warp& warp, uint32_t) {
+      (warp.*groups).wait(warp.at(in.operands[0].slots[0])[0]);
+      return true;
+    };
+  return {};
+}
+
 inline Action bind_scalar(const Instruction& in, Launch& launch) {
   const auto& operands = in.operands;
   if (in.name == "setp" || in.name == "set") {

@@ -17,7 +17,7 @@ inline Action bind_copy(const Instruction& in, Launch& launch) {
       warp.copies.wait(0);
       return true;
     };
-  if (!in.with.has("global") || in.operands.size() < 3) return {};
+  if (!in.with.only({"async", "ca", "cg", "shared*", "global", "L2::*"}) || !in.with.has("global") || in.operands.size() < 3) return {};
   return [&in, &launch](Warp& warp, uint32_t lanes) {
     const int bytes = int(warp.at(in.operands[2].slots[0])[0]);
     Bits from[LANES], to[LANES];
@@ -104,7 +104,7 @@ inline Action bind_transaction(const Instruction& in, Launch&) {
       warp.block->transactions.erase(address);
       return true;
     };
-  if (in.with.has("arrive"))
+  if (in.with.has("arrive") && !in.with.has("noComplete"))
     return [&in](Warp& warp, uint32_t lanes) {
       each_checked(lanes, [&](int lane) {
         TransactionBarrier& barrier = barrier_at(warp, shared_address(warp, in.operands[1], lane));
@@ -225,7 +225,9 @@ void each_row(const TensorMap& map, Bits start, const std::vector<int64_t>& corn
 inline Action bind_bulk(const Instruction& in, Launch& launch) {
   if (in.name != "cp" || !in.with.has("bulk")) return {};
   if (Action found = bind_groups(in, &Warp::bulk)) return found;
-  if (!in.with.has("tensor")) return {};
+  if (!in.with.has("tensor") || !in.with.only({"async", "bulk", "tensor", "1d", "2d", "3d", "4d", "5d", "tile", "shared*", "global", "bulk_group",
+                                               "mbarrier::complete_tx::bytes", "L2::*"}))
+    return {};
   const bool load = in.with.has("mbarrier::complete_tx::bytes");
   if (!load && !in.with.has("bulk_group")) return {};
   return [&in, &launch, load](Warp& warp, uint32_t lanes) {

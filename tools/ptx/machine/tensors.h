@@ -13,7 +13,9 @@ namespace ptx {
 inline Action bind_matrix(const Instruction& in, Launch& launch) {
   const bool load = in.name == "ldmatrix", store = in.name == "stmatrix";
   const int count = in.with.number("x");
-  if ((!load && !store) || !in.with.has("m8n8") || !in.with.has("b16") || !count) return {};
+  if ((!load && !store) || !in.with.only({"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared*"}) || !in.with.has("m8n8") ||
+      !in.with.has("b16") || !count)
+    return {};
   const bool transposed = in.with.has("trans");
   return [&in, &launch, load, count, transposed](Warp& warp, uint32_t lanes) {
     require_all(warp, lanes, in);
@@ -114,7 +116,7 @@ inline void multiply(std::vector<double>& sum, const std::vector<double>& left, 
 
 inline Action bind_product(const Instruction& in, Launch& launch) {
   int m = 0, n = 0, k = 0;
-  if (in.name != "mma" || !shape_of(in.with, m, n, k) || !in.with.has("row") || !in.with.has("col") || n != 8) return {};
+  if (in.name != "mma" || !in.with.only({"sync", "aligned", "m16*", "m8*", "row", "col"}) || !shape_of(in.with, m, n, k) || !in.with.has("row") || !in.with.has("col") || n != 8) return {};
   const auto types = in.with.types();
   if (types.size() != 4) return {};
   const Format result = format_of(types[0]), left = format_of(types[1]), right = format_of(types[2]), sum = format_of(types[3]);
@@ -208,7 +210,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
   if (Action found = bind_groups(in, &Warp::products)) return found;
   int m = 0, n = 0, k = 0;
   const auto types = in.with.types();
-  if (!in.with.has("mma_async") || !shape_of(in.with, m, n, k) || types.size() != 3) return {};
+  if (!in.with.has("mma_async") || !in.with.only({"mma_async", "sync", "aligned", "m64*"}) || !shape_of(in.with, m, n, k) || types.size() != 3) return {};
   const Format sum = format_of(types[0]), left = format_of(types[1]), right = format_of(types[2]);
   const bool from_registers = in.operands[1].slots.size() > 1;
   const size_t flags = 4;  // scale-d, and the signs of both; then which are transposed

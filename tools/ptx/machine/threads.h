@@ -156,7 +156,9 @@ inline Action bind_branch(const Instruction& in, Launch&) {
 
 inline Action bind_memory(const Instruction& in, Launch& launch) {
   const bool load = in.name == "ld", store = in.name == "st";
-  if (!load && !store) return {};
+  if ((!load && !store) || !in.with.only({"param", "shared*", "global", "v2", "v4", "v8", "nc", "volatile", "relaxed", "acquire", "release", "weak",
+                                          "cta", "gpu", "sys", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "L1::*", "L2::*"}))
+    return {};
   const auto types = in.with.types();
   if (types.empty()) return {};
   const int width = bytes_of(types.back()), count = std::max(1, in.with.number("v"));
@@ -202,7 +204,10 @@ inline Action bind_memory(const Instruction& in, Launch& launch) {
 }
 
 inline Action bind_atomic(const Instruction& in, Launch& launch) {
-  if (in.name != "atom" && in.name != "red") return {};
+  if ((in.name != "atom" && in.name != "red") ||
+      !in.with.only({"add", "min", "max", "and", "or", "xor", "exch", "cas", "global", "shared*", "relaxed", "acquire", "release", "acq_rel", "cta",
+                     "gpu", "sys", "v2", "v4", "noftz", "L2::*"}))
+    return {};
   const bool result = in.name == "atom";
   const auto types = in.with.types();
   std::string operation;
@@ -340,7 +345,7 @@ inline Action bind_barrier(const Instruction& in, Launch& launch) {
       warp.agent.fenced = warp.agent.seen;
       return true;
     };
-  if (in.name != "bar" && in.name != "barrier") return {};
+  if ((in.name != "bar" && in.name != "barrier") || !in.with.only({"cta", "sync", "arrive", "aligned"})) return {};
   const bool arrives = in.with.has("arrive");
   if (!arrives && !in.with.has("sync")) return {};
   return [&in, &launch, arrives](Warp& warp, uint32_t lanes) {

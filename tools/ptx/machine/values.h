@@ -124,6 +124,14 @@ inline int bytes_of(const std::string& type) {
 struct Modifiers {
   std::vector<std::string> all;
   bool has(const std::string& name) const { return std::find(all.begin(), all.end(), name) != all.end(); }
+  // Whether all are types, or known. A name that ends in * stands for all that begin with it.
+  bool only(std::initializer_list<const char*> known) const {
+    return std::all_of(all.begin(), all.end(), [&](const std::string& name) {
+      return bytes_of(name) || std::any_of(known.begin(), known.end(), [&](const std::string& k) {
+        return k.back() == '*' ? name.compare(0, k.size() - 1, k, 0, k.size() - 1) == 0 : name == k;
+      });
+    });
+  }
   // The types among them, in order: of the result, of operands.
   std::vector<std::string> types() const {
     std::vector<std::string> found;
@@ -215,7 +223,6 @@ Scalar arithmetic(const std::string& name, const Modifiers& with, Approximations
       const double error = with.has("full") || with.has("approx") ? 0x1p-22 : 0;
       return exact([=, &approximately](Exact a, Exact b, Exact) { return Exact(approximately(a / b, error)); });
     }
-    if (name == "rem") return exact([](Exact a, Exact b, Exact) { return Exact(std::fmod(a, b)); });
     if (name == "abs") return exact([](Exact a, Exact, Exact) { return std::fabs(a); });
     if (name == "neg") return exact([](Exact a, Exact, Exact) { return -a; });
     const std::map<std::string, std::pair<double (*)(double), double>> functions = {
@@ -297,9 +304,11 @@ Scalar conversion(const Modifiers& with) {
         if (integer) x = integer == 1 ? std::nearbyint(x) : integer == 2 ? std::trunc(x) : integer == 3 ? std::floor(x) : std::ceil(x);
         if (saturated) x = std::isnan(x) ? 0 : std::min(std::max(x, 0.0), 1.0);
         if (relu && x < 0) x = 0;
-        if constexpr (std::is_same_v<To, float>)
-          if (to_zero) return bits_as<float>(static_cast<uint32_t>(rounded(x, 8, 23, true)));
-        return To(x);
+        if (!to_zero) return To(x);
+        if constexpr (std::is_same_v<To, float>) return get<float>(rounded(x, 8, 23, true));
+        else if constexpr (std::is_same_v<To, Half>) return get<Half>(rounded(x, 5, 10, true));
+        else if constexpr (std::is_same_v<To, Brain>) return get<Brain>(rounded(x, 8, 7, true));
+        else return To(x);
       }
     });
   } else if constexpr (is_float<From>) {
@@ -407,6 +416,11 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
   const auto types = with.types();
   if (types.empty()) return {};
   const std::string& type = types.back();
+  // What would change the result, such as another rounding, is not passed over.
+  const bool converts = name == "cvt";
+  if (!(converts ? with.only({"rn", "rz", "rna", "rni", "rzi", "rmi", "rpi", "sat", "relu", "ftz"})
+                 : with.only({"rn", "ftz", "approx", "full", "lo", "hi", "wide", "relu", "NaN"})))
+    return {};
   if (type == "pred") {
     if (name == "and") return [](Bits a, Bits b, Bits) { return a & b; };
     if (name == "or") return [](Bits a, Bits b, Bits) { return a | b; };
@@ -414,8 +428,8 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
     if (name == "not") return [](Bits a, Bits, Bits) { return a ^ 1; };
     return {};
   }
-  if (name == "cvt") {
-    if (types.size() != 2) return {};
+  if (converts) {
+    if (types.size() != 2 || (with.has("rz") && types[1][0] != 'f')) return {};
     const bool pair = types[0] == "bf16x2" || types[0] == "f16x2";
     const std::string to = pair ? types[0].substr(0, types[0].size() - 2) : types[0];
     Scalar found;

@@ -38,7 +38,14 @@ def machine() -> ctypes.CDLL:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder, "machine.so")
-            subprocess.run([compiler, *FLAGS, str(FOLDER / "machine.cpp"), "-o", str(built)], check=True)
+            command = [compiler, *FLAGS, str(FOLDER / "machine.cpp"), "-o", str(built)]
+            try:
+                subprocess.run(command, capture_output=True, text=True, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                why = getattr(error, "stderr", None) or error
+                raise RuntimeError(
+                    f"ptx: {compiler} cannot build the machine. Install a compiler of C++17, or name one in CXX. {why}"
+                ) from error
             built.replace(library)
     return ctypes.CDLL(str(library))
 

@@ -7,16 +7,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4} | {
-    "s32": 4,
-    "f32": 4,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-    "f64": 8,
-    "b128": 16,
-    "pred": 1,
-}
+SIZES = {f"{kind}{8 * size}": size for size in (1, 2, 4, 8) for kind in "bus"}
+SIZES |= {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "b128": 16, "pred": 1}
 
 
 @dataclass(frozen=True)

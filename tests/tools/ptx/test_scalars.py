@@ -156,6 +156,38 @@ def test_integers():
     same(apply("cvt.s64.s32 $0, $1;", torch.empty(1024, dtype=torch.int64), x), x.long())
 
 
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "add.rz.f32 $0, $1, $1;",
+        "mul.rn.sat.f32 $0, $1, $1;",
+        "fma.rm.f32 $0, $1, $1, $1;",
+        "cvt.rp.f32.f64 $0, $1;",
+        "ld.global.unknown.f32 $0, [%a1];",
+        "atom.global.inc.u32 $0, [%a1], 4;",
+        "barrier.cluster.arrive.aligned;",
+        "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$0}, {$1,$1}, {$1,$1}, {$0,$0}, $1, 0x0;",
+        "shfl.sync.spin.b32 $0, $1, 1, 31, -1;",
+        "lop3.b32 $0, $1, $1, $1, 0x80;",
+    ],
+)
+def test_what_would_change_a_result_is_not_passed_over(instruction):
+    name = instruction.split()[0].rstrip(";")
+    with pytest.raises(ptx.Fault, match=f"unknown_instruction: {name}") as caught:
+        apply(instruction, torch.empty(32), torch.ones(32))
+    assert caught.value.kind == "unknown_instruction"
+
+
+def test_rounding_towards_zero():
+    x = floats().clamp(-60000, 60000)
+    for name, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
+        found = apply(f"cvt.rz.{name}.f32 $0, $1;", torch.empty(1024, dtype=dtype), x)
+        nearest = x.to(dtype)
+        inwards = nearest.double().abs() <= x.double().abs()
+        same(found[inwards], nearest[inwards])
+        assert (found.double().abs() <= x.double().abs()).all() and (found != nearest)[~inwards].all()
+
+
 def test_conversions_to_integers():
     x = floats().clamp(-3e9, 3e9)
     want = x.double().trunc().clamp(-(2**31), 2**31 - 1).to(torch.int32)

@@ -98,9 +98,9 @@ def parse(text: str) -> Module:
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.MULTILINE)
     if target is None:
         raise SyntaxFault("the text has no .target: expected PTX as a compiler writes it")
-    files = {
-        number: name.rpartition("/")[2] for number, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)
-    }
+    # The last text of a .file is its name; before it may come its folder.
+    named = re.findall(r'\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"', text)
+    files = {number: name.rpartition("/")[2] for number, name in named}
     shared = {
         name: int(count or 0) * SIZES[kind]
         for kind, name, count in re.findall(r"\.shared(?:\s+\.align\s+\d+)?\s+\.(\w+)\s+(\w+)\[(\d*)\]", text)

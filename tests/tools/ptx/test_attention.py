@@ -62,6 +62,7 @@ CALLS = {
         one_query, lambda q, k, v: sdpa(q, k, v, enable_gqa=True), [(2, 8, 1, 64)] + [(2, 2, 700, 64)] * 2,
         ["decode", "combine"],
     ),
+    "short": (one_query, lambda q, k, v: sdpa(q, k, v), [(1, 2, 64, 64)] * 3, ["decode"]),
     "packed": (packed, packed_in_torch, [(sum(LENGTHS), 2, 64)] * 3, WITH_BACKWARD),
 }  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,6 +77,7 @@ CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90"
         ("alibi", "sm_90", torch.float16),
         ("bias", "sm_90", torch.bfloat16),
         ("decode", "sm_80", torch.float16),
+        ("short", "sm_90", torch.float16),
         ("packed", "sm_90", torch.bfloat16),
     ),
     ids=str,
@@ -111,4 +113,4 @@ def test_call(case):
     assert [kernel for kernel in own if kernel in kernels] == kernels
     families = {family for _, counts in launches for family in counts.by_family()}
     if dtype != torch.float32:
-        assert ("wgmma" if target == "sm_90" and backward else "mma") in families
+        assert ("wgmma" if target == "sm_90" and name != "decode" else "mma") in families

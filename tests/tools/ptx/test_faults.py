@@ -42,7 +42,7 @@ def last_without(pattern):
 
 
 def instead(pattern, other, count=1):
-    return lambda text: re.sub(pattern, other, text, count=count)
+    return lambda text: re.sub(pattern, other, text, count=count, flags=re.DOTALL)
 
 
 BROKEN = {
@@ -77,6 +77,14 @@ BROKEN = {
         "sm_90", last_without(r"wgmma\.wait_group[^;]*;"), "race", "a register is used",
     ),
     "no fence before a product": ("sm_90", without(r"wgmma\.fence[^;]*;"), "race", "wgmma.fence"),
+    "a product's register is computed behind the fence": (
+        "sm_90",
+        instead(
+            r"wgmma\.fence\.sync\.aligned;(.*?)(wgmma\.mma_async\S*\s*\{)(%r\d+)",
+            r"wgmma.fence.sync.aligned;\1add.f32 \3, \3, \3; \2\3",
+        ),
+        "race", "computed after the last wgmma.fence",
+    ),
     "no fence of the async proxy": ("sm_90", without(r"fence\.proxy\.async[^;]*;"), "race", "async proxy"),
 }  # fmt: skip
 

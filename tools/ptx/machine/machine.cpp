@@ -55,6 +55,7 @@ void read_program(Launch& launch, Reader read, int64_t count, const char* const*
       if (!product || in.operands[o].slots.size() > 1)
         for (int slot : in.operands[o].slots)
           if (slot >= 0) in.touched.push_back(slot);
+    in.copies = in.name == "mov";
     if (has_result(in))
       for (int slot : in.operands[0].slots)
         if (slot >= 0) in.results.push_back(slot);
@@ -114,6 +115,14 @@ void check_in_flight(const Warp& warp, const Instruction& in) {
     if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used while a product of wgmma that has it is under way"};
 }
 
+// The stamp of a copy: compilers move values between registers behind a fence, and the assembler undoes it.
+uint32_t newest(const Warp& warp, const Operand& from) {
+  uint32_t found = 0;
+  for (int slot : from.slots)
+    if (slot >= 0) found = std::max(found, warp.stamps[slot]);
+  return found;
+}
+
 void step(Warp& warp) {
   Launch& launch = *warp.launch;
   int counter = INT_MAX;
@@ -137,7 +146,8 @@ void step(Warp& warp) {
   ++counts.warps;
   counts.lanes += __builtin_popcount(active);
   if (active && !in.execute(warp, active)) each(lanes, [&](int lane) { --warp.counters[lane]; });
-  for (int slot : in.results) warp.stamps[slot] = warp.fences;
+  const uint32_t stamp = in.copies ? newest(warp, in.operands[1]) : warp.fences;
+  for (int slot : in.results) warp.stamps[slot] = stamp;
 }
 
 bool runnable(Warp& warp) {

@@ -34,6 +34,7 @@ struct Instruction {
   // Executes it for the lanes; false if the warp has to wait and come back.
   std::function<bool(Warp&, uint32_t)> execute;
   std::vector<int> touched, results;  // registers
+  bool copies = false;                // of registers to others
 
   bool is(const std::string& start) const { return full().rfind(start, 0) == 0; }
   std::string full() const {
@@ -88,7 +89,7 @@ struct Warp {
 
   Groups copies, bulk, products;
   std::map<int, int> in_flight;  // registers of products under way, and how many
-  std::vector<uint32_t> stamps;  // of each register: the fences passed when it was written
+  std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1;
 
   Bits* at(int slot);

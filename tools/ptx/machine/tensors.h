@@ -222,7 +222,8 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     const double sign = int32_t(flag(4)) * int32_t(flag(5));
     for (int slot : in.touched)
       if (warp.stamps[slot] >= warp.fences)
-        throw Fault{"race", "a register of a product was written after the last wgmma.fence"};
+        throw Fault{"race", "a register of a product was computed after the last wgmma.fence"};
+    if (warp.fences == 1) throw Fault{"race", "there is no wgmma.fence before the first product"};
     const Matrix b = Matrix::of_wgmma(warp.at(in.operands[2].slots[0])[0], right_transposed);
     const Matrix a = from_registers ? Matrix{} : Matrix::of_wgmma(warp.at(in.operands[1].slots[0])[0], left_transposed);
     const int row = warp.index % 4 * 16;

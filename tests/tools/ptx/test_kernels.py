@@ -71,10 +71,9 @@ def test_counts():
     a, b, out = *torch.randn(2, 1024), empty(1024)
     counts = ptx.run(kernels.add, (4,), a, b, out, 1024, target="sm_80", BLOCK=256)
     assert counts.total.global_bytes == 3 * 4096 and counts.total.sectors == 3 * 128
-    lines = counts.by_source_line()
-    assert any(
-        name.startswith("kernels.py:") and count.global_bytes == 12288 for name, count in lines.items()
-    )
+    # Which of a statement's lines an access belongs to depends on the version of Triton.
+    own = {name: count for name, count in counts.by_source_line().items() if name.startswith("kernels.py:")}
+    assert sum(count.global_bytes for count in own.values()) == 3 * 4096 and len(own) >= 3
 
 
 def test_the_worst_approximations_are_off_by_little():

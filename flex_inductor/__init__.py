@@ -39,7 +39,7 @@ with _supported.importing():
     from .errors import FlexError
     from .fingerprint import VERSION as __version__
     from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
-    from .op.eager import set_eager_kernels
+    from .op.eager.kernels import set_eager_kernels
     from .sequences import Sequences, append_kv, pad, unpad, varlen_attention
     from .take_over import take_over
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import errors, supported
 from .attention import flex_attention
-from .op.eager import set_eager_kernels
+from .op.eager.kernels import set_eager_kernels
 
 _lock = threading.RLock()
 _found: dict[str, BaseException | None] = {}  # the failure of each way

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from flex_inductor.mod_ir.split import Programs, with_guards
-from flex_inductor.op import call_text, chunked
+from flex_inductor.op import call_text
+from flex_inductor.op.eager import chunked
 from flex_inductor.visits import FORMS
 
 from . import host_ops

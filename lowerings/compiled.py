@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flex_inductor.compat import compile_alone
 from flex_inductor.kept import Kept
 from flex_inductor.mod_ir.apart import apart_from_surrounding_trace
-from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward, known
+from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
 from flex_inductor.op.call import class_of, rows_of, tensors_of
+from flex_inductor.op.eager import known
 
 from . import errors
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 
 from . import host_ops
 from .call import LoweredCall

@@ -24,18 +24,10 @@ from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, score_dtype
 from ..mod_ir.checks import mark_checked
 from ..mod_ir.errors import bad_mod_text
 from ..mod_ir.trace import trace_value
-from ..op import (
-    AttentionCall,
-    BackwardCall,
-    Inputs,
-    attention,
-    attention_backward,
-    call_text,
-    chunked,
-    chunked_ops,
-)
+from ..op import AttentionCall, BackwardCall, Inputs, attention, attention_backward, call_text
 from ..op.call import wanted_gradients
 from ..op.call_text import Graphs
+from ..op.eager import chunked, chunked_ops
 from ..op.layout import empty_like_layout
 from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by

@@ -209,7 +209,7 @@ def _register() -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
-    from ..op.numbers import changing_numbers, float_to_tensor
+    from ..op.dynamo.numbers import changing_numbers, float_to_tensor
 
     @higher_order_ops.add_hop_context
     class BlockListsVariable(higher_order_ops.TorchHigherOrderOperatorVariable):

@@ -26,8 +26,9 @@ from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, example_lan
 from ..mod_ir.checks import mark_checked, random_op
 from ..mod_ir.indexing import LaneIndexing
 from ..mod_ir.split import programs
-from . import chunked, eager, ring
+from . import ring
 from .call import AttentionCall, BackwardCall, check_served, is_guarded, wanted_gradients
+from .eager import chunked, kernels
 from .hop import attention, attention_backward
 from .prepare import prepare, with_score_graph
 
@@ -46,7 +47,7 @@ def _eager(*args):
         mods = programs(call.score_mod, call.mask_mod, guarded=is_guarded(call.mask_mod, call.inputs))
         return chunked.forward(call.query, call.key, call.value, call.inputs, mods, float(call.scale))
 
-    return eager.run(call, in_chunks)
+    return kernels.run(call, in_chunks)
 
 
 @attention_backward.py_impl(DispatchKey.CompositeExplicitAutograd)
@@ -64,7 +65,7 @@ def _eager_backward(*args):
             programs(call.score_mod, call.mask_mod, call.joint, guarded=guarded), call.scale, call.wants,
         )  # fmt: skip
 
-    return eager.run(call, in_chunks)
+    return kernels.run(call, in_chunks)
 
 
 def _functionalize(op: HigherOrderOperator, ctx, *args):

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors, supported, upward
-from . import known
 from .call import AttentionCall, BackwardCall, tensors_of
+from .eager import known
 from .prepare import lift_captures
 from .saved import save
 

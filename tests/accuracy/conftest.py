@@ -1,6 +1,6 @@
 import pytest
 
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flex_inductor import flex_attention
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 from tests.support import MASKS, MODS, Sizes, attention_of, run
 
 TINY = Sizes(batch=1, heads=2, kv_heads=1, queries=5, keys=6, head_dim=3, value_dim=2)

@@ -9,7 +9,7 @@ import torch
 
 from flex_inductor import create_block_mask
 from flex_inductor.backend import flex_inductor
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 from tests.support import (
     LAYOUTS,
     MASKS,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 from tests.fuzz import a_fixed_few, packed
 from tests.fuzz.plain import check, programs, several_values
 

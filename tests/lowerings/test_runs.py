@@ -13,7 +13,7 @@ import torch
 import flex_inductor
 from flex_inductor import RunSchedule, create_block_mask, flex_attention
 from flex_inductor.lowerings.registry import ROUTES
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 from tests.support import MASKS, MODS, Result, Sizes, assert_accurate, attention_of, dense_of, judge, run
 
 SIZES = Sizes()

@@ -13,7 +13,8 @@ from flex_inductor import create_block_mask, decisions
 from flex_inductor.flash import flash_attn_func
 from flex_inductor.kept import Kept
 from flex_inductor.masks.window_schedule import bounds_of
-from flex_inductor.op import Inputs, attention, eager
+from flex_inductor.op import Inputs, attention
+from flex_inductor.op.eager import kernels
 from flex_inductor.options import call_options
 from flex_inductor.visits import Bounds
 from flex_inductor.visits.bounds import Line, SequenceEntry
@@ -421,8 +422,8 @@ def test_numbers_of_examples():
 
 def test_eager_calls_of_other_lengths_are_of_one_class(monkeypatch):
     classes = Kept(8)
-    monkeypatch.setattr(eager, "LEAST", 1)
-    monkeypatch.setattr(eager, "_computed", classes)
+    monkeypatch.setattr(kernels, "LEAST", 1)
+    monkeypatch.setattr(kernels, "_computed", classes)
     with torch.no_grad():
         for keys in (50, 70, 61):
             q, k = (torch.randn(1, length, 2, 8) for length in (3, keys))

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flex_inductor import create_block_mask, flex_attention
-from flex_inductor.op import AttentionCall, attention, chunked
+from flex_inductor.op import AttentionCall, attention
+from flex_inductor.op.eager import chunked
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

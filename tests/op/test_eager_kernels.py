@@ -8,14 +8,14 @@ import torch
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, flex_attention, set_eager_kernels, upward
 from flex_inductor.lowerings import compiled
-from flex_inductor.op import eager
+from flex_inductor.op.eager import kernels
 from flex_inductor.reference import reference
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    eager._computed.clear()
-    monkeypatch.setattr(eager, "LEAST", 0)
+    kernels._computed.clear()
+    monkeypatch.setattr(kernels, "LEAST", 0)
     flex_inductor.decisions(clear=True)
     yield
     set_eager_kernels("auto")
@@ -52,7 +52,7 @@ def chosen():
 
 
 def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
-    monkeypatch.setattr(eager, "ENOUGH", 4 * (80**2 + 100**2 + 123**2))
+    monkeypatch.setattr(kernels, "ENOUGH", 4 * (80**2 + 100**2 + 123**2))
     compiled._kernels.cache_clear()
     for length in (80, 100):
         Attention(length).check()
@@ -108,10 +108,10 @@ def test_settings_of_torch_make_other_kernels():
 @pytest.mark.parametrize("why", ["never", "few scores"])
 def test_calls_that_stay_in_chunks(why, monkeypatch):
     monkeypatch.setattr(upward, "compiled", lambda call: pytest.fail("compiled"))
-    monkeypatch.setattr(eager, "ENOUGH", 1)
+    monkeypatch.setattr(kernels, "ENOUGH", 1)
     set_eager_kernels("never" if why == "never" else "auto")
     if why == "few scores":
-        monkeypatch.setattr(eager, "LEAST", 1 << 20)
+        monkeypatch.setattr(kernels, "LEAST", 1 << 20)
     Attention().check()
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplo
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(upward, "compiled", fail)
-    monkeypatch.setattr(eager, "ENOUGH", 1)
+    monkeypatch.setattr(kernels, "ENOUGH", 1)
     Attention().check()
     Attention().check()
     text = "an eager call's kernel could not be made, it goes on in chunks: no compiler"
@@ -133,7 +133,7 @@ def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplo
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_a_live_index_out_of_range_is_the_same_error_however_a_call_runs(mode, monkeypatch, caplog):
     """And the call's class keeps its kernel: the mistake was the call's."""
-    monkeypatch.setattr(eager, "ENOUGH", 1)
+    monkeypatch.setattr(kernels, "ENOUGH", 1)
     set_eager_kernels("never" if mode == "never" else "auto")
     shift, attention = torch.tensor(0), Attention()
     query, key, value = (tensor.detach() for tensor in attention.inputs)

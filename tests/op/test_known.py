@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from flex_inductor import FlexError, create_block_mask, flex_attention, set_eager_kernels
 from flex_inductor.flash import flash_attn_func
 from flex_inductor.kept import Kept
-from flex_inductor.op import dispatch, known
+from flex_inductor.op import dispatch
+from flex_inductor.op.eager import known
 from flex_inductor.reference import reference
 
 pytestmark = pytest.mark.usefixtures("always")
@@ -213,13 +214,13 @@ class Doubled(torch.autograd.Function):
 
 
 def test_graphs_that_are_made_for_each_call_are_not_held(monkeypatch):
-    graphs, run = [], dispatch.eager.run
+    graphs, run = [], dispatch.kernels.run
 
     def seen(call, chunked):
         graphs.append(weakref.ref(call.score_mod))
         return run(call, chunked)
 
-    monkeypatch.setattr(dispatch.eager, "run", seen)
+    monkeypatch.setattr(dispatch.kernels, "run", seen)
     query, key, value = inputs(1, 2, 40, 16)
     query.requires_grad_()
     for _ in range(2):

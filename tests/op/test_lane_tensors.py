@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, flex_attention
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 
 LENGTH, DIM = 24, 8
 

@@ -16,7 +16,8 @@ from flex_inductor.mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
 from flex_inductor.mod_ir.program import LaneProgram
 from flex_inductor.mod_ir.split import Programs, split, with_guards
 from flex_inductor.mod_ir.trace import trace_joint, trace_value
-from flex_inductor.op import Inputs, chunked
+from flex_inductor.op import Inputs
+from flex_inductor.op.eager import chunked
 
 aten = torch.ops.aten
 SIZES = Sizes(batch=1, heads=2, kv_heads=1, queries=5, keys=6, head_dim=4, value_dim=4)

@@ -6,7 +6,8 @@ import torch
 from flex_inductor import create_block_mask
 from flex_inductor.errors import FlexNotImplementedError, FlexValueError
 from flex_inductor.masks.schedule import schedule_parts
-from flex_inductor.op import attention, chunked
+from flex_inductor.op import attention
+from flex_inductor.op.eager import chunked
 from flex_inductor.reference import reference
 from flex_inductor.visits.places import COUNT, ROW
 from tests.tile_maps import Part, packed

@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flex_inductor import AuxRequest, create_block_mask, flex_attention
-from flex_inductor.op import attention, attention_backward, chunked
+from flex_inductor.op import attention, attention_backward
+from flex_inductor.op.eager import chunked
 
 
 def bhsd(batch, heads, length, dim):

@@ -7,7 +7,7 @@ import torch
 from support import served_by
 
 from flex_inductor import FlexError, Sequences, varlen_attention
-from flex_inductor.op import chunked
+from flex_inductor.op.eager import chunked
 from flex_inductor.verify import check
 from tests.sequences.appended import int32
 

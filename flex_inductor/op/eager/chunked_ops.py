@@ -6,9 +6,10 @@ import functools
 
 import torch
 
-from ..mod_ir.split import Programs
-from . import call_text, chunked
-from .library import BACKWARD, FORWARD, define
+from ...mod_ir.split import Programs
+from .. import call_text
+from ..library import BACKWARD, FORWARD, define
+from . import chunked
 
 
 @torch.no_grad()

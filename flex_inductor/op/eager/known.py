@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import compat
-from ..kept import Kept
-from ..mod_ir.capture import LiftedMod
-from ..mod_ir.widths import rounded
-from .call import AttentionCall, BackwardCall, rows_of, shapes_of_class
-from .prepare import SHORT
-from .ring import Ring
+from ... import compat
+from ...kept import Kept
+from ...mod_ir.capture import LiftedMod
+from ...mod_ir.widths import rounded
+from ..call import AttentionCall, BackwardCall, rows_of, shapes_of_class
+from ..prepare import SHORT
+from ..ring import Ring
 
 MOST = 1024
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors, upward
-from ..kept import Kept
+from ... import errors, upward
+from ...kept import Kept
+from ..call import AttentionCall, BackwardCall, class_of, tensors_of
 from . import known
-from .call import AttentionCall, BackwardCall, class_of, tensors_of
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
 SCORES_A_TILE = 1 << 18  # scores in as much time: chunks take a map's tiles one by one, some 4 ms each

@@ -22,9 +22,9 @@ from torch._guards import GuardSource
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .. import compat
-from ..mod_ir.arguments import number_dtype
-from ..mod_ir.indexing import LaneIndexing
+from ... import compat
+from ...mod_ir.arguments import number_dtype
+from ...mod_ir.indexing import LaneIndexing
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .. import compat, errors
-from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
-from ..mod_ir.broadcast import along, broadcasting
-from ..mod_ir.program import AXES, LaneProgram, Leaf
-from ..mod_ir.split import Programs
-from ..visits.band import Band
-from .call import QKV, Inputs, is_guarded
-from .layout import empty_like_layout
+from ... import compat, errors
+from ...mod_ir.arguments import INDEX_DTYPE, score_dtype
+from ...mod_ir.broadcast import along, broadcasting
+from ...mod_ir.program import AXES, LaneProgram, Leaf
+from ...mod_ir.split import Programs
+from ...visits.band import Band
+from ..call import QKV, Inputs, is_guarded
+from ..layout import empty_like_layout
 
 # A tile of 2^20 scores is large enough to hide the cost of calling torch and small enough for a cache
 # level near the cores; narrow tiles rule out more of a causal mask.

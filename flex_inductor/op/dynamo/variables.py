@@ -31,17 +31,17 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from .. import compat, errors
-from ..mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
-from ..mod_ir.capture import names_in
-from ..mod_ir.checks import check_ops
-from ..mod_ir.indexing import LaneIndexing
-from ..mod_ir.names import CAPTURE_NAME, readable_name
-from ..mod_ir.source_lines import last_line, line_raising
-from ..mod_ir.trace import trace_value
-from ..options import CallOptions
-from .call import AttentionCall, Inputs, read_options
-from .hop import attention, attention_backward, refusal
+from ... import compat, errors
+from ...mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
+from ...mod_ir.capture import names_in
+from ...mod_ir.checks import check_ops
+from ...mod_ir.indexing import LaneIndexing
+from ...mod_ir.names import CAPTURE_NAME, readable_name
+from ...mod_ir.source_lines import last_line, line_raising
+from ...mod_ir.trace import trace_value
+from ...options import CallOptions
+from ..call import AttentionCall, Inputs, read_options
+from ..hop import attention, attention_backward, refusal
 from .numbers import (
     as_lane_tensor,
     changing_numbers,

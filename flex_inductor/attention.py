@@ -15,6 +15,7 @@ from .masks.planned import PlannedMask, Wants, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
 from .op.hop import refusal
+from .op.softmax import Softmax
 from .options import call_options, check_kernel_options
 
 upward.register_lowerings()
@@ -42,6 +43,7 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Attention with scores changed by `score_mod` and pairs left out by `block_mask`.
 
@@ -63,13 +65,17 @@ def flex_attention(
         return_lse: return `(out, logsumexp)`.
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
         return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
+        sinks: [H], learnable: one more score for each row of a head, which takes weight and has no value.
     """
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
-        options = (scale, enable_gqa, return_lse, kernel_options, return_aux)
-        return _of_nested[0](query, key, value, score_mod, block_mask, *options)
+        options = (scale, enable_gqa, return_lse, kernel_options)
+        return _of_nested[0](
+            query, key, value, score_mod, block_mask, *options, return_aux=return_aux, sinks=sinks
+        )
     # What has another type is refused by `checks`.
     wants_lse, wants_max = (bool(getattr(return_aux, name, False)) for name in ("lse", "max_scores"))
     wants_lse = return_lse or wants_lse
+    softmax = Softmax(sinks)
 
     def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
         check_tensors(query, key, value, enable_gqa)
@@ -89,10 +95,11 @@ def flex_attention(
 
     if isinstance(block_mask, PlannedMask):
         wants = Wants(wants_lse, wants_max)
-        out, lse, max_scores = block_mask.attend(query, key, value, score_mod, checks, call, wants)
+        out, lse, max_scores = block_mask.attend(query, key, value, score_mod, checks, call, wants, softmax)
     else:
         try:
             checks(query, key, value)
+            softmax.check(query)
             if needs_plan():
                 raise errors.unplanned("flex_attention")
             if block_mask is not None:
@@ -101,7 +108,8 @@ def flex_attention(
             refused(error)
         mark_sizes(query, key, value)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
-        out, lse, max_scores = call(query, key, value, score_mod, mask_mod, Inputs(schedule=schedule))
+        inputs = Inputs(schedule=schedule, **softmax.inputs(query))
+        out, lse, max_scores = call(query, key, value, score_mod, mask_mod, inputs)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out

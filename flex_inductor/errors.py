@@ -54,6 +54,28 @@ def _shape(tensor: Tensor) -> str:
     return f"[{', '.join(str(size) for size in tensor.shape)}]"
 
 
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})"
+    return f"a tensor of {value.dtype} and shape {_shape(value)}"
+
+
+# Inside the softmax.
+
+
+def bad_sinks(sinks: Any, heads: int) -> FlexError:
+    kind = FlexValueError if isinstance(sinks, Tensor) else FlexTypeError
+    return kind(
+        f"sinks: expected a floating tensor with one number for each query head, [{heads}], got {_described(sinks)}."
+    )
+
+
+def sinks_device(got: torch.device, expected: torch.device) -> FlexValueError:
+    return FlexValueError(
+        f"sinks: expected a tensor on {expected}, as query is, got one on {got}. Move it with .to()."
+    )
+
+
 # Query, key and value.
 
 

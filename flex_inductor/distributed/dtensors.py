@@ -61,9 +61,12 @@ def lifted(
 ) -> tuple[Any, tuple[Any, ...]]:
     """score_mod as a function of its lanes and captures, and the captures: DTensors whole, as plain tensors."""
     mod, captures = lift(score_mod, SCORE_LANES, local_query)
-    alike = _replicated(query)
-    whole = (_whole(c, alike, layout, rank, group) if isinstance(c, DTensor) else c for c in captures)
-    return mod, tuple(whole)
+    return mod, tuple(whole(capture, query, layout, rank, group) for capture in captures)
+
+
+def whole(tensor: Any, query: Any, layout: Layout, rank: int, group: str) -> Any:
+    """A DTensor whole, as a plain tensor."""
+    return _whole(tensor, _replicated(query), layout, rank, group) if isinstance(tensor, DTensor) else tensor
 
 
 def _replicated(query: Any) -> set[str]:

@@ -29,10 +29,11 @@ from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
 from ..op.ring import Ring
+from ..op.softmax import Softmax
 from ..visits import BlockRuns
 from . import errors, portable
 from .cost import MethodChoice
-from .dtensors import lifted, local_tensors
+from .dtensors import lifted, local_tensors, whole
 from .exchange import Cast, Traffic, move, process_group, send_keys
 from .layout import Layout
 from .plan import Part, RingSteps, Side, Sides, cast_keys, inputs, part, reads, ring_steps
@@ -120,6 +121,7 @@ class PlannedMask(planned.PlannedMask):
         checks: Callable[..., None],
         call: Callable[..., Any],
         wants: Wants,
+        softmax: Softmax,
     ) -> Any:
         given, head = query, 0
         like_query: Callable[[Any], Any] = _itself
@@ -131,6 +133,14 @@ class PlannedMask(planned.PlannedMask):
                 )
             checks(query, key, value)
             self._check(query, key)
+            if softmax.sinks is not None:
+                cp = self.cp_group
+                sinks = whole(softmax.sinks, given, self.layout, cp.rank, cp.name)
+                softmax = softmax._replace(sinks=sinks)
+                if isinstance(given, DTensor):  # heads may be spread over other ranks
+                    softmax.check(given)
+                    softmax = softmax.of_heads(head, query.size(1))
+            softmax.check(query)
             if score_mod is not None and not torch.compiler.is_dynamo_compiling():
                 score_mod, captures = lifted(
                     score_mod, given, query, self.layout, self.cp_group.rank, self.cp_group.name
@@ -140,7 +150,8 @@ class PlannedMask(planned.PlannedMask):
         mark_sizes(query, key, value)
         if self.to_heads is not None:
             query, key, value = self._share_heads(self.to_heads, query, key, value)
-            head = head + self.heads_group.rank * query.size(1)
+            first = self.heads_group.rank * query.size(1)
+            head, softmax = head + first, softmax.of_heads(first, query.size(1))
         if self.ring is not None:
             name, rank, _ = self.ring_group
             here = ring_inputs(self.part, Ring(name, rank, self.plan, *self.ring), head)
@@ -154,6 +165,7 @@ class PlannedMask(planned.PlannedMask):
         fields["sharded"] = self.positions.size(0), self.layout.length
         if captures:
             fields["score_captures"] = captures
+        fields.update(softmax.inputs(query))
         here = Inputs(**fields)
         if torch.compiler.is_dynamo_compiling():
             results = call(query, key, value, score_mod, self.mask_mod, here)

@@ -31,6 +31,7 @@ from ..op.eager import chunked, chunked_ops
 from ..op.layout import empty_like_layout
 from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by
+from ..op.sinks import with_sinks
 from ..visits import BlockRuns
 from ..visits.places import TileMap
 from .exchange import agree, named, process_group
@@ -138,7 +139,9 @@ def _step(call: Any, block: Block, step: int) -> Any:
     )
     here = inputs(part, call.query.size(0))
     partial = call.query.dtype != score_dtype(call.query.dtype)
-    kept = call.inputs._replace(schedule=here.schedule, tile_map=here.tile_map, ring=None, partial=partial)
+    kept = call.inputs._replace(
+        schedule=here.schedule, tile_map=here.tile_map, ring=None, partial=partial, sinks=None
+    )
     return call._replace(key=block[0], value=block[1], inputs=kept)
 
 
@@ -175,8 +178,10 @@ def forward(
         block = part = None  # before further ones come
     if merged is None:  # no query here visits any key
         out, lse, peak = chunked.empty_outputs(call.query, call.value)
-        return out.zero_(), lse.fill_(-math.inf), peak.fill_(-math.inf)
+        merged = out.zero_(), lse.fill_(-math.inf), peak.fill_(-math.inf)
     out, lse, peak = merged
+    if call.inputs.sinks is not None:  # once for all ranks
+        out, lse = with_sinks(out, lse, call.inputs.sinks)
     return empty_like_layout(call.query, out.shape).copy_(out), lse, peak
 
 

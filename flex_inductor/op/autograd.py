@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import joint_graph
+from . import sinks
 from .call import QKV, AttentionCall, BackwardCall, filled, parts
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
@@ -51,7 +52,7 @@ class _AttentionFunction(torch.autograd.Function):
             needed[1:] = [True, True]
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
         wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
-        given = inputs._replace(stand_ins=(), partial=inputs.partial or wide)
+        given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide)
         d_query, d_key, d_value, d_inputs = attention_backward(
             query, key, value, out, lse, grad_out, grad_lse,
             call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, given, call.options,
@@ -60,6 +61,10 @@ class _AttentionFunction(torch.autograd.Function):
             d_inputs, d_key, d_value = (*d_inputs, d_key, d_value), None, None
         if wide and d_query is not None:
             d_query = d_query.to(query.dtype)
+        if inputs.sinks is not None:
+            needs: Any = filled(ctx.call, ctx.needs_input_grad[2:]).inputs.sinks
+            given = (inputs.sinks, out, lse, grad_out, grad_lse)
+            d_inputs = (*d_inputs, sinks.gradient(*given) if needs else None)
         return None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod

@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     partial: bool = False  # outputs and gradients in fp32, to be added to those of other calls
     stand_ins: tuple[Tensor, ...] = ()  # for key and value: they get the gradients, in fp32; not read
     sharded: tuple[Any, Any] | None = None  # tokens here, and how many mods see; only checked
+    sinks: Tensor | None = None  # [B or 1, H]: a score of each row that takes weight and has no value
 
     def given(self) -> list[str]:
         """The names of the inputs that the call has."""
@@ -64,7 +65,7 @@ class Inputs(NamedTuple):
         ]
 
 
-DIFFERENTIABLE = ("score_captures", "stand_ins")
+DIFFERENTIABLE = ("score_captures", "stand_ins", "sinks")  # in the order of the fields
 
 
 def _bundles() -> dict[str, Any]:

@@ -80,9 +80,11 @@ class _FoldedMods:
         self.inputs = Inputs(
             self.score.captures, self.mask.captures, fold.schedule(inputs.schedule, dims.schedule)
         )
+        if inputs.sinks is not None:
+            self.inputs = self.inputs._replace(sinks=fold.rows(inputs.sinks, dims.sinks))
 
 
-_FOLDED = {"score_captures", "mask_captures", "schedule"}
+_FOLDED = {"score_captures", "mask_captures", "schedule", "sinks"}
 
 
 class _Fold:
@@ -98,6 +100,10 @@ class _Fold:
         tensor = _examples_first(tensor, dim, self.examples)
         rest = tensor.shape[2:]
         return tensor.expand(self.examples, self.batch, *rest).reshape(self.examples * self.batch, *rest)
+
+    def rows(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """The same, but for one row that all examples share."""
+        return tensor if dim is None and tensor.size(0) == 1 else self.tensor(tensor, dim)
 
     def tensors(self, given: Iterable[Any], dims: Iterable[Any]) -> list[Any]:
         """The same for all that are tensors."""

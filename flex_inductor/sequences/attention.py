@@ -15,6 +15,7 @@ from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention
+from ..op.softmax import Softmax
 from ..options import call_options
 from ..visits.places import COLUMNS, TileMap
 from . import errors
@@ -35,6 +36,7 @@ def varlen_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Attention within each of many sequences that are packed one after the other.
 
@@ -47,7 +49,7 @@ def varlen_attention(
         score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, with positions within the sequence, the last query
             at the last key.
         block_mask: `sequences.mask(mask_mod)`; without one, every query sees all keys of its sequence.
-        scale, return_lse, kernel_options, return_aux: as flex_attention has them.
+        scale, return_lse, kernel_options, return_aux, sinks: as flex_attention has them.
 
     Returns [T, H, V], in rows that belong to no sequence 0; the logsumexp is [H, T].
     """
@@ -61,6 +63,8 @@ def varlen_attention(
         first_key, first_value = (t[:1] if isinstance(t, Tensor) else t for t in (key, value))
         check_tensors(query, first_key, first_value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
+        softmax = Softmax(sinks)
+        softmax.check(query)
         _check_sequences(query, key, value, sequences, block_mask)
         if needs_plan():
             raise call_errors.unplanned("varlen_attention")
@@ -85,7 +89,7 @@ def varlen_attention(
         score_mod,
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered),
+        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **softmax.inputs(query)),
         call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
     )
     out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)

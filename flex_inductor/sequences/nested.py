@@ -19,8 +19,10 @@ from .sequences import Sequences
 _JAGGED = 2  # the dimension of [batch, heads, length, head_dim] whose size differs from sequence to sequence
 
 
-def nested_attention(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any) -> Any:
-    """As flex_attention, each sequence by itself; its arguments, in order."""
+def nested_attention(
+    query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any, *rest: Any, **named: Any
+) -> Any:
+    """As flex_attention, each sequence by itself."""
     try:
         sides = [_side(name, t) for name, t in (("query", query), ("key", key), ("value", value))]
         _check_same(sides)
@@ -33,9 +35,8 @@ def nested_attention(query: Any, key: Any, value: Any, score_mod: Any, block_mas
         refused(error)
     sequences = made if block_mask is None else block_mask.sequences
     packed = [tensor.values().transpose(0, 1) for tensor in (query, key, value)]
-    *options, return_aux = rest
-    given: list[Any] = [*packed, sequences, score_mod, block_mask, *options]
-    found = varlen_attention(*given, return_aux=return_aux)
+    given: list[Any] = [*packed, sequences, score_mod, block_mask, *rest]
+    found = varlen_attention(*given, **named)
     return pytree.tree_map_only(Tensor, lambda tensor: _nested(tensor, query), found)
 
 

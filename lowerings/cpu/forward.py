@@ -38,8 +38,10 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
     name = "decode" if is_decode(problem) else "forward"
     score, mask, _ = inlinable(problem, call)
     walked, lists = visited(call, mask is not None)
+    sinks = call.inputs.sinks
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
+        **({} if sinks is None else {"sinks": realized(sinks)}),
         **lists,
         **tiles(call),
     }

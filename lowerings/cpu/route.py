@@ -20,7 +20,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class CpuRoute:
     name = "cpu"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
+    serves = frozenset(
+        ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", "sinks")
+    )
     forms = frozenset(FORMS)
 
     def available(self) -> tuple[bool, str]:

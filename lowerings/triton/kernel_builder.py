@@ -356,6 +356,11 @@ def _or_next(chosen: Chosen) -> list[str]:
     ]
 
 
+def sinks_of(builder: Builder) -> Tensor | None:
+    sinks = builder.call.inputs.sinks
+    return None if sinks is None else builder.tensor("sinks", realized(sinks))
+
+
 def softmax_values(builder: Builder, inlined: Inlined) -> dict[str, Any]:
     """The values for templates that use softmax.jinja."""
     tensors = {name: realized(getattr(builder.call, name)) for name in ("query", "key", "value")}

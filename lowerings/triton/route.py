@@ -19,7 +19,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 class TritonRoute:
     name = "triton"
-    serves = frozenset(("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"))
+    serves = frozenset(
+        ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", "sinks")
+    )
     forms = frozenset(FORMS)
 
     def available(self) -> tuple[bool, str]:

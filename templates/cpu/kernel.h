@@ -61,6 +61,20 @@ struct Failure {
   }
 };
 
+// What a row's weighted values are scaled with, and its logsumexp. A sink is one more score, without a value.
+struct Finished {
+  float scale, lse;
+};
+inline Finished finished(float peak, float total) {
+  return total == 0.f ? Finished{0.f, -INF} : Finished{1.f / total, peak + std::log(total)};
+}
+inline Finished finished(float peak, float total, float sink) {
+  const float top = std::max(peak, sink);  // NaN if the peak is
+  if (top == -INF) return {0.f, -INF};
+  const float share = std::exp(peak - top), all = total * share + std::exp(sink - top);
+  return {share / all, top + std::log(all)};
+}
+
 // An item and how much work it is. Not sorted by std::sort, which takes 0.1 s to compile.
 struct Weighed {
   int64_t weight, item;

@@ -32,7 +32,7 @@ MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
-SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial")
+SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", "sinks")
 
 
 class _Tile(NamedTuple):
@@ -81,9 +81,15 @@ def forward(
             total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
             acc = acc.mul_(shrink).add_(run.per_query_head(weight, run.value(tile), live))
             peak = new_peak
+        row_max[rows.b, rows.h, rows.m] = peak.squeeze(-1)
+        if inputs.sinks is not None:
+            sink = run.sinks(inputs.sinks, rows)
+            peak, found = torch.maximum(peak, sink), peak
+            safe_peak = torch.where(peak == -math.inf, 0.0, peak)
+            shrink = torch.exp(found - safe_peak)
+            total, acc = total * shrink + torch.exp(sink - safe_peak), acc * shrink
         out[rows.b, rows.h, rows.m] = (acc / torch.where(total == 0, 1.0, total)).to(out.dtype)
         lse[rows.b, rows.h, rows.m] = (peak + total.log()).squeeze(-1)
-        row_max[rows.b, rows.h, rows.m] = peak.squeeze(-1)
     return out, lse, row_max
 
 
@@ -288,6 +294,10 @@ class _Run:
 
     def rows(self, tensor: Tensor, tile: _Tile) -> Tensor:
         return tensor[tile.b, tile.h, tile.m].to(self.dtype)
+
+    def sinks(self, sinks: Tensor, tile: _Tile) -> Tensor:
+        batches = tile.b if sinks.size(0) > 1 else slice(0, 1)
+        return sinks[batches, tile.h, None, None].to(self.dtype)
 
     def scaled_query(self, tile: _Tile) -> Tensor:
         return self.rows(self.query, tile) * self.scale

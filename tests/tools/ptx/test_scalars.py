@@ -119,6 +119,19 @@ def test_floats():
     same(ftz, torch.zeros(1024))
 
 
+@pytest.mark.parametrize("word", ["rm", "rp", "rz"])
+def test_directed_roundings(word):
+    x, y = torch.randn(1024), torch.randn(1024)
+    exact = x.double() * y.double()
+    near = exact.float()
+    down = torch.where(near.double() > exact, near.nextafter(torch.tensor(-torch.inf)), near)
+    up = torch.where(near.double() < exact, near.nextafter(torch.tensor(torch.inf)), near)
+    want = {"rm": down, "rp": up, "rz": torch.where(exact > 0, down, up)}[word]
+    same(apply(f"mul.{word}.f32 $0, $1, $2;", torch.empty(1024), x, y), want)
+    same(apply(f"fma.{word}.ftz.f32 $0, $1, $2, 0f00000000;", torch.empty(1024), x, y), want)
+    assert not torch.equal(want, near)
+
+
 def test_integers():
     x, y = integers(), integers().roll(3)
     wide, bits = x.long() * y.long(), x.long() & 0xFFFFFFFF
@@ -159,9 +172,9 @@ def test_integers():
 @pytest.mark.parametrize(
     "instruction",
     [
-        "add.rz.f32 $0, $1, $1;",
+        "add.rz.sat.f32 $0, $1, $1;",
         "mul.rn.sat.f32 $0, $1, $1;",
-        "fma.rm.f32 $0, $1, $1, $1;",
+        "fma.rm.sat.f32 $0, $1, $1, $1;",
         "cvt.rp.f32.f64 $0, $1;",
         "ld.global.unknown.f32 $0, [%a1];",
         "atom.global.inc.u32 $0, [%a1], 4;",

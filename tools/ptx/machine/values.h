@@ -3,12 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <cfenv>
 #include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <optional>
@@ -131,6 +133,11 @@ struct Modifiers {
         return k.back() == '*' ? name.compare(0, k.size() - 1, k, 0, k.size() - 1) == 0 : name == k;
       });
     });
+  }
+  Modifiers without(const std::string& name) const {
+    Modifiers found;
+    std::copy_if(all.begin(), all.end(), std::back_inserter(found.all), [&](const std::string& each) { return each != name; });
+    return found;
   }
   // The types among them, in order: of the result, of operands.
   std::vector<std::string> types() const {
@@ -378,6 +385,16 @@ inline Scalar with_flushes(Scalar one) {
   return [=](Bits a, Bits b, Bits c) { return flush(one(flush(a), flush(b), flush(c))); };
 }
 
+inline Scalar with_rounding(Scalar one, int mode) {
+  return [=](Bits a, Bits b, Bits c) {
+    const int before = std::fegetround();
+    std::fesetround(mode);
+    const Bits found = one(a, b, c);
+    std::fesetround(before);
+    return found;
+  };
+}
+
 inline Scalar of_bits(const std::string& name, const Modifiers& with) {
   if (name == "mov" || name == "cvta" || name == "copysign") {
     if (name != "copysign") return [](Bits a, Bits, Bits) { return a; };
@@ -418,6 +435,12 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
   const std::string& type = types.back();
   // What would change the result, such as another rounding, is not passed over.
   const bool converts = name == "cvt";
+  const std::map<std::string, int> roundings = {{"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}, {"rz", FE_TOWARDZERO}};
+  for (const auto& [word, mode] : roundings)
+    if (with.has(word) && (type == "f32" || type == "f64") && (name == "add" || name == "sub" || name == "mul" || name == "fma")) {
+      Scalar found = scalar(name, with.without(word), approximately);
+      return found ? with_rounding(found, mode) : found;
+    }
   if (!(converts ? with.only({"rn", "rz", "rna", "rni", "rzi", "rmi", "rpi", "sat", "relu", "ftz"})
                  : with.only({"rn", "ftz", "approx", "full", "lo", "hi", "wide", "relu", "NaN"})))
     return {};

@@ -17,6 +17,7 @@ from ..attention import flex_attention
 from ..masks import RunSchedule, causal, create_block_mask
 from ..masks.ordinary import ordinary_tensors
 from ..masks.planned import enter, leave
+from ..op.softmax import Softmax
 from ..sequences import SequenceMask, Sequences
 from . import errors
 from .balance import BALANCERS, owners
@@ -153,6 +154,7 @@ class ContextParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
         return_lse: bool = False,
+        sinks: Tensor | None = None,
     ) -> Any:
         """Attention of queries that all ranks have to keys that are spread over the ranks. All get the whole result.
 
@@ -164,11 +166,10 @@ class ContextParallel:
             score_mod, mask_mod: of the whole sequence, as one process has them.
             positions: int32 or int64 [N] or [B, N], where each key is in the whole sequence; below 0 there is none.
             at: [M] or [B, M], where each query is.
-            scale, enable_gqa, return_lse: as in flex_attention.
+            scale, enable_gqa, return_lse, sinks: as in flex_attention; sinks count once for all ranks.
         """
-        out, lse = decode(
-            query, key, value, score_mod, mask_mod, positions, at, scale, enable_gqa, self.ranks, self.group
-        )
+        rest = (positions, at, scale, enable_gqa, self.ranks, self.group, Softmax(sinks))
+        out, lse = decode(query, key, value, score_mod, mask_mod, *rest)
         return (out, lse) if return_lse else out
 
     def merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..errors import FlexError
 from ..op import Inputs, attention
+from ..op.sinks import with_sinks
+from ..op.softmax import Softmax
 from ..options import call_options
 from . import errors
 from .exchange import waited
@@ -40,11 +42,13 @@ def decode(
     enable_gqa: bool,
     ranks: int,
     group: str,
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
     """See ContextParallel.decode."""
     try:
         check_tensors(query, key, value, enable_gqa)
         check_options(query, score_mod, scale, False, None, None)
+        softmax.check(query)
         _check(query, key, value, positions, at)
     except FlexError as error:
         refused(error)
@@ -66,6 +70,8 @@ def decode(
         out = query.new_zeros((*query.shape[:3], value.size(3)), dtype=wide)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     out, lse = merge(out, lse, ranks, group)
+    if softmax.sinks is not None:
+        out, lse = with_sinks(out, lse, softmax.inputs(query)["sinks"])
     return out.to(query.dtype), lse
 
 

@@ -48,6 +48,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int = 0,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Attention of q [B, M, H, D] to a cache [rows, length, Hk, D], or to pages [pages, page_size, Hk, D].
 
@@ -123,6 +124,7 @@ def flash_attn_with_kvcache(
         enable_gqa=True,
         return_lse=True,
         kernel_options=splits_option(num_splits),
+        sinks=sinks,
     )
     if not packed:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)

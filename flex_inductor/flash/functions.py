@@ -41,6 +41,7 @@ def flash_attn_func(
     num_splits: int = 0,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Attention of [B, M, H, D] with keys [B, N, Hk, D] and values [B, N, Hk, V].
 
@@ -66,6 +67,7 @@ def flash_attn_func(
         enable_gqa=True,
         return_lse=True,
         kernel_options=splits_option(num_splits),
+        sinks=sinks,
     )
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
@@ -108,6 +110,7 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Attention within packed sequences, or with `block_table` to keys in pages [pages, page_size, Hk, D].
 
@@ -145,6 +148,7 @@ def flash_attn_varlen_func(
         enable_gqa=True,
         return_lse=True,
         kernel_options=splits_option(num_splits),
+        sinks=sinks,
     )
     return (out, lse, None) if return_attn_probs else out
 

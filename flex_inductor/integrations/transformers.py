@@ -26,6 +26,7 @@ from ..kept import Kept
 from ..masks import create_block_mask
 from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
+from ..op.softmax import Softmax
 from ..options import call_options
 from . import errors
 
@@ -149,6 +150,7 @@ def attend(
     try:
         check_tensors(query, key, value, enable_gqa=True)
         check_options(query, None, scaling, False, None, None)
+        Softmax(s_aux).check(query)
         _check_arguments(module, query, key, mask, dropout, kwargs)
     except FlexError as error:
         refused(error)
@@ -200,18 +202,16 @@ def _call(
     if isinstance(mask, BlockMask):
         schedule, inner = schedule_parts(mask)
     mark_sizes(query, key, value)
-    out, lse, _ = attention(
+    out, _, _ = attention(
         query,
         key,
         value,
         score_mod if biases or softcap is not None else None,
         inner,
         scale,
-        Inputs(schedule=schedule),
-        call_options(None, lse=sinks is not None, max_scores=False),
+        Inputs(schedule=schedule, **Softmax(sinks).inputs(query)),
+        call_options(None, lse=False, max_scores=False),
     )
-    if sinks is not None:  # the share that a sink leaves to the keys
-        out = (out * torch.sigmoid(lse - sinks.view(-1, 1)).unsqueeze(-1)).to(out.dtype)
     return out
 
 

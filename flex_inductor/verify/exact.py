@@ -157,8 +157,9 @@ class Exact:
         score_mod: Mod | None,
         mask_mod: Mod | None,
         scale: float,
+        sinks: Tensor | None = None,
     ):
-        self.query, self.key, self.value, self.scale = query, key, value, scale
+        self.query, self.key, self.value, self.scale, self.sinks = query, key, value, scale, sinks
         self.visited = None
         if isinstance(schedule, BlockRuns):
             self.visited = Visited(schedule, -(-key.size(2) // schedule.kv_block), query.device)
@@ -283,6 +284,9 @@ class Exact:
             at = tile[:3]
             scores = self.scores(tile)
             lse = scores.value.logsumexp(-1, keepdim=True)
+            if self.sinks is not None:
+                sink = self.sinks.expand(self.query.size(0), -1)[tile.b, tile.h, None, None].double()
+                lse = torch.logaddexp(lse, sink)
             weight, off = self._weights(scores, lse)
             value = self.of_keys(self.value, tile)
             out = _times(weight, value, scores.live)

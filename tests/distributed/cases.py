@@ -24,6 +24,7 @@ class Case(NamedTuple):
     block: tuple[int, int] = (32, 32)
     dtype: torch.dtype = torch.float64
     score: bool = True
+    sinks: bool = False  # those of a column of the table
     bshd: bool = False  # queries, keys and values lie in memory as [B, S, H, D]
 
     def tensors(self) -> list[Tensor]:
@@ -113,7 +114,7 @@ def attend(
     leaves = [t.requires_grad_() for t in (query, key, value, table, gate)]
     out, aux = attention(
         query, key, value, case.score_mod(table, gate), mask, enable_gqa=True,
-        return_aux=AuxRequest(lse=True, max_scores=True),
+        return_aux=AuxRequest(lse=True, max_scores=True), sinks=table[:, 7] if case.sinks else None,
     )  # fmt: skip
     grads = torch.autograd.grad((out, aux.lse), leaves, (grad_out, grad_lse), allow_unused=True)
     results = (out, aux.lse, aux.max_scores, *grads)

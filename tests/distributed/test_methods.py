@@ -54,6 +54,7 @@ def check(group, case, method, balance, ranks, is_compiled=False):
         (Case("batches", batch=3), "head_tail", 2),
         (Case("none", batch=2, kv_heads=1, length=130), "contiguous", 4),
         (Case("dead", block=(64, 32)), idle, 4),
+        (Case("dead", block=(64, 32), sinks=True), idle, 4),
         (Case(dtype=torch.float32), reversed_cyclic, 2),
         (Case("window", heads=8, kv_heads=8, block=(16, 64)), "head_tail", 1),
     ],

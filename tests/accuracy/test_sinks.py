@@ -71,7 +71,9 @@ def judged(call, compile):
 def test_compiled(route, call):
     options = {"route": route, "verify": True}
     with served_by(route):
-        judged(call, functools.partial(torch.compile, backend="flex_inductor", options=options))
+        judged(
+            call, functools.partial(torch.compile, backend="flex_inductor", dynamic=False, options=options)
+        )
 
 
 @pytest.mark.parametrize("call", CALLS)

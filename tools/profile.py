@@ -100,7 +100,9 @@ def _facts(launches: Sequence[Any], target: str, rows: dict[int, str]) -> dict[s
         for launch, spent in zip(launches, times, strict=True):
             for of, count in launch.counts.by(key).items():
                 counts[of] = counts.get(of, Count()) + count
-            for (instruction, _), cycle in zip(launch.counts.instructions, spent.spent if spent else ()):
+            for (instruction, _), cycle in zip(
+                launch.counts.instructions, spent.spent if spent else [], strict=spent is not None
+            ):
                 cycles[key(instruction)] = cycles.get(key(instruction), 0.0) + cycle
         counts.pop("", None)  # lines that are of no mod
         ordered = sorted(counts, key=lambda of: -counts[of].warps)

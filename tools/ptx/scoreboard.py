@@ -49,9 +49,11 @@ OF_16_BITS = {"tf32": 0.5, "f64": 1 / 16, "e4m3": 2, "e5m2": 2, "s8": 2, "u8": 2
 _SPECIAL = ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh", "div")
 _FLOATS = ("f32", "f16", "bf16", "f16x2", "bf16x2", "f64")
 _FREE = ("mov", "ld.param", "bra", "ret", "exit")  # the assembler renames registers; branches cost an issue
-_ORDERED = ("bar", "fence", "membar", "mbarrier", "bra", "ret", "exit", "griddepcontrol")
-_ORDERED += tuple(f"{of}.{what}" for of in ("cp.async", "cp.async.bulk") for what in ("commit", "wait"))
-_ORDERED += ("wgmma.fence", "wgmma.commit", "wgmma.wait")
+_ORDERED = (
+    *("bar", "fence", "membar", "mbarrier", "bra", "ret", "exit", "griddepcontrol"),
+    *(f"{of}.{what}" for of in ("cp.async", "cp.async.bulk", "wgmma") for what in ("commit", "wait")),
+    "wgmma.fence",
+)
 _WITHOUT_RESULT = ("st", "red", "cp", "prefetch", "wgmma", *_ORDERED)
 PASSES = 4  # through a loop: the last one finds what earlier ones left under way
 
@@ -61,9 +63,7 @@ class Time:
     """Of a launch, in cycles of a multiprocessor unless they are seconds."""
 
     card: Card
-    bounds: dict[
-        str, float
-    ]  # what each unit takes, what memory takes, and "latency": warps one after the other
+    bounds: dict[str, float]  # of each unit, of memory, and "latency": warps one after the other
     spent: list[float]  # by an average warp at each instruction: waiting for it and issuing it
     stalls: dict[str, float]  # by an average warp waiting, by what it waits for
 
@@ -147,7 +147,7 @@ class _Warp:
         self.groups: dict[str, list[float]] = defaultdict(list)
         self.spent: dict[
             int, tuple[float, str, float]
-        ] = {}  # waiting, for what, and issuing: at the last pass
+        ] = {}  # at the last pass: waiting, for what, and issuing
         starts = {*counts.kernel.labels.values()}
         window: list[int] = []
         for i in self._path():
@@ -165,7 +165,7 @@ class _Warp:
         left: dict[int, int] = {}
         i, code = 0, self.counts.instructions
         while i < len(code):
-            instruction, count = code[i]
+            count = code[i][1]
             if count.warps:
                 yield i
             back = self._goes_back(i) if count.lanes else None

@@ -52,9 +52,8 @@ def test_products_and_the_model_of_time():
     counts = ptx.run(kernels.matmul, 1, a, b, out, 64, 64, 64, target="sm_80", BM=64, BN=64, BK=32)
     assert counts.total.products == 64**3
     time = scoreboard.time(counts, together=1)
-    assert (
-        time.card.name == "A100" and time.bound == "latency"
-    )  # one block: nothing hides what a warp waits for
+    assert time.card.name == "A100"
+    assert time.bound == "latency"  # one block: nothing hides what a warp waits for
     assert time.bounds["tensor cores"] == 64**3 / 1024
     assert time.bounds["latency"] == pytest.approx(sum(time.spent))
     # It has to wait for its first tiles to come from the cache, and for products of one step before the next.

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import ptx
 from .environment import compiled_on_cpu
-from .generated import load
-from .resources import compile_untuned
+from .generated import GeneratedKernel, load
+from .resources import Resources, compile_untuned
+
+
+class Launch(NamedTuple):
+    kernel: GeneratedKernel
+    config: dict[str, int]
+    resources: Resources
+    counts: ptx.Counts
 
 
 def run(fn: Callable, *args: Any, target: str, **kwargs: Any) -> Any:
@@ -22,18 +29,16 @@ def run(fn: Callable, *args: Any, target: str, **kwargs: Any) -> Any:
     return compiled(fn, target)(*args, **kwargs)
 
 
-def compiled(
-    fn: Callable, target: str, launches: list[tuple[str, ptx.Counts]] | None = None, **checks: Any
-) -> Callable:
+def compiled(fn: Callable, target: str, launches: list[Launch] | None = None, **checks: Any) -> Callable:
     """`torch.compile(fn, backend="flex_inductor")`, to be executed with the options `checks` of `ptx.run_text`.
 
-    `launches` gets every kernel's name and counts.
+    `launches` gets every kernel and its counts.
     """
 
     def executed(name: str, source: str) -> Any:
         """In place of Inductor's autotuner: the config that a card would start with."""
         kernel = load(name, source)
-        config, binary, _ = compile_untuned(kernel, target)
+        config, binary, found = compile_untuned(kernel, target)
 
         def run(*args: Any, stream: Any = None, **_: Any) -> None:
             sizes, given = kernel.launch(config, args)
@@ -42,7 +47,7 @@ def compiled(
             taken = [value for name, value in given.items() if name not in kernel.constexprs]
             counts = ptx.run_compiled(binary, sizes, taken, **checks)
             if launches is not None:
-                launches.append((kernel.name, counts))
+                launches.append(Launch(kernel, config, found, counts))
 
         return types.SimpleNamespace(config=config, run=run)
 

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect as signatures
 import io
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .options import file
-from .users_code import Refused, found, running
-
-DTYPES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
-    "i32": "int32",
-    "i64": "int64",
-    "bool": "bool",
-}
+from .users_code import Refused, called, running
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -63,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .inspector import inspect
     from .inspector.page import page
 
-    fn, args, kwargs = _called(arguments.function, arguments.input)
+    fn, args, kwargs = called(arguments.function, arguments.input)
     # What torch prints on the way is hidden; an error that ends the inspection is still shown.
     with running(arguments.function), contextlib.redirect_stderr(io.StringIO()):
         report = inspect(fn, *args, target=arguments.target, backward=not arguments.no_backward, **kwargs)
@@ -113,46 +100,3 @@ def _saved(path: str) -> dict[str, Any]:
         return {name: data[name] for name in ("target", "versions", "calls", "kernels")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"--against {path}: not a report saved with --json ({error})") from None
-
-
-def _called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, Any]]:
-    """The function to inspect and its arguments."""
-    given = dict(map(_input, inputs))
-    function = found(where)
-    parameters = signatures.signature(getattr(function, "forward", function))
-    if given:
-        try:
-            parameters.bind(**given)
-        except TypeError as error:
-            raise Refused(f"--input: {where}{parameters} does not take {', '.join(given)}: {error}") from None
-        return function, (), given
-    variable = (signatures.Parameter.VAR_POSITIONAL, signatures.Parameter.VAR_KEYWORD)
-    every = parameters.parameters.values()
-    if needed := [p.name for p in every if p.default is p.empty and p.kind not in variable]:
-        raise Refused(
-            f"{where} takes {', '.join(needed)}: give them with --input, such as --input {needed[0]}=1x8x1024x64:bf16"
-        )
-    with running(where):
-        made = function()
-    match made:
-        case tuple((fn, tuple(args))) if callable(fn):
-            return fn, args, {}
-    raise Refused(
-        f"{where} must return (fn, args) with a tuple of arguments, but returned a {type(made).__name__}; "
-        f"to inspect the function itself, give its arguments with --input"
-    )
-
-
-def _input(text: str) -> tuple[str, Any]:
-    """NAME=SHAPE:DTYPE[:grad] as a tensor of zeros."""
-    import torch
-
-    wanted = re.fullmatch(r"([^\W\d]\w*)=(\d+(?:x\d+)*)?(?::(\w+))?(:grad)?", text)
-    if wanted is None or wanted[3] not in (None, *DTYPES):
-        raise Refused(
-            f"--input {text}: expected NAME=SHAPE:DTYPE such as q=1x8x1024x64:bf16, with a dtype of "
-            f"{', '.join(DTYPES)} and :grad behind where it needs a gradient"
-        )
-    name, shape, dtype, grad = wanted.groups()
-    sizes = [int(size) for size in shape.split("x")] if shape else []
-    return name, torch.zeros(sizes, dtype=getattr(torch, DTYPES[dtype or "f32"]), requires_grad=bool(grad))

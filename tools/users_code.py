@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,6 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from flex_inductor.errors import FlexError
+
+DTYPES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "i32": "int32",
+    "i64": "int64",
+    "bool": "bool",
+}
 
 
 class Refused(FlexError):
@@ -57,3 +69,46 @@ def running(what: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         raise Refused(f"{what} fails: {type(error).__name__}: {error}{at}") from None
+
+
+def called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, Any]]:
+    """The function and its arguments: from `inputs`, or what it returns itself."""
+    given = dict(map(_input, inputs))
+    function = found(where)
+    parameters = inspect.signature(getattr(function, "forward", function))
+    if given:
+        try:
+            parameters.bind(**given)
+        except TypeError as error:
+            raise Refused(f"--input: {where}{parameters} does not take {', '.join(given)}: {error}") from None
+        return function, (), given
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    every = parameters.parameters.values()
+    if needed := [p.name for p in every if p.default is p.empty and p.kind not in variable]:
+        raise Refused(
+            f"{where} takes {', '.join(needed)}: give them with --input, such as --input {needed[0]}=1x8x1024x64:bf16"
+        )
+    with running(where):
+        made = function()
+    match made:
+        case tuple((fn, tuple(args))) if callable(fn):
+            return fn, args, {}
+    raise Refused(
+        f"{where} must return (fn, args) with a tuple of arguments, but returned a {type(made).__name__}; "
+        f"to call the function itself, give its arguments with --input"
+    )
+
+
+def _input(text: str) -> tuple[str, Any]:
+    """NAME=SHAPE:DTYPE[:grad] as a tensor of zeros."""
+    import torch
+
+    wanted = re.fullmatch(r"([^\W\d]\w*)=(\d+(?:x\d+)*)?(?::(\w+))?(:grad)?", text)
+    if wanted is None or wanted[3] not in (None, *DTYPES):
+        raise Refused(
+            f"--input {text}: expected NAME=SHAPE:DTYPE such as q=1x8x1024x64:bf16, with a dtype of "
+            f"{', '.join(DTYPES)} and :grad behind where it needs a gradient"
+        )
+    name, shape, dtype, grad = wanted.groups()
+    sizes = [int(size) for size in shape.split("x")] if shape else []
+    return name, torch.zeros(sizes, dtype=getattr(torch, DTYPES[dtype or "f32"]), requires_grad=bool(grad))

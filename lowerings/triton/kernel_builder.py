@@ -271,7 +271,8 @@ class Builder:
             "scale": repr(scale),
             "group": int(p.H) // int(p.K),
             "kv_b": "tl.zeros([], tl.int32)" if p.B_kv == 1 else "b",
-            "precision": repr(dot_precision(p.dtype)),
+            # gfx950 knows no "tf32", not even where it means nothing: in 16 bits.
+            "precision": repr(dot_precision(p.dtype) if self.nvidia else "ieee"),
             "nvidia": self.nvidia,
             "tile_shape": self.tile,
             "places_of": "plain_places.jinja",

@@ -66,9 +66,18 @@ class Notes:
         finally:
             self.current = before
 
+    @property
+    def words(self) -> dict[int, str]:
+        return {number: f"{mod}: {line}" for (mod, line), number in self.numbers.items()}
+
+    def rows(self, source: str) -> dict[int, str]:
+        """What a kernel's rows, from 1 on, are of the mods; those of nothing else are left out."""
+        found = ((row, _NOTE.search(line)) for row, line in enumerate(source.splitlines(), 1))
+        return {row: self.words[int(note[2])] for row, note in found if note}
+
     def written(self, source: str) -> str:
         """`source` with comments in words, one for the first of several lines in a row."""
-        words = {number: f"{mod}: {line}" for (mod, line), number in self.numbers.items()}
+        words = self.words
         lines, last = [], None
         for line in source.splitlines():
             found = _NOTE.search(line)

@@ -60,7 +60,7 @@ class _Encoder:
 
     def _instruction(self, instruction: Instruction) -> None:
         operands, target = list(instruction.operands), -1
-        if instruction.name.split(".")[0] == "bra":
+        if instruction.family == "bra":
             (label,) = operands
             if not isinstance(label, Symbol) or label.name not in self.kernel.labels:
                 raise SyntaxFault(f"line {instruction.line}: branches to {label}, which is no label")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .counts import Counts
+from .counts import COUNTED, Counts
 from .machine import Found, machine
 from .program import encode
 from .text import Kernel, Parameter, parse
@@ -74,7 +74,7 @@ def run_text(
         len(program.specials) // 3,
         len(allocations) // 3,
     ]
-    numbers = (ctypes.c_int64 * (8 * len(kernel.instructions)))()
+    numbers = (ctypes.c_int64 * (COUNTED * len(kernel.instructions)))()
     found = Found()
     stopped = machine().run_launch(
         _integers(head),
@@ -89,7 +89,8 @@ def run_text(
     )
     if stopped:
         raise _fault(kernel, found)
-    return Counts.of(kernel, list(numbers))
+    tensor_bytes = sum(allocations[1::3])
+    return Counts.of(kernel, module.target, math.prod(sizes), num_warps, tensor_bytes, list(numbers))
 
 
 def _integers(values: Sequence[int]) -> Any:

@@ -48,6 +48,15 @@ class Instruction:
     guard: str | None = None  # the register that says whether it is executed
     negated: bool = False
     source: str = ""  # `file.py:12`, the line that it was made from
+    within: str = ""  # if that is in a function that was inlined: the kernel's own line
+
+    @property
+    def family(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def loads_in_bulk(self) -> bool:
+        return "mbarrier::complete_tx" in self.name
 
     def __str__(self) -> str:
         return f"{self.name} in line {self.line}" + (f", from {self.source}" if self.source else "")
@@ -130,7 +139,7 @@ def _parameters(text: str) -> list[Parameter]:
 
 
 def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> None:
-    line, at, source = text.count("\n", 0, start) + 1, start, ""
+    line, at, source, within = text.count("\n", 0, start) + 1, start, "", ""
     # By names of the text: what registers and labels inside of braces are called, and where the braces begin.
     scopes: list[dict[str, str]] = [{}]
     labels: list[dict[str, str]] = [{}]
@@ -142,7 +151,10 @@ def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> 
         kind, part = found.lastgroup, found[0]
         if kind == "loc":
             number, row = part.split()[1:3]
-            source = f"{files.get(number, number)}:{row}"
+            source = within = f"{files.get(number, number)}:{row}"
+            # Triton names in a comment what was inlined where, the innermost first.
+            for name, outer in re.findall(r"([^\s/\[\]]+):(\d+):\d+", part.partition("//")[2]):
+                within = f"{name}:{outer}"
         elif kind == "label":
             name = found["label"] if len(scopes) == 1 else f"{found['label']}@{begins[-1]}"
             labels[-1][found["label"]] = name
@@ -159,7 +171,7 @@ def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> 
                 for name in part.rstrip("; \n").split(None, 2)[2].split(","):
                     scopes[-1][name.strip()] = f"{name.strip()}@{line}"
         elif kind == "instruction":
-            kernel.instructions.append(_instruction(part[:-1], line, source, scopes))
+            kernel.instructions.append(_instruction(part[:-1], line, (source, within), scopes))
         line += part.count("\n")
         at = found.end()
 
@@ -172,7 +184,7 @@ def _rename_labels(instructions: list[Instruction], names: dict[str, str]) -> No
         ]
 
 
-def _instruction(text: str, line: int, source: str, scopes: list[dict[str, str]]) -> Instruction:
+def _instruction(text: str, line: int, places: tuple[str, str], scopes: list[dict[str, str]]) -> Instruction:
     guard, negated = None, False
     if text.startswith("@"):
         word, text = text[1:].split(None, 1)
@@ -180,7 +192,7 @@ def _instruction(text: str, line: int, source: str, scopes: list[dict[str, str]]
         guard = _renamed(word.lstrip("!"), scopes)
     name, _, rest = text.strip().replace("\t", " ").replace("\n", " ").partition(" ")
     operands = [_operand(part, scopes, line) for part in _split(rest)]
-    return Instruction(line, name, operands, guard, negated, source)
+    return Instruction(line, name, operands, guard, negated, *places)
 
 
 def _renamed(name: str, scopes: list[dict[str, str]]) -> str:

@@ -85,3 +85,9 @@ def transposed_product(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, B
     for k in range(0, K, BK):
         total = tl.dot(left.load([m, k]), right.load([n, k]).T, total)
     result.store([m, n], total.to(tl.float16))
+
+
+@triton.jit
+def copy_with_stride(x, out, stride, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i * stride))

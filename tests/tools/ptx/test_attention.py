@@ -106,11 +106,11 @@ def test_call(case):
     gold = results(in_torch, [tensor.double() for tensor in (*rows, *captures)])
     assert_accurate(results(executed, [*rows, *captures]), results(in_torch, [*rows, *captures]), gold, dtype)
     own = [
-        kernel.removeprefix("flex_inductor_").rpartition("_")[0]
-        for kernel, _ in launches
-        if "flex_inductor_" in kernel
+        launch.kernel.name.removeprefix("flex_inductor_").rpartition("_")[0]
+        for launch in launches
+        if "flex_inductor_" in launch.kernel.name
     ]
     assert [kernel for kernel in own if kernel in kernels] == kernels
-    families = {family for _, counts in launches for family in counts.by_family()}
+    families = {family for launch in launches for family in launch.counts.by_family()}
     if dtype != torch.float32:
         assert ("wgmma" if target == "sm_90" and name != "decode" else "mma") in families

@@ -255,8 +255,12 @@ inline Action bind_bulk(const Instruction& in, Launch& launch) {
         total += 16;
         load ? shared.begin_write(address, 16) : shared.begin_read(address, 16);
       });
-      launch.counts[in.index].shared_bytes += total;
-      launch.counts[in.index].global_bytes += total;
+      Counts& counts = launch.counts[in.index];
+      counts.requests += 1;
+      counts.sectors += total / 32;
+      counts.fewest_sectors += total / 32;
+      counts.shared_bytes += total;
+      counts.global_bytes += total;
       if (!load) {
         work.finish = [=, &launch, &shared] {
           each_row(map, start, corner, [&](Bits address, Bits global, int count) {

@@ -271,7 +271,7 @@ int run_launch(const int64_t* sizes, const int64_t* code, const char* const* nam
     found->address = int64_t(stop.fault.address);
   }
   for (const Counts& c : launch.counts)
-    for (int64_t value : {c.warps, c.lanes, c.sectors, c.wavefronts, c.fewest_wavefronts, c.global_bytes, c.shared_bytes, c.products})
+    for (int64_t value : {c.warps, c.lanes, c.requests, c.sectors, c.fewest_sectors, c.wavefronts, c.fewest_wavefronts, c.global_bytes, c.shared_bytes, c.products})
       *counts++ = value;
   return stopped;
 }

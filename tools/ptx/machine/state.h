@@ -47,7 +47,9 @@ struct Instruction {
 // What an instruction did in all.
 struct Counts {
   int64_t warps = 0, lanes = 0;
-  int64_t sectors = 0;             // of 32 bytes of global memory
+  int64_t requests = 0;            // of global memory
+  int64_t sectors = 0;             // of 32 bytes of it
+  int64_t fewest_sectors = 0;      // if the bytes lay side by side
   int64_t wavefronts = 0;          // shared memory's
   int64_t fewest_wavefronts = 0;   // without bank conflicts
   int64_t global_bytes = 0, shared_bytes = 0;

@@ -48,9 +48,14 @@ inline Space space_of(const Modifiers& with) {
 inline void count_request(Counts& counts, Space space, const Bits* addresses, uint32_t lanes, int bytes) {
   const int lanes_at_once = std::max(1, std::min(LANES, 128 / bytes));
   if (space == Space::global) {
-    std::set<Bits> sectors;
-    each(lanes, [&](int lane) { for (Bits a = addresses[lane] / 32; a <= (addresses[lane] + bytes - 1) / 32; ++a) sectors.insert(a); });
+    std::set<Bits> sectors, distinct;
+    each(lanes, [&](int lane) {
+      distinct.insert(addresses[lane]);
+      for (Bits a = addresses[lane] / 32; a <= (addresses[lane] + bytes - 1) / 32; ++a) sectors.insert(a);
+    });
+    counts.requests += lanes != 0;
     counts.sectors += sectors.size();
+    counts.fewest_sectors += (distinct.size() * bytes + 31) / 32;
     counts.global_bytes += int64_t(__builtin_popcount(lanes)) * bytes;
   } else if (space == Space::shared) {
     for (int first = 0; first < LANES; first += lanes_at_once) {

@@ -15,8 +15,8 @@ from .masks.planned import PlannedMask, Wants, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
 from .op.hop import refusal
-from .op.softmax import Softmax
 from .options import call_options, check_kernel_options
+from .softmax import Softmax
 
 upward.register_lowerings()
 

@@ -20,12 +20,14 @@ MAY_IMPORT = {
     "mod_ir": ("errors", "compat", "kept"),
     "visits": (),
     "verify": ("op", "visits", "mod_ir", "errors", "compat"),
-    "op": ("visits", "mod_ir", "errors", "supported", "compat", "kept", "options", "upward"),
+    "softmax": ("errors",),
+    "op": ("softmax", "visits", "mod_ir", "errors", "supported", "compat", "kept", "options", "upward"),
     "masks": ("op", "visits", "mod_ir", "errors", "compat"),
-    "sequences": ("attention", "masks", "op", "visits", "errors", "options"),
-    "integrations": ("attention", "masks", "op", "errors", "kept", "options"),
+    "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "options"),
+    "integrations": ("softmax", "attention", "masks", "op", "errors", "kept", "options"),
     "distributed": (
         "attention",
+        "softmax",
         "sequences",
         "masks",
         "op",
@@ -37,7 +39,7 @@ MAY_IMPORT = {
         "options",
         "upward",
     ),
-    "attention": ("masks", "op", "mod_ir", "errors", "supported", "compat", "options", "upward"),
+    "attention": ("softmax", "masks", "op", "mod_ir", "errors", "supported", "compat", "options", "upward"),
 }
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.
 COMPUTES_NAMES = {

@@ -17,8 +17,8 @@ from ..attention import flex_attention
 from ..masks import RunSchedule, causal, create_block_mask
 from ..masks.ordinary import ordinary_tensors
 from ..masks.planned import enter, leave
-from ..op.softmax import Softmax
 from ..sequences import SequenceMask, Sequences
+from ..softmax import Softmax
 from . import errors
 from .balance import BALANCERS, owners
 from .cost import CostModel, MethodChoice, choose_method

@@ -11,9 +11,8 @@ from torch import Tensor
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..errors import FlexError
 from ..op import Inputs, attention
-from ..op.sinks import with_sinks
-from ..op.softmax import Softmax
 from ..options import call_options
+from ..softmax import Softmax, with_sinks
 from . import errors
 from .exchange import waited
 

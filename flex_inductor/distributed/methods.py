@@ -29,7 +29,7 @@ from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
 from ..op.ring import Ring
-from ..op.softmax import Softmax
+from ..softmax import Softmax
 from ..visits import BlockRuns
 from . import errors, portable
 from .cost import MethodChoice

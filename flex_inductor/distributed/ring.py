@@ -31,7 +31,7 @@ from ..op.eager import chunked, chunked_ops
 from ..op.layout import empty_like_layout
 from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by
-from ..op.sinks import with_sinks
+from ..softmax import with_sinks
 from ..visits import BlockRuns
 from ..visits.places import TileMap
 from .exchange import agree, named, process_group

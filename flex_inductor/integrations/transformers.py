@@ -26,8 +26,8 @@ from ..kept import Kept
 from ..masks import create_block_mask
 from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
-from ..op.softmax import Softmax
 from ..options import call_options
+from ..softmax import Softmax
 from . import errors
 
 try:

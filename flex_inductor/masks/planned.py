@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..op.softmax import Softmax
-
 
 class Wants(NamedTuple):
     """What a call returns beside its output."""
@@ -30,7 +28,7 @@ class PlannedMask:
         checks: Callable[..., None],
         call: Callable[..., Any],
         wants: Wants,
-        softmax: Softmax,
+        softmax: Any,
     ) -> Any:
         """(out, logsumexp, max_scores) for this process's part.
 

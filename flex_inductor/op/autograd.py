@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import joint_graph
-from . import sinks
+from ..softmax import gradient_of_sinks
 from .call import QKV, AttentionCall, BackwardCall, filled, parts
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
@@ -64,7 +64,7 @@ class _AttentionFunction(torch.autograd.Function):
         if inputs.sinks is not None:
             needs: Any = filled(ctx.call, ctx.needs_input_grad[2:]).inputs.sinks
             given = (inputs.sinks, out, lse, grad_out, grad_lse)
-            d_inputs = (*d_inputs, sinks.gradient(*given) if needs else None)
+            d_inputs = (*d_inputs, gradient_of_sinks(*given) if needs else None)
         return None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod

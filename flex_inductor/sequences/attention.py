@@ -15,8 +15,8 @@ from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention
-from ..op.softmax import Softmax
 from ..options import call_options
+from ..softmax import Softmax
 from ..visits.places import COLUMNS, TileMap
 from . import errors
 from .mask import SequenceMask

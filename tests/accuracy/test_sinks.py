@@ -15,7 +15,7 @@ from flex_inductor import (
     flex_attention,
     varlen_attention,
 )
-from flex_inductor.op.sinks import with_sinks
+from flex_inductor.softmax import with_sinks
 
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=70)
 FEW = SIZES._replace(queries=2, keys=300)

@@ -14,7 +14,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-all test-torch test-ptx test-browser fuzz lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fuzz lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -27,16 +27,20 @@ demo-distributed: $(VENV)/.ready  ## train one over four processes
 	$(bin)/python -m torch.distributed.run --nproc-per-node 4 examples/context_parallel.py
 	@echo "flex_inductor: distributed demo finished"
 
-test: $(VENV)/.ready  ## the tests, without the long matrix
-	$(bin)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+test: $(VENV)/.ready  ## the tests, but those that take long
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "not long and not slow and not gpu"
 	@echo "flex_inductor: tests passed"
 
-test-all: $(VENV)/.ready  ## the tests, with the long matrix, all compiled as users have it
+test-long: $(VENV)/.ready  ## those that take long, which CI runs too
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not gpu"
+	@echo "flex_inductor: long tests passed"
+
+test-all: $(VENV)/.ready  ## all tests, with the slow matrix, all compiled as users have it
 	CXX=$(CXX) $(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 	@echo "flex_inductor: all tests passed"
 
 test-torch: build/constraints-$(VERSION).txt  ## the tests in an environment with another torch, VERSION=2.15.0
-	@$(MAKE) --no-print-directory test VENV=.venv-$(VERSION) CONSTRAINTS=$<
+	@$(MAKE) --no-print-directory test test-long VENV=.venv-$(VERSION) CONSTRAINTS=$<
 
 build/constraints-%.txt: constraints.txt Makefile
 	@mkdir -p build

@@ -87,6 +87,7 @@ torch.save(found, folder / "found")
 """
 
 
+@pytest.mark.long
 def test_files_that_another_process_loads(tmp_path):
     """Exported both ways, for one length and for many, and compiled into a package."""
     args, module = inputs(), Documents()

@@ -63,8 +63,8 @@ class _AttentionFunction(torch.autograd.Function):
             d_query = d_query.to(query.dtype)
         if inputs.sinks is not None:
             needs: Any = filled(ctx.call, ctx.needs_input_grad[2:]).inputs.sinks
-            given = (inputs.sinks, out, lse, grad_out, grad_lse)
-            d_inputs = (*d_inputs, gradient_of_sinks(*given) if needs else None)
+            of_rows = (out, lse, grad_out, grad_lse)
+            d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs else None)
         return None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod

@@ -85,6 +85,7 @@ def relative(query, key, value, block_mask, bias):
         pytest.param(causal, id="causal", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_peak_memory(attend, bias, compiled, mask_mod):
     bias = None if bias is None else bias.requires_grad_()
     if compiled:
@@ -155,6 +156,7 @@ for dtype in HELD:
 """
 
 
+@pytest.mark.long
 def test_what_each_thread_of_the_cpu_kernels_holds():
     """At B1 H8 S16384 D64. The kernels' own memory is not the allocator's: a process of its own is measured."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

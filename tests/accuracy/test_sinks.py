@@ -50,9 +50,9 @@ def attend(build, query, key, value, captures, block_mask):
 
 CALLS = {  # score_mod, mask, sizes, dtype
     "plain": (None, "none", SIZES, torch.float32),
-    "bias": ("relative_bias", "causal", SIZES, torch.bfloat16),
+    "bias": ("relative_bias", "causal", SIZES, torch.float16),
     "few": ("alibi", "causal", FEW, torch.float16),
-    "few, plain": (None, "none", FEW, torch.float32),
+    "few, in parts": (None, "none", FEW._replace(batch=1), torch.float32),
 }
 
 

@@ -154,6 +154,7 @@ def test_eager(lengths, mask, mod):
 
 
 @pytest.mark.parametrize("mask, dtype", [("around", torch.float32), ("mixed", torch.bfloat16)], ids=str)
+@pytest.mark.long
 def test_fused_kernels_for_any_lengths(mask, dtype):
     """One forward and one backward, compiled for two batches and good for all others."""
     dynamic = None if mask == "around" else True

@@ -164,6 +164,7 @@ def test_refusals_are_recorded_with_their_reason():
     ],
     ids=["a tile", "one query"],
 )
+@pytest.mark.long
 def test_with_avx2(mod, mask, dtype, sizes):
     with torch._inductor.config.patch({"cpp.simdlen": 256}):
         assert isinstance(pick_vec_isa(), VecAVX2)

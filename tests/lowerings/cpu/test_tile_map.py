@@ -184,6 +184,7 @@ def judged_forward(attend: Callable, build: Callable | None, case: Case, capture
     assert_accurate(ours, eager, gold, case.tensors[0].dtype)
 
 
+@pytest.mark.long
 def test_any_place_and_any_number_of_tiles():
     """Causal, with biases that have gradients; the blocks are smaller than the kernels' tiles."""
     attend = mapped(biased, causal)
@@ -215,6 +216,7 @@ def test_any_place_and_any_number_of_tiles():
     ],
     ids=["small blocks", "large blocks"],
 )
+@pytest.mark.long
 def test_block_sizes(mask_mod, block, dtype, sizes):
     case = made(mask_mod, PARTS, block, dtype=dtype)
     flex_inductor.decisions(clear=True)

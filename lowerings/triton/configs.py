@@ -293,12 +293,20 @@ def misfit(config: Config, cost: Cost, device: Device, shape: Shape, rough: floa
         return f"{device.arch} has no tensor descriptors"
     if config.descriptors and not shape.aligned:
         return "descriptors need rows of whole, contiguous units of 16 bytes"
-    shared, a_thread = _taken(config, cost, device, shape)
-    if shared > device.shared_bytes:
-        return f"about {shared} bytes of shared memory of {device.shared_bytes}"
+    if reason := no_room(config, cost, device, shape):
+        return reason
+    _, a_thread = _taken(config, cost, device, shape)
     if a_thread > rough * (300 if device.warp == 64 else 230):
         return f"about {a_thread} registers a thread"
     return None
+
+
+def no_room(config: Config, cost: Cost, device: Device, shape: Shape) -> str | None:
+    """Whether shared memory is too small, so that a launch would fail."""
+    shared, _ = _taken(config, cost, device, shape)
+    if shared <= device.shared_bytes:
+        return None
+    return f"about {shared} bytes of shared memory of {device.shared_bytes}"
 
 
 def estimate(config: Config, cost: Cost, device: Device, shape: Shape) -> str:

@@ -93,7 +93,33 @@ def _refusal(problem: AttentionProblem) -> str | None:
 
     if reason := choice.refusal(problem, {kind: first_choice(kind, problem) for kind in TABLES}, misfit):
         return reason
+    if reason := _too_large(problem):
+        return reason
     return first_refusal(programs(problem), refusal)
+
+
+def _too_large(problem: AttentionProblem) -> str | None:
+    """The kernel whose smallest tile has no room in shared memory."""
+    from . import decode
+    from .backward import kinds
+    from .configs import current_device, no_room
+    from .fitting import first_choice, shape_of
+    from .tables import TABLES
+
+    if problem.direction == "forward":
+        needed = ["decode" if decode.serves(problem) else "forward"]
+    else:
+        needed = [*(["backward_dq"] if "query" in problem.outputs else []), *kinds(problem)]
+    device = current_device(problem.device)
+    for kind in needed:
+        config, shape = first_choice(kind, problem), shape_of(problem, kind)
+        # Found by compiling: AMD's cards hold the tiles of one product at a time.
+        least = max(config.block_m, config.block_n) * shape.widest * shape.bytes
+        if device.family == "amd" and least <= device.shared_bytes:
+            continue
+        if reason := no_room(config, TABLES[kind][1], device, shape):
+            return f"{kind}: {reason}, and no tile takes less"
+    return None
 
 
 def _few_in_tiles(problem: AttentionProblem) -> bool:

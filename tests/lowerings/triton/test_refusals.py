@@ -10,8 +10,12 @@ import torch._functorch.config as functorch_config
 from support import Sizes, causal
 from torch._inductor import config
 
+import flex_inductor
 from flex_inductor import BlockMask, create_block_mask, flex_attention
+from flex_inductor.lowerings.triton.configs import known_device
 from flex_inductor.tools.environment import triton_on_cpu
+from flex_inductor.tools.inspector import attention_kernels
+from flex_inductor.tools.resources import compile_untuned
 
 
 def without_query_lists(length):
@@ -106,3 +110,31 @@ def test_configs_asked_for(configs, message):
 def test_descriptors_of_rows_that_are_not_aligned():
     message = "configs['forward']: descriptors need rows of whole, contiguous units of 16 bytes"
     refused(message, Sizes(queries=64, keys=64, value_dim=6), configs={"forward": {"descriptors": 1}})
+
+
+@pytest.mark.parametrize(
+    "target, kernel, requires_grad",
+    [("sm_86", "forward", False), ("sm_120", "forward", False), ("sm_90", "backward_dq", True)],
+)
+def test_a_call_that_fits_nowhere_takes_the_next_route(target, kernel, requires_grad):
+    """It would fail at its first launch."""
+    q = torch.randn(1, 1, 256, 1024, requires_grad=requires_grad)
+    (call,) = flex_inductor.inspect(flex_attention, q, q, q, target=target).calls
+    decision = call.lowered["backward" if requires_grad else "forward"].decision
+    assert decision.chosen == "chunked"
+    reason = dict(decision.rejected)["triton"]
+    assert reason.startswith(f"{kernel}: about ") and reason.endswith(", and no tile takes less")
+
+
+def test_wide_heads_fit_amds_cards():
+    q = torch.randn(1, 1, 256, 1024, dtype=torch.bfloat16)
+    (kernel,) = flex_inductor.inspect(flex_attention, q, q, q, target="gfx942").kernels
+    assert kernel.resources.shared_bytes <= known_device("gfx942").shared_bytes
+
+
+def test_products_of_16_bits_have_a_precision_that_every_card_knows():
+    """gfx950 refuses to compile "tf32"."""
+    q = torch.randn(1, 1, 256, 64, dtype=torch.bfloat16)
+    (kernel,) = attention_kernels(flex_attention, q, q, q, target="gfx950", backward=False)
+    assert "input_precision='ieee'" in kernel.source
+    assert compile_untuned(kernel, "gfx950")[2].spill_bytes == 0

@@ -42,6 +42,7 @@ def run(capsys, *argv):
     return status, *capsys.readouterr()
 
 
+@pytest.mark.long
 def test_page_and_json(script, capsys, tmp_path):
     saved = tmp_path / "counts.json"
     status, out, err = run(capsys, f"{script}:attend", *QKV, "--target", "sm_90", "--json", str(saved))

@@ -132,6 +132,13 @@ def test_directed_roundings(word):
     assert not torch.equal(want, near)
 
 
+@pytest.mark.parametrize("name, of_two", [("max", torch.maximum), ("min", torch.minimum)])
+def test_largest_and_least_of_three(name, of_two):
+    x, y = torch.randn(1024), torch.randn(1024)
+    found = apply(f"{name}.f32 $0, $1, $2, 0f3E800000;", torch.empty(1024), x, y)
+    same(found, of_two(of_two(x, y), torch.tensor(0.25)))
+
+
 def test_integers():
     x, y = integers(), integers().roll(3)
     wide, bits = x.long() * y.long(), x.long() & 0xFFFFFFFF

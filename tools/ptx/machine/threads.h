@@ -122,6 +122,8 @@ inline Action bind_scalar(const Instruction& in, Launch& launch) {
   }
   Scalar compute = scalar(in.name, in.with, launch.approximately);
   if (!compute || operands.empty() || operands[0].slots.empty()) return {};
+  if ((in.name == "max" || in.name == "min") && operands.size() == 4)  // of three
+    compute = [compute](Bits a, Bits b, Bits c) { return compute(compute(a, b, 0), c, 0); };
   return [&in, compute](Warp& warp, uint32_t lanes) {
     static Bits nothing[LANES];
     Bits* to = warp.at(in.operands[0].slots[0]);

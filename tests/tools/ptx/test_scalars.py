@@ -183,6 +183,7 @@ def test_integers():
         "mul.rn.sat.f32 $0, $1, $1;",
         "fma.rm.sat.f32 $0, $1, $1, $1;",
         "cvt.rp.f32.f64 $0, $1;",
+        "add.rn.f32.f16 $0, $1, $1;",
         "ld.global.unknown.f32 $0, [%a1];",
         "atom.global.inc.u32 $0, [%a1], 4;",
         "barrier.cluster.arrive.aligned;",

@@ -433,6 +433,7 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
   const auto types = with.types();
   if (types.empty()) return {};
   const std::string& type = types.back();
+  if (types.size() > 1 && (name == "add" || name == "sub" || name == "fma")) return {};  // of two types, as sm_100 has them
   // What would change the result, such as another rounding, is not passed over.
   const bool converts = name == "cvt";
   const std::map<std::string, int> roundings = {{"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}, {"rz", FE_TOWARDZERO}};

@@ -90,6 +90,7 @@ struct Warp {
   std::function<bool()> ready;  // set while it waits
 
   Groups copies, bulk, products;
+  int delayed = 0;               // products that are not computed
   std::map<int, int> in_flight;  // registers of products under way, and how many
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1;

@@ -258,14 +258,17 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
           set_element(warp, in.operands[0], lane, i, sum, c[at.row * n + at.column]);
         }
     };
-    const bool early = launch.early();
-    if (early) compute();
+    const bool early = !warp.delayed && launch.early();  // they follow each other in order
+    early ? compute() : void(++warp.delayed);
     work.finish = [=, &in, &warp] {
       const int line = std::exchange(warp.agent.line, in.line);
       for (Bits piece : held) warp.block->shared->end_read(piece, 16);
       for (int slot : in.touched)
         if (!--warp.in_flight[slot]) warp.in_flight.erase(slot);
-      if (!early) compute();
+      if (!early) {
+        --warp.delayed;
+        compute();
+      }
       warp.agent.line = line;
     };
     launch.counts[in.index].products += int64_t(16) * n * k;

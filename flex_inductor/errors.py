@@ -54,19 +54,13 @@ def _shape(tensor: Tensor) -> str:
     return f"[{', '.join(str(size) for size in tensor.shape)}]"
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"{value!r} ({type(value).__name__})"
-    return f"a tensor of {value.dtype} and shape {_shape(value)}"
-
-
 # Inside the softmax.
 
 
 def bad_sinks(sinks: Any, heads: int) -> FlexError:
     kind = FlexValueError if isinstance(sinks, Tensor) else FlexTypeError
     return kind(
-        f"sinks: expected a floating tensor with one number for each query head, [{heads}], got {_described(sinks)}."
+        f"sinks: expected a floating tensor with one number for each query head, [{heads}], got {described(sinks)}."
     )
 
 

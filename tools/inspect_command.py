@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .options import file
-from .users_code import Refused, called, running
+from .users_code import Refused, add_inputs, called, running
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -29,10 +29,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "instead: what the last process that compiled attention decided, and what it compiled again, and why"
     )
     add("--last", action="store_true", help=last)
-    given = "an argument, for example q=1x8x1024x64:bf16, with :grad behind where it needs a gradient"
-    add("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=given)
+    add_inputs(parser, "q=1x8x1024x64:bf16")
     add("--target", help="cpu, sm_80, sm_90, sm_100, gfx942... (default: where the tensors are)")
-    add("--no-backward", action="store_true", help="leave the backward out")
     add("--kernel", metavar="NAME", help="only kernels of this kind (backward: all of its) or name")
     add("--source-only", action="store_true", help="print kernels' whole sources and nothing else")
     add("--html", **file("write the report as a web page"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .options import file
-from .users_code import Refused, called, running
+from .users_code import Refused, add_inputs, called, running
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 COLUMNS = ("instructions", "sectors a request", "ideal", "conflicts", "read", "written", "products", "cycles")
@@ -33,10 +33,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     add("function", help="path/to/script.py:function or module:function")
-    given = "an argument, for example q=1x2x256x64:bf16, with :grad behind where it needs a gradient"
-    add("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=given)
+    add_inputs(parser, "q=1x2x256x64:bf16")
     add("--target", choices=TARGETS, required=True, help="the card's architecture")
-    add("--no-backward", action="store_true", help="leave the backward out")
     add("--json", **file("write the counts as JSON"))
     parser.set_defaults(run=run)
 

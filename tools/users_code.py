@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -69,6 +70,13 @@ def running(what: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         raise Refused(f"{what} fails: {type(error).__name__}: {error}{at}") from None
+
+
+def add_inputs(parser: argparse.ArgumentParser, example: str) -> None:
+    """The arguments of commands that call a function and its backward."""
+    given = f"an argument, for example {example}, with :grad behind where it needs a gradient"
+    parser.add_argument("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=given)
+    parser.add_argument("--no-backward", action="store_true", help="leave the backward out")
 
 
 def called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, Any]]:

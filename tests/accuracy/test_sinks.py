@@ -178,10 +178,10 @@ def test_vmap(per_example):
 @pytest.mark.parametrize(
     "sinks, message",
     [
-        (torch.zeros(3), "got a tensor of torch.float32 and shape [3]"),
-        (torch.zeros(1, 4), "got a tensor of torch.float32 and shape [1, 4]"),
-        (torch.zeros(4, dtype=torch.int64), "got a tensor of torch.int64 and shape [4]"),
-        (0.5, "got 0.5 (float)"),
+        (torch.zeros(3), "got a tensor of shape [3] and dtype torch.float32"),
+        (torch.zeros(1, 4), "got a tensor of shape [1, 4] and dtype torch.float32"),
+        (torch.zeros(4, dtype=torch.int64), "got a tensor of shape [4] and dtype torch.int64"),
+        (0.5, "got a float"),
         (torch.zeros(4, device="meta"), "sinks: expected a tensor on cpu, as query is, got one on meta"),
     ],
 )

@@ -47,9 +47,14 @@ def decoded(group, mask, dtype, batches):
     at = torch.arange(LENGTH - 3, LENGTH)
     at = at.expand(2, -1) if batches else at
     out, lse = cp.decode(
-        query, *here, biased(table), MASKS[mask], positions=positions, at=at, enable_gqa=True, return_lse=True
-    )
+        query, *here, biased(table), MASKS[mask], positions=positions, at=at, enable_gqa=True, return_lse=True,
+        sinks=sinks_of(mask, table),
+    )  # fmt: skip
     return out, lse, len(place)
+
+
+def sinks_of(mask, table):
+    return None if mask == "none" else table[:, 3]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -64,7 +69,16 @@ def test_as_one_process(group, mask, dtype, batches, ranks):
     plain = mod and create_block_mask(mod, None, None, LENGTH, LENGTH, "cpu", 16)
     want, want_lse = (
         t[:, :, -3:]
-        for t in flex_attention(first, key, value, biased(table), plain, enable_gqa=True, return_lse=True)
+        for t in flex_attention(
+            first,
+            key,
+            value,
+            biased(table),
+            plain,
+            enable_gqa=True,
+            return_lse=True,
+            sinks=sinks_of(mask, table),
+        )
     )
     found = group.run(decoded, mask, dtype, batches, ranks=ranks)
     assert ranks == 1 or (found[-1][2] == 0 and len({size for *_, size in found}) == ranks)

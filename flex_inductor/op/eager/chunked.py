@@ -20,6 +20,7 @@ from ...mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
 from ...mod_ir.split import Programs
+from ...softmax import with_sinks
 from ...visits.band import Band
 from ..call import QKV, Inputs, is_guarded
 from ..layout import empty_like_layout
@@ -81,15 +82,13 @@ def forward(
             total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
             acc = acc.mul_(shrink).add_(run.per_query_head(weight, run.value(tile), live))
             peak = new_peak
-        row_max[rows.b, rows.h, rows.m] = peak.squeeze(-1)
+        result, row_lse = acc / torch.where(total == 0, 1.0, total), (peak + total.log()).squeeze(-1)
         if inputs.sinks is not None:
-            sink = run.sinks(inputs.sinks, rows)
-            peak, found = torch.maximum(peak, sink), peak
-            safe_peak = torch.where(peak == -math.inf, 0.0, peak)
-            shrink = torch.exp(found - safe_peak)
-            total, acc = total * shrink + torch.exp(sink - safe_peak), acc * shrink
-        out[rows.b, rows.h, rows.m] = (acc / torch.where(total == 0, 1.0, total)).to(out.dtype)
-        lse[rows.b, rows.h, rows.m] = (peak + total.log()).squeeze(-1)
+            batches = rows.b if inputs.sinks.size(0) > 1 else slice(0, 1)
+            result, row_lse = with_sinks(result, row_lse, inputs.sinks[batches, rows.h])
+        out[rows.b, rows.h, rows.m] = result.to(out.dtype)
+        lse[rows.b, rows.h, rows.m] = row_lse
+        row_max[rows.b, rows.h, rows.m] = peak.squeeze(-1)
     return out, lse, row_max
 
 
@@ -294,10 +293,6 @@ class _Run:
 
     def rows(self, tensor: Tensor, tile: _Tile) -> Tensor:
         return tensor[tile.b, tile.h, tile.m].to(self.dtype)
-
-    def sinks(self, sinks: Tensor, tile: _Tile) -> Tensor:
-        batches = tile.b if sinks.size(0) > 1 else slice(0, 1)
-        return sinks[batches, tile.h, None, None].to(self.dtype)
 
     def scaled_query(self, tile: _Tile) -> Tensor:
         return self.rows(self.query, tile) * self.scale

@@ -96,10 +96,13 @@ def flex_attention(
             None if mask_mod is noop_mask else mask_mod,
             1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
             inputs,
-            call_options(kernel_options, lse=wanted.lse, max_scores=wanted.max_scores),
+            call_options(kernel_options, lse=wanted.lse, max_scores=wanted.maxima),
         )
 
     if isinstance(block_mask, PlannedMask):
+        for name in ("dropout_mask", "head_max_scores"):
+            if getattr(wanted, name):
+                refused(errors.request_of_a_part(name))
         results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
         kept = None
     else:

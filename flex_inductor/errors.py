@@ -97,6 +97,13 @@ def rng_state_device(got: torch.device, expected: torch.device) -> FlexValueErro
     )
 
 
+def request_of_a_part(name: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"return_aux: {name} is not there for a sequence that is spread over ranks. Ask for it in one process; the "
+        "max_scores of all ranks' rows give head_max_scores."
+    )
+
+
 def dropout_in_vmap() -> FlexValueError:
     return FlexValueError(
         "dropout_p: torch.func.vmap is not served with dropout, because all examples would lose the same weights. Pass "

@@ -96,11 +96,11 @@ def varlen_attention(
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
         Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **of_softmax),
-        call_options(kernel_options, lse=wanted.lse, max_scores=wanted.max_scores),
+        call_options(kernel_options, lse=wanted.lse, max_scores=wanted.maxima),
     )
-    out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)
     kept = _dropout_mask(softmax, sequences, query) if wanted.dropout_mask else None
-    return answer(return_aux, return_lse, out, AuxOutput(lse, max_scores, softmax.rng_state, kept))
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept)
+    return answer(return_aux, return_lse, out.squeeze(0).transpose(0, 1), found, packed=True)
 
 
 def _dropout_mask(softmax: Softmax, sequences: Sequences, query: Tensor) -> Tensor | None:

@@ -13,6 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from . import compat, errors, upward
 from .masks.planned import PlannedMask, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
+from .narrow import DTYPES as NARROW
+from .narrow import Scales, is_narrow
 from .op import Inputs, attention
 from .op.hop import refusal
 from .options import call_options, check_kernel_options
@@ -47,6 +49,9 @@ def flex_attention(
     dropout_p: float = 0.0,
     rng_state: RngState | None = None,
     head_offset: int = 0,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Any:
     """Attention with scores changed by `score_mod` and pairs left out by `block_mask`.
 
@@ -75,16 +80,19 @@ def flex_attention(
             from torch's generator.
         head_offset: the number of query's first head where it has a part of all heads: dropout then leaves out what it
             does in a call with all of them.
+        q_scale, k_scale, v_scale: what multiplies queries, keys and values of 8 bits (float8_e4m3fn or float8_e5m2,
+            without gradients): [], or for each head [B, H]; of keys and values also for each row, [B, H, N]. The
+            output has the query's dtype, but bfloat16 where that has 8 bits too.
     """
-    softmax = Softmax(sinks, dropout_p, rng_state, head_offset)
+    softmax, scales = Softmax(sinks, dropout_p, rng_state, head_offset), Scales(q_scale, k_scale, v_scale)
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options)
-        rest = {"return_aux": return_aux, **softmax._asdict()}
+        rest = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
         return _of_nested[0](query, key, value, score_mod, block_mask, *options, **rest)
     wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
 
     def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
-        check_tensors(query, key, value, enable_gqa)
+        check_tensors(query, key, value, enable_gqa, narrow=True)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
@@ -103,11 +111,14 @@ def flex_attention(
         for name in ("dropout_mask", "head_max_scores"):
             if getattr(wanted, name):
                 refused(errors.request_of_a_part(name))
+        if is_narrow(key):
+            refused(errors.narrow_part(key.dtype))
         results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
         kept = None
     else:
         try:
             checks(query, key, value)
+            scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
             softmax.check(query)
             if needs_plan():
                 raise errors.unplanned("flex_attention")
@@ -117,7 +128,9 @@ def flex_attention(
             refused(error)
         mark_sizes(query, key, value)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
-        inputs = Inputs(schedule=schedule, **softmax.inputs(query))
+        query = scales.widened(query)
+        of_rows = scales.of_rows(key, lambda scale: scale if scale.dim() == 3 else scale.unsqueeze(-1))
+        inputs = Inputs(schedule=schedule, **softmax.inputs(query), **of_rows)
         results = call(query, key, value, score_mod, mask_mod, inputs)
         kept = _dropout_mask(softmax, query, key) if wanted.dropout_mask else None
     out, lse, max_scores = results
@@ -152,7 +165,8 @@ def refused(error: errors.FlexError) -> NoReturn:
     raise error
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:
+    """Refuse tensors that are no query, key and value; `narrow`: of 8 bits are served too."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise errors.not_a_tensor(name, tensor)
@@ -160,15 +174,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             raise errors.nested_tensor(name)
         if tensor.dim() != 4:
             raise errors.wrong_rank(name, tensor)
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in (_DTYPES + NARROW if narrow else _DTYPES):
             raise errors.unsupported_dtype(name, tensor.dtype)
     if query.device != key.device or query.device != value.device:
         raise errors.mixed("device", query.device, key.device, value.device)
     if query.device.type == "meta":
         raise errors.meta_tensors()
-    if not torch.is_autocast_enabled(query.device.type) and (
-        query.dtype != key.dtype or query.dtype != value.dtype
-    ):
+    mixed = key.dtype != value.dtype or (query.dtype != key.dtype and not is_narrow(key))
+    if is_narrow(key) and query.dtype == torch.float64:
+        mixed = True
+    if mixed and (is_narrow(key) or not torch.is_autocast_enabled(query.device.type)):
         raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
     if query.size(-1) != key.size(-1):
         raise errors.head_dims_differ(query, key)

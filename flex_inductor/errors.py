@@ -111,6 +111,39 @@ def dropout_in_vmap() -> FlexValueError:
     )
 
 
+# Keys and values of 8 bits.
+
+
+def scale_of_wide(name: str, dtype: torch.dtype) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: got a scale where the tensor is {dtype}. Only float8_e4m3fn and float8_e5m2 have scales: pass None."
+    )
+
+
+def bad_narrow_scale(name: str, value: Any, shapes: Iterable[Any]) -> FlexError:
+    kind = FlexValueError if isinstance(value, Tensor) else FlexTypeError
+    allowed = ", ".join(str([*shape]) for shape in shapes)
+    return kind(f"{name}: expected a floating tensor of one of the shapes {allowed}, got {described(value)}.")
+
+
+def scale_device(name: str, got: torch.device, expected: torch.device) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected a tensor on {expected}, as key is, got one on {got}. Move it with .to()."
+    )
+
+
+def narrow_needs_grad(dtype: torch.dtype) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"query: it requires a gradient, and attention to keys of {dtype} has none. Use torch.no_grad() or detach it."
+    )
+
+
+def narrow_part(dtype: torch.dtype) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"key: {dtype} is not served for a sequence that is spread over ranks. Convert it to the query's dtype."
+    )
+
+
 # Query, key and value.
 
 

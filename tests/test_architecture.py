@@ -21,9 +21,21 @@ MAY_IMPORT = {
     "visits": (),
     "verify": ("op", "visits", "mod_ir", "errors", "compat"),
     "softmax": ("errors",),
-    "op": ("softmax", "visits", "mod_ir", "errors", "supported", "compat", "kept", "options", "upward"),
+    "narrow": ("errors",),
+    "op": (
+        "softmax",
+        "narrow",
+        "visits",
+        "mod_ir",
+        "errors",
+        "supported",
+        "compat",
+        "kept",
+        "options",
+        "upward",
+    ),
     "masks": ("op", "visits", "mod_ir", "errors", "compat"),
-    "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "options"),
+    "sequences": ("softmax", "narrow", "attention", "masks", "op", "visits", "errors", "options"),
     "integrations": ("softmax", "attention", "masks", "op", "errors", "kept", "options"),
     "distributed": (
         "attention",
@@ -39,7 +51,18 @@ MAY_IMPORT = {
         "options",
         "upward",
     ),
-    "attention": ("softmax", "masks", "op", "mod_ir", "errors", "supported", "compat", "options", "upward"),
+    "attention": (
+        "softmax",
+        "narrow",
+        "masks",
+        "op",
+        "mod_ir",
+        "errors",
+        "supported",
+        "compat",
+        "options",
+        "upward",
+    ),
 }
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.
 COMPUTES_NAMES = {

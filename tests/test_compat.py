@@ -130,7 +130,7 @@ def test_each_difference_has_its_test():
     assert len(named) == 7 and all(hasattr(compat, name) for name in named)
 
 
-OWN = ("sinks", "dropout_p", "rng_state", "head_offset")
+OWN = ("sinks", "dropout_p", "rng_state", "head_offset", "q_scale", "k_scale", "v_scale")
 
 
 def test_torchs_arguments_are_ours_and_listed():

@@ -13,6 +13,7 @@ from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
+from ..narrow import Scales
 from ..op import Inputs, attention
 from ..options import call_options
 from ..softmax import AuxOutput, AuxRequest, RngState, Softmax, answer, asked, dropout_mask
@@ -39,6 +40,9 @@ def varlen_attention(
     dropout_p: float = 0.0,
     rng_state: RngState | None = None,
     head_offset: int = 0,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Any:
     """Attention within each of many sequences that are packed one after the other.
 
@@ -54,6 +58,8 @@ def varlen_attention(
         scale, return_lse, kernel_options, return_aux, sinks, dropout_p, rng_state, head_offset: as flex_attention has
             them. Dropout sees what score_mod sees, so a sequence loses the same weights wherever it is packed. The
             dropout_mask is [sequences, H, longest queries, longest keys].
+        q_scale, k_scale, v_scale: for queries, keys and values of 8 bits: []; of keys and values also for each head
+            [H], or for each token, like key without its last dimension.
 
     Returns [T, H, V], in rows that belong to no sequence 0; the logsumexp is [H, T].
     """
@@ -63,10 +69,13 @@ def varlen_attention(
         in_cache = sequences.cu_k is None
         as_op = _as_rows if in_cache else _as_batch
         _check_ranks(query, {"key": key, "value": value}, sequences)
+        by_token = tuple(key.shape[:-1]) if isinstance(key, Tensor) else ()
         query, key, value = _as_batch(query), as_op(key), as_op(value)
         first_key, first_value = (t[:1] if isinstance(t, Tensor) else t for t in (key, value))
-        check_tensors(query, first_key, first_value, enable_gqa)
+        check_tensors(query, first_key, first_value, enable_gqa, narrow=True)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
+        scales = Scales(q_scale, k_scale, v_scale)
+        scales.check(query, key, value, (key.size(1),), by_token)
         softmax = Softmax(sinks, dropout_p, rng_state, head_offset).drawn(query)
         softmax.check(query)
         _check_sequences(query, key, value, sequences, block_mask)
@@ -74,6 +83,10 @@ def varlen_attention(
             raise call_errors.unplanned("varlen_attention")
     except call_errors.FlexError as error:
         refused(error)
+    query = scales.widened(query)
+    of_rows = scales.of_rows(
+        key, lambda s: s.unsqueeze(-1) if s.dim() == 1 else as_op(s.unsqueeze(-1)).squeeze(-1)
+    )
     mark_sizes(query, key, value)
     mask = sequences.mask() if block_mask is None else block_mask
     tile_map, scattered = mask.tile_map, sequences.pages is not None
@@ -83,6 +96,9 @@ def varlen_attention(
         if scattered and _follow(key) and _follow(value):  # kernels look up one number per key
             batch, row = torch.zeros_like(batch), batch * key.size(2) + row
             key, value = _one_row(key), _one_row(value)
+            of_rows = {
+                n: tuple(_one_row(s.unsqueeze(-1)).squeeze(-1) for s in both) for n, both in of_rows.items()
+            }
         tile_map = TileMap(tile_map.queries, torch.cat([batch, row, rest], 1))
     of_softmax = softmax.inputs(query)
     if softmax.dropout_p and sequences.cu_k is sequences.cu_q and sequences.used_k is sequences.used_q:
@@ -95,7 +111,7 @@ def varlen_attention(
         score_mod,
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **of_softmax),
+        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **of_softmax, **of_rows),
         call_options(kernel_options, lse=wanted.lse, max_scores=wanted.maxima),
     )
     kept = _dropout_mask(softmax, sequences, query) if wanted.dropout_mask else None

@@ -65,16 +65,8 @@ class _Part(NamedTuple):
         return Region(b, h, [m], [n])._replace(**part)
 
 
-SERVES = (
-    "score_captures",
-    "mask_captures",
-    "schedule",
-    "tile_map",
-    "scattered",
-    "sinks",
-    "dropout",
-    "in_blocks",
-)
+SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered"}
+SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales"}
 
 
 class _Call(NamedTuple):
@@ -122,6 +114,11 @@ class _Call(NamedTuple):
 def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, code: str) -> _Call:
     call = call_text.load(text, tensors, Programs)
     check_served(call.inputs, SERVES)
+    if call.inputs.kv_scales:  # what they stand for
+        key, value = (
+            t.double() * scale.unsqueeze(-1)
+            for t, scale in zip((key, value), call.inputs.kv_scales, strict=True)
+        )
     return _Call(query, key, value, call, code)
 
 

@@ -76,12 +76,16 @@ class Units(NamedTuple):
     least: float  # half of the smallest number above 0 that they may be rounded to
 
     @staticmethod
-    def of(query: Tensor) -> Units:
+    def of(query: Tensor, key: Tensor) -> Units:
         finfo, scores = torch.finfo(query.dtype), torch.finfo(score_dtype(query.dtype)).eps
         least = finfo.tiny * finfo.eps / 2
         fp32 = query.is_cuda and query.dtype == torch.float32
         if fp32 and compat.allows_tf32():
             return Units(scores, 2.0**-10, 2.0**-11, least)
+        if (
+            key.dtype != query.dtype and finfo.bits == 16
+        ):  # keys and values are narrow: their products with scales round
+            return Units(scores, finfo.eps / 2, finfo.eps, least)
         return Units(scores, 0.0, finfo.eps / 2, least)
 
 
@@ -168,7 +172,7 @@ class Exact:
             self.visited = Visited(schedule, -(-key.size(2) // schedule.kv_block), query.device)
         self.score_mod, self.mask_mod = score_mod, mask_mod
         self.dtype = score_dtype(query.dtype)
-        self.units = Units.of(query)
+        self.units = Units.of(query, key)
         self.group = query.size(1) // max(key.size(1), 1)
         self.sizes = dict(zip(AXES, (*query.shape[:3], key.size(2)), strict=True))
 

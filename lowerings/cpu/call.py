@@ -28,6 +28,8 @@ from .configs import Caches, candidates, estimate
 
 AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some would belong to a neighbour
 
+_NARROW = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}  # bits of the exponent
+
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
 
 
@@ -123,6 +125,7 @@ def rendered(
         name=kernel.kernel_name,  # names the namespace too: a package has all its kernels in one file
         element=template.element_type(kernel.tensors[0]),
         is_bf16=int(problem.dtype == torch.bfloat16),
+        narrow=_NARROW.get(kernel.tensors[1].get_dtype(), 0),
         has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),
         signature=kernel.declaration,
         profile=kernel.maybe_codegen_profile(),

@@ -47,6 +47,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             for name in ("sinks", "dropout")
             if (given := getattr(call.inputs, name)) is not None
         },
+        **dict(zip(("key_scale", "value_scale"), map(realized, call.inputs.kv_scales), strict=False)),
         **lists,
         **tiles(call),
     }

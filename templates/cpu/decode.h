@@ -1,20 +1,22 @@
 // What decoding adds to kernel.h: products of a few queries with keys and values that are read where they lie. ROWS, CHUNK,
 // TILE_LD, COLUMNS and NEAR are the kernel's; decode.jinja says what they mean.
-using Elements = at::vec::Vectorized<Element>;
-constexpr int64_t E = Elements::size();
+// Narrow keys and values are copied into floats first.
+using Stored = std::conditional_t<FLEX_NARROW != 0, float, Element>;
+constexpr int64_t E = at::vec::Vectorized<Stored>::size();
 
 // E numbers as E / W vectors of float; zeros after the first `count`.
-inline void widen(const Element* from, int64_t count, Vec* to) {
-#if FLEX_IS_FLOAT
+inline void widen(const Stored* from, int64_t count, Vec* to) {
+#if FLEX_IS_FLOAT || FLEX_NARROW
   to[0] = count >= E ? Vec::loadu(from) : Vec::loadu(from, count);
 #else
-  std::tie(to[0], to[1]) = at::vec::convert_to_float<Element>(count >= E ? Elements::loadu(from) : Elements::loadu(from, count));
+  std::tie(to[0], to[1]) = at::vec::convert_to_float<Element>(
+      count >= E ? at::vec::Vectorized<Element>::loadu(from) : at::vec::Vectorized<Element>::loadu(from, count));
 #endif
 }
 
 // scores[r * TILE_LD] = queries[r] . key for `count` rows, at most ROWS of them.
 template <int64_t count>
-inline void dot_key(const float* queries, int64_t ld, const Element* key, int64_t D, float scale, float* scores) {
+inline void dot_key(const float* queries, int64_t ld, const Stored* key, int64_t D, float scale, float* scores) {
   Vec sum[count];
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r) sum[r] = Vec(0.f);
@@ -37,11 +39,11 @@ struct Piece {
 };
 
 struct Chunk {
-  Scratch<Element> key_copies, value_copies;
+  Scratch<Stored> key_copies, value_copies;
   std::vector<Piece> pieces;
   int64_t keys = 0;
   bool checked = false;  // whether any piece is masked
-  const Element *key_rows[CHUNK], *value_rows[CHUNK];
+  const Stored *key_rows[CHUNK], *value_rows[CHUNK];
   Chunk(int64_t keys, int64_t values) : key_copies(keys), value_copies(values) {}
   // Lets code that takes several keys at once find the last one again behind it.
   void repeat_last() {
@@ -71,8 +73,8 @@ constexpr int64_t KEYS = W / (count == 3 ? 4 : count);
 template <int64_t count, bool ask>
 inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const Chunk& next, int64_t n, int64_t head, int64_t D,
                      int64_t V, float scale, float* scores) {
-  const Element* const* soon = (next.keys ? next : now).key_rows + n;
-  const Element* const *keys = now.key_rows + n, *const *values = now.value_rows + n;
+  const Stored* const* soon = (next.keys ? next : now).key_rows + n;
+  const Stored* const *keys = now.key_rows + n, *const *values = now.value_rows + n;
   Vec sum[W];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < W; ++i) sum[i] = Vec(0.f);
@@ -105,7 +107,7 @@ inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const C
 // acc[r][v...] = acc * shrink + weights[r] @ values for `count` rows and COLUMNS vectors of values from `column` on. Where
 // that is checked and gives what is not finite, nothing is stored.
 template <int64_t count>
-inline bool add_values(const float* weights, const float* shrink, const Element* const* values, int64_t keys, int64_t column,
+inline bool add_values(const float* weights, const float* shrink, const Stored* const* values, int64_t keys, int64_t column,
                        int64_t columns, float* acc, int64_t ld, bool checked) {
   Vec sum[count][COLUMNS];
 #pragma GCC unroll 8
@@ -113,7 +115,7 @@ inline bool add_values(const float* weights, const float* shrink, const Element*
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = Vec::loadu(acc + r * ld + i * W) * Vec(shrink[r]);
   for (int64_t n = 0; n < keys; ++n) {
-    const Element* from = values[n] + column;
+    const Stored* from = values[n] + column;
     Vec row[COLUMNS];
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; i += E / W) {
@@ -144,7 +146,7 @@ inline bool add_values(const float* weights, const float* shrink, const Element*
 
 // The same for one row, without the masked keys whose score is -inf: what these hold may be NaN, and so is 0 times that.
 inline __attribute__((noinline, cold)) void add_live_values(
-    const float* weights, float shrink, const float* scores, const std::vector<Piece>& pieces, const Element* const* values,
+    const float* weights, float shrink, const float* scores, const std::vector<Piece>& pieces, const Stored* const* values,
     int64_t column, int64_t columns, float* acc) {
   for (int64_t v = 0; v < columns; ++v) acc[v] *= shrink;
   for (const Piece& piece : pieces)

@@ -2,6 +2,7 @@
 //
 //   FLEX_ELEMENT   the type of query, key and value    FLEX_IS_FLOAT, FLEX_IS_BF16   which that is
 //   FLEX_HAS_AMX   whether products may use tiles of AMX
+//   FLEX_NARROW    4 or 5 where keys and values are of 8 bits: those for the exponent
 //
 // common.jinja says what its names mean.
 using Element = FLEX_ELEMENT;
@@ -101,6 +102,13 @@ inline void store_packed(Vec numbers, Packed* to) {
 }
 #endif
 
+inline Vec load_packed(const float* from) { return Vec::loadu(from); }
+#if FLEX_BF16_PAIRS
+inline Vec load_packed(const Packed* from) {
+  return Vec((__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+#endif
+
 inline float sum_lanes(Vec numbers) {
   return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, numbers);
 }
@@ -135,9 +143,9 @@ inline __attribute__((noinline, cold)) void copy_to(std::vector<T>& copy, const 
 
 // targets[i] += weights[i] * x for every x in the row that is not finite, in lanes whose score is not -inf: a lane that
 // is not attended to has no part in it, though its weight, 0, times x is NaN.
-template <typename Weight>
+template <typename T, typename Weight>
 inline __attribute__((noinline, cold)) void add_not_finite(
-    const Element* row, int64_t stride, int64_t columns, const float* scores, const Weight* weights, int64_t lanes,
+    const T* row, int64_t stride, int64_t columns, const float* scores, const Weight* weights, int64_t lanes,
     int64_t step, float* targets, int64_t targets_ld) {
   bool finite = true;
   for (int64_t c = 0; c < columns; ++c) finite &= is_finite(float(row[c * stride]));
@@ -337,6 +345,51 @@ inline void copy_elements(const Element* from, int64_t stride, int64_t count, fl
   for (; i < count; ++i) to[i] = float(from[i * stride]);
 }
 #endif
+#if FLEX_NARROW
+using Narrow = std::conditional_t<FLEX_NARROW == 4, at::Float8_e4m3fn, at::Float8_e5m2>;
+// W of them. In half precision e5m2 has a byte more. e4m3 has a lower exponent there: as if divided by 256.
+inline Vec widened(const Narrow* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
+  if (FLEX_NARROW == 5) return Vec(_mm512_cvtph_ps(_mm256_slli_epi16(x, 8)));
+  const __m256i size = _mm256_and_si256(x, _mm256_set1_epi16(0x7F)), sign = _mm256_slli_epi16(_mm256_xor_si256(x, size), 8);
+  const __m256i no_number = _mm256_and_si256(_mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7F)), _mm256_set1_epi16(0x7E00));
+  const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(size, 7), sign), no_number);
+  return Vec(_mm512_cvtph_ps(half)) * Vec(256.f);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from));
+  if (FLEX_NARROW == 5) return Vec(_mm256_cvtph_ps(_mm_slli_epi16(x, 8)));
+  const __m128i size = _mm_and_si128(x, _mm_set1_epi16(0x7F)), sign = _mm_slli_epi16(_mm_xor_si128(x, size), 8);
+  const __m128i no_number = _mm_and_si128(_mm_cmpeq_epi16(size, _mm_set1_epi16(0x7F)), _mm_set1_epi16(0x7E00));
+  const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(size, 7), sign), no_number);
+  return Vec(_mm256_cvtph_ps(half)) * Vec(256.f);
+#else
+  float lanes[W];
+  for (int64_t i = 0; i < W; ++i) lanes[i] = float(from[i]);
+  return Vec::loadu(lanes);
+#endif
+}
+template <typename To>
+inline void copy_elements(const Narrow* from, int64_t stride, int64_t count, To* to) {
+  int64_t i = 0;
+  for (; stride == 1 && i + W <= count; i += W) store_packed(widened(from + i), to + i);
+  for (; i < count; ++i) to[i] = To(float(from[i * stride]));
+}
+#if !FLEX_IS_FLOAT
+inline void copy_elements(const float* from, int64_t stride, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i * stride];
+}
+#endif
+// Rows of whole vectors, `ld` apart, times a number each.
+template <typename T>
+inline void scale_rows(T* rows, int64_t ld, int64_t count, int64_t width, const float* scales, int64_t stride) {
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t i = 0; i < width; i += W) {
+      T* at = rows + r * ld + i;
+      store_packed(load_packed(at) * Vec(scales[r * stride]), at);
+    }
+}
+#endif
 inline __attribute__((noinline)) void write_scaled(const float* from, float scale, int64_t count, Element* to, int64_t stride) {
   constexpr int64_t E = at::vec::Vectorized<Element>::size();
   int64_t i = 0;
@@ -356,8 +409,8 @@ inline void write_scaled(const float* from, float scale, int64_t count, float* t
 #endif
 
 // Rows of a matrix, zeros after the last one and after their last column. Not inlined: compiled once for many places.
-template <typename To>
-inline __attribute__((noinline)) void gather_rows(const Element* from, int64_t row_stride, int64_t column_stride, int64_t rows,
+template <typename From, typename To>
+inline __attribute__((noinline)) void gather_rows(const From* from, int64_t row_stride, int64_t column_stride, int64_t rows,
                         int64_t columns, int64_t row_count, To* to, int64_t width) {
   for (int64_t r = 0; r < rows; ++r) {
     if (column_stride == 1) fetch_row(from + (r + AHEAD) * row_stride, columns);

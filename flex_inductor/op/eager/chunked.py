@@ -20,6 +20,7 @@ from ...mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
 from ...mod_ir.split import Programs
+from ...narrow import is_narrow
 from ...softmax import with_sinks
 from ...softmax.dropout import keeps_of_tile, scale_of
 from ...visits.band import Band
@@ -35,7 +36,7 @@ MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
 SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-SERVES |= {"sinks", "dropout", "in_blocks"}
+SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales"}
 
 
 class _Tile(NamedTuple):
@@ -309,13 +310,16 @@ class _Run:
         return self.rows(self.query, tile) * self.scale
 
     def key(self, tile: _Tile) -> Tensor:
-        return self._of_kv(self.kv[0], tile)
+        return self._of_kv(0, tile)
 
     def value(self, tile: _Tile) -> Tensor:
-        return self._of_kv(self.kv[1], tile)
+        return self._of_kv(1, tile)
 
-    def _of_kv(self, tensor: Tensor, tile: _Tile) -> Tensor:
-        return tensor[self._kv_batches(tile, tensor), tile.k, tile.n].to(self.dtype)
+    def _of_kv(self, which: int, tile: _Tile) -> Tensor:
+        tensor, scales = self.kv[which], self.inputs.kv_scales
+        at = self._kv_batches(tile, tensor), tile.k, tile.n
+        rows = tensor[at].to(self.dtype)
+        return rows * scales[which][at].unsqueeze(-1) if scales else rows
 
     def _kv_batches(self, tile: _Tile, tensor: Tensor) -> slice:
         if tile.kv_b is not None:
@@ -453,7 +457,10 @@ def _unexpanded(lanes: Tensor) -> Tensor:
 
 def _all_finite(tensors: Sequence[Tensor]) -> bool:
     # A sum is not finite if any element is not. If finite ones overflow, the careful way is taken in vain.
-    sums = [tensor.sum(dtype=score_dtype(tensor.dtype)) for tensor in tensors]
+    sums = [
+        (tensor.float() if is_narrow(tensor) else tensor).sum(dtype=score_dtype(tensor.dtype))
+        for tensor in tensors
+    ]
     return bool(torch.stack(sums).isfinite().all())
 
 

@@ -34,13 +34,15 @@ def compiled(
     target: str,
     launches: list[Launch] | None = None,
     dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
     **checks: Any,
 ) -> Callable:
     """`torch.compile(fn, backend="flex_inductor")`, to be executed with the options `checks` of `ptx.run_text`.
 
-    `launches` gets every kernel and its counts.
+    `launches` gets every kernel and its counts; `dynamic` and `options` are those of torch.compile.
     """
-    return compiled_on_cpu(fn, loader(target, launches, **checks), target, dynamic=dynamic)
+    load = loader(target, launches, **checks)
+    return compiled_on_cpu(fn, load, target, dynamic=dynamic, options=options)
 
 
 def loader(target: str, launches: list[Launch] | None = None, **checks: Any) -> Callable[[str, str], Any]:

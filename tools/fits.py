@@ -144,8 +144,9 @@ def page(found: Sequence[Fit]) -> str:
     lines = [
         "# What kernels take of cards",
         "",
-        "`make fits` compiles what untuned calls get for every card and writes this page. Shared memory is that of one",
-        "instance, registers and local memory those of a thread. Each number is the largest of all calls:",
+        "`make fits` compiles what untuned calls get for every card and writes this page; options of",
+        "`python -m flex_inductor.tools.fits` leave some out. Shared memory is that of one instance, registers and local",
+        "memory those of a thread. Each number is the largest of all calls:",
         f"head dims {_all(found, 'head_dim')}; {_all(found, 'dtype')} (without TF32); {_all(found, 'door')} (calls of",
         "`tools/fits.py`). Nothing has run on a card.",
     ]

@@ -145,8 +145,8 @@ def page(found: Sequence[Fit]) -> str:
         "# What kernels take of cards",
         "",
         "`make fits` compiles what untuned calls get for every card and writes this page; options of",
-        "`python -m flex_inductor.tools.fits` leave some out. Shared memory is that of one instance, registers and local",
-        "memory those of a thread. Each number is the largest of all calls:",
+        "`python -m flex_inductor.tools.fits` leave some out. Shared memory is that of one instance, registers and",
+        "local memory those of a thread. Each number is the largest of all calls:",
         f"head dims {_all(found, 'head_dim')}; {_all(found, 'dtype')} (without TF32); {_all(found, 'door')} (calls of",
         "`tools/fits.py`). Nothing has run on a card.",
     ]

@@ -41,8 +41,8 @@ CARDS = {
 QUARTERS = 4  # schedulers of a multiprocessor, each with its own units
 L2_BYTES = 64  # a cycle and multiprocessor: assumed
 # Operations a cycle and multiprocessor, and cycles until a result is there. The 4 cycles of dependent additions in fp32
-# are of Abdelkhalik et al. (arXiv:2208.11174), who measured an A100; the other numbers are assumed to be of their order,
-# and those of tensor cores of that of Sun et al. (arXiv:2206.02874).
+# are of Abdelkhalik et al. (arXiv:2208.11174), who measured an A100; the other numbers are assumed to be of the order
+# of theirs, and those of tensor cores of those of Sun et al. (arXiv:2206.02874).
 LANES = {"integers": 64, "special functions": 16, "conversions": 64}
 LATENCIES = {"integers": 4, "floats": 4, "special functions": 18, "conversions": 6, "tensor cores": 33}
 OF_16_BITS = {"tf32": 0.5, "f64": 1 / 16, "e4m3": 2, "e5m2": 2, "s8": 2, "u8": 2}  # by kind of product

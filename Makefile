@@ -14,7 +14,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fuzz lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits fuzz lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -53,6 +53,10 @@ fuzz: $(VENV)/.ready  ## random calls against the reference, for MINUTES=30
 test-ptx: $(VENV)/.ready  ## all kernels for cards, executed without one
 	$(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu" tests/tools/ptx
 	@echo "flex_inductor: kernels executed"
+
+fits: $(VENV)/.ready  ## what kernels take of every card, into docs/fits.md
+	$(bin)/python -W ignore -m flex_inductor.tools.fits --out docs/fits.md
+	@echo "flex_inductor: every kernel fits"
 
 test-browser: $(VENV)/.ready  ## the inspector's web page in headless Chromium, and its picture in docs/
 	$(bin)/python -m pytest tests/tools/browser_webpage.py

@@ -46,7 +46,7 @@ def compiled_on_cpu(
     from .resources import gpu_target
 
     observer = Observer()
-    observer.target, observer.records = target, target is None
+    observer.target = target
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
         from torch._inductor.compile_fx import compile_fx_inner

@@ -29,11 +29,24 @@ def run(fn: Callable, *args: Any, target: str, **kwargs: Any) -> Any:
     return compiled(fn, target)(*args, **kwargs)
 
 
-def compiled(fn: Callable, target: str, launches: list[Launch] | None = None, **checks: Any) -> Callable:
+def compiled(
+    fn: Callable,
+    target: str,
+    launches: list[Launch] | None = None,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+    **checks: Any,
+) -> Callable:
     """`torch.compile(fn, backend="flex_inductor")`, to be executed with the options `checks` of `ptx.run_text`.
 
-    `launches` gets every kernel and its counts.
+    `launches` gets every kernel and its counts; `dynamic` and `options` are those of torch.compile.
     """
+    load = loader(target, launches, **checks)
+    return compiled_on_cpu(fn, load, target, dynamic=dynamic, options=options)
+
+
+def loader(target: str, launches: list[Launch] | None = None, **checks: Any) -> Callable[[str, str], Any]:
+    """What takes the place of compiling a kernel: see `environment.triton_on_cpu`."""
 
     def executed(name: str, source: str) -> Any:
         """In place of Inductor's autotuner: the config that a card would start with."""
@@ -51,4 +64,4 @@ def compiled(fn: Callable, target: str, launches: list[Launch] | None = None, **
 
         return types.SimpleNamespace(config=config, run=run)
 
-    return compiled_on_cpu(fn, executed, target)
+    return executed

@@ -21,8 +21,14 @@ from .generated import GeneratedKernel
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, Loop, instructions, main_loops
 
 # The threads and the instances that a multiprocessor runs at once, at most.
-_MOST = {"sm_80": (2048, 32), "sm_86": (1536, 16), "sm_90": (2048, 32), "sm_100": (2048, 32)}
-_MOST |= {"sm_120": (1536, 24), "gfx942": (2048, 32)}
+_MOST = {
+    "sm_80": (2048, 32),
+    "sm_86": (1536, 16),
+    "sm_89": (1536, 24),
+    "sm_90": (2048, 32),
+    "sm_100": (2048, 32),
+}
+_MOST |= {"sm_120": (1536, 24), "gfx942": (2048, 32), "gfx950": (2048, 32)}
 TARGETS = tuple(_MOST)
 
 

@@ -90,7 +90,7 @@ class Device(NamedTuple):
 
 
 _SHARED = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}
-_SHARED |= {"sm_103": 227, "sm_120": 99, "sm_121": 99}
+_SHARED |= {"sm_103": 227, "sm_120": 99, "sm_121": 99, "gfx950": 160}
 
 
 _MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
@@ -100,7 +100,7 @@ def known_device(arch: str) -> Device:
     """The device of an architecture name, for one that may not be there."""
     multiprocessors = _MULTIPROCESSORS.get(arch, 100)
     if arch.startswith("gfx"):
-        return Device(arch, 64 * 1024, warp=64, multiprocessors=multiprocessors)
+        return Device(arch, _SHARED.get(arch, 64) * 1024, warp=64, multiprocessors=multiprocessors)
     return Device(arch, _SHARED.get(arch, 99) * 1024, multiprocessors=multiprocessors)
 
 
@@ -153,8 +153,12 @@ _LAST_EXACT = [Config(16, 16, 8, 2)]
 
 def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
-    shared = (m * shape.D + _walked(config, shape, device) * n * (shape.D + shape.V)) * shape.bytes
-    shared += m * n * shape.bytes if shape.exact else 0  # the weights, for the other product
+    # Without stages one tile leaves room for the other.
+    width = shape.D + shape.V if config.stages > 1 else shape.widest
+    shared = (m * shape.D + _walked(config, shape, device) * n * width) * shape.bytes
+    if shape.exact or _divides_columns(config, max(n, shape.V), device):
+        shared += m * n * shape.bytes  # the weights, for the other product
+    shared += _aside(config, m, max(n, shape.V), device)
     loaded = shape.tile_loads * (1 if _ahead(config, device) else 3)  # with 64-bit addresses
     held = 0 if device.shared_operands else m * shape.D * shape.bytes // 4
     return shared + _captured(config, shape, device, n), m * shape.V + (2 + loaded) * m * n + held
@@ -166,35 +170,75 @@ def dq_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     tiles = m * shape.D + (3 + loaded + shape.tile_values) * m * n
     # Found by compiling: contributions of lanes change their layout on the way to memory.
     moves = shape.score_loads and shape.tile_values and (config.coalesced or not shape.score_adds)
-    moved = 512 * config.warps if moves else 0
-    return _backward_shared(config, shape, device, m, n) + moved, tiles + _operands(m + n, shape, device)
+    shared = _backward_shared(config, shape, device, m, n, shape.D) + (512 * config.warps if moves else 0)
+    return shared + _aside(config, m, 0, device), tiles + _operands(m + n, shape, device)
 
 
 def dkdv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
-    shared, registers = dk_cost(config, shape, device)
-    return shared, registers + config.block_n * shape.V
+    registers = dk_cost(config, shape, device)[1] + config.block_n * shape.V
+    return _of_keys(config, shape, device, shape.D + shape.V), registers
 
 
 def dk_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
     tiles = n * shape.D + (3 + shape.tile_values) * m * n
     rows = m + n if device.family == "amd" else m  # where what is held is held in registers
-    return _backward_shared(config, shape, device, n, m), tiles + _operands(rows, shape, device)
+    return _of_keys(config, shape, device, shape.D), tiles + _operands(rows, shape, device)
 
 
 def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     m, n = config.block_m, config.block_n
     values = 0 if device.family == "amd" else n * shape.V * shape.bytes  # which are not held
-    return _backward_shared(config, shape, device, n, m) - values, n * shape.V + 2 * m * n
+    return _of_keys(config, shape, device, 0) - values, n * shape.V + 2 * m * n
 
 
-def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int) -> int:
+def _of_keys(config: Config, shape: Shape, device: Device, twice: int) -> int:
+    shared = _backward_shared(config, shape, device, config.block_n, config.block_m, twice)
+    statistics = config.block_m * 8 * max(config.stages - 1, 0)  # the exponent and delta of rows
+    return shared + _aside(config, 0, 0, device) + (0 if device.family == "amd" else statistics)
+
+
+def _backward_shared(config: Config, shape: Shape, device: Device, held: int, walked: int, twice: int) -> int:
+    """`twice` is the width of the walked tiles that two products of a step take."""
     if device.family == "amd":  # the tiles of one product at a time
         return max(held, walked) * shape.widest * shape.bytes
+    tensor_memory = device.family == "blackwell" and config.stages > 1
     rows = held + _walked(config, shape, device) * walked
-    # A product's result for the next one: sm_90 keeps it in registers.
-    between = 0 if device.family == "hopper" and shape.bytes < 4 else held * walked
-    return (rows * (shape.D + shape.V) + between) * shape.bytes + _captured(config, shape, device, walked)
+    # A product's result for the next one, unless it stays in registers or tensor memory.
+    alone = device.family == "hopper" and shape.bytes < 4 and held >= 64
+    alone = alone or (not device.shared_operands and not shape.exact and held >= max(walked, shape.widest))
+    alone = alone or (config.stages == 1 and twice <= shape.widest)  # one of the tiles leaves room for it
+    between = 0 if tensor_memory or alone else held * walked
+    # Two products take a tile in two layouts. Those of sm_100 run into the next step. What is not copied in stages goes
+    # through shared memory for each layout, one tile after the other.
+    again = 0
+    if tensor_memory:
+        again = walked * twice
+    elif (config.stages == 1 and not alone) or (config.stages == 2 and shape.bytes == 4 and not shape.exact):
+        again = walked * min(twice, shape.widest)
+    shared = (rows * (shape.D + shape.V) + between + again) * shape.bytes
+    # What tensor cores read begins at a multiple of 1024, behind numbers of rows and captured values.
+    aligned = 1024 if device.family == "hopper" else 0
+    return shared + aligned + _captured(config, shape, device, walked)
+
+
+def _divides_columns(config: Config, columns: int, device: Device) -> bool:
+    """Whether warps share the rows of a step's products, so that maxima and weights pass through shared memory. Triton
+    gives each its own rows where a product has no fewer rows than columns."""
+    if device.family == "hopper":
+        return config.block_m < 16 * config.warps
+    if device.family == "blackwell" and config.block_m >= 64:  # a thread has a row
+        return False
+    return device.nvidia and config.block_m < columns
+
+
+def _aside(config: Config, rows: int, columns: int, device: Device) -> int:
+    """What a step has in shared memory beside tiles: a number for each row, from every warp that has a part of it."""
+    if device.family == "amd":
+        return 0
+    blackwell = device.family == "blackwell"
+    parts = config.warps if blackwell or _divides_columns(config, columns, device) else 1
+    return rows * parts * 4 + (1024 if blackwell else 0)  # barriers there, and what it takes to align tiles
 
 
 def _walked(config: Config, shape: Shape, device: Device) -> int:
@@ -221,6 +265,8 @@ def _ahead(config: Config, device: Device) -> int:
 
 def decode_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
     shared, registers = forward_cost(config, shape, device)
+    if device.family != "amd":
+        shared = max(shared, config.block_m * shape.V * 4)  # a part's output on its way to memory
     # With tiles this small the queries are in registers on these cards too.
     held = config.block_m * shape.D * shape.bytes // 4 if device.family == "blackwell" else 0
     return shared, registers + held

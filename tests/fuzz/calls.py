@@ -12,13 +12,16 @@ from flex_inductor import decisions
 from flex_inductor.backend import flex_inductor
 from tests.support import served_by
 
+from .mods import CARDS, TRITON
+
 DTYPES = {
     "eager": ("float32", "bfloat16"),  # of float64 the right results are in float64 too, and off as much
     "chunked": ("float64",),
     "cpu": ("float32", "bfloat16", "float16"),
     "triton": ("float32", "float16"),  # Triton's interpreter gets products of bfloat16 wrong
+    **dict.fromkeys(CARDS, ("float32", "bfloat16", "float16")),
 }
-LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, "triton": 60}
+LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, **dict.fromkeys(TRITON, 60)}
 
 
 def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:
@@ -30,6 +33,10 @@ def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:
         from flex_inductor.tools import interpret
 
         return interpret.compiled(attend, dynamic=True)
+    if route in CARDS:
+        from flex_inductor.tools import execute
+
+        return execute.compiled(attend, route, dynamic=True)
     return torch.compile(
         attend, backend=flex_inductor, fullgraph=True, dynamic=True, options={"verify": verify}
     )
@@ -46,7 +53,10 @@ def compilations(route: str, passes: int = 2) -> Iterator[set]:
         yield shapes
         return
     # Otherwise torch takes sizes that happen to be equal for the same one, and compiles again once they are not.
-    with torch.fx.experimental._config.patch(use_duck_shape=False), served_by(route):
+    with (
+        torch.fx.experimental._config.patch(use_duck_shape=False),
+        served_by("triton" if route in CARDS else route),
+    ):
         yield shapes
         found = len(decisions()) // passes
         assert found <= len(shapes), f"compiled {found} times, expected {len(shapes)} at most"

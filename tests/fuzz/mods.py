@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tests.support import Sizes
 
-ROUTES = ("chunked", "cpu", "triton")
+CARDS = ("sm_80", "sm_90")  # Triton's kernels compiled for them, executed by tools/ptx
+TRITON = ("triton", *CARDS)
+ROUTES = ("chunked", "cpu", *TRITON)
 # What mods capture by name, and its shape; "keys" and "queries" change with the call.
 CAPTURES = {
     "number": (),
@@ -213,7 +215,7 @@ def _scores(*parts: str) -> st.SearchStrategy[str]:
 
 # The fused kernels hold no tensors in a lane.
 SCORES = {
-    route: _scores("in_place") if route in ("cpu", "triton") else _scores("in_place", "by_parts")
+    route: _scores("in_place") if route in ("cpu", *TRITON) else _scores("in_place", "by_parts")
     for route in ("eager", *ROUTES)
 }
 WINDOWS = st.recursive(

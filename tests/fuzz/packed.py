@@ -15,7 +15,7 @@ from flex_inductor.reference import reference
 from tests.support import Sizes, judge
 
 from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32
-from .mods import MASKS, SCORES, capture, mask_mod_of, named_in, score_mod_of
+from .mods import MASKS, SCORES, TRITON, capture, mask_mod_of, named_in, score_mod_of
 
 BLOCKS = (16, 32, (16, 64), (64, 16), (16, 128), 128)
 ALL = AuxRequest(lse=True, max_scores=True)
@@ -55,11 +55,11 @@ def programs(draw, route: str) -> Program:
     kv_heads = draw(st.integers(1, 2))
     dims = st.sampled_from([1, 3, 8, 16, 24, 33])
     keys_in = draw(st.sampled_from(["packed", "packed", "rows", "pages"]))
-    fused = route in ("cpu", "triton")
+    fused = route in ("cpu", *TRITON)
     sizes = [16, 32, 48, 128] if fused else [1, 5, 16, 24, 48]
     page_size = draw(st.sampled_from(sizes))
     block = draw(st.sampled_from(BLOCKS))
-    if route != "triton":  # whose backward has no tiles of one query
+    if route not in TRITON:  # whose backward has no tiles of one query
         block = draw(st.just(block) | st.none())
     if not fused:
         block = draw(st.just(block) | st.tuples(st.integers(1, 24), st.integers(1, 24)))

@@ -31,7 +31,7 @@ class Card:
     cached: int  # from the L2 cache
 
 
-# Makers' figures, and latencies that Luo et al. measured (arXiv:2402.13499).
+# Makers' figures. Latencies as in Luo et al., who compare these three cards (arXiv:2402.13499); not checked against it.
 CARDS = {
     "sm_80": Card("A100", 108, 1.41, 2039, 1024, 64, 29, 262),
     "sm_89": Card("RTX 4090", 128, 2.52, 1008, 256, 128, 30, 273),
@@ -39,9 +39,10 @@ CARDS = {
 }
 
 QUARTERS = 4  # schedulers of a multiprocessor, each with its own units
-L2_BYTES = 64  # a cycle and multiprocessor
-# Operations a cycle and multiprocessor (CUDA's programming guide), and cycles until a result is there (Abdelkhalik et
-# al., arXiv:2208.11174; tensor cores: Sun et al., arXiv:2206.02874).
+L2_BYTES = 64  # a cycle and multiprocessor: assumed
+# Operations a cycle and multiprocessor, and cycles until a result is there. The 4 cycles of dependent additions in fp32
+# are of Abdelkhalik et al. (arXiv:2208.11174), who measured an A100; the other numbers are assumed to be of the order
+# of theirs, and those of tensor cores of those of Sun et al. (arXiv:2206.02874).
 LANES = {"integers": 64, "special functions": 16, "conversions": 64}
 LATENCIES = {"integers": 4, "floats": 4, "special functions": 18, "conversions": 6, "tensor cores": 33}
 OF_16_BITS = {"tf32": 0.5, "f64": 1 / 16, "e4m3": 2, "e5m2": 2, "s8": 2, "u8": 2}  # by kind of product

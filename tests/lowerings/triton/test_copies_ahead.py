@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import causal
 
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.lowerings.triton.configs import known_device
 from flex_inductor.tools.bench.static import Case
 from flex_inductor.tools.inspector import attention_kernels, kind
@@ -72,6 +72,33 @@ def test_captured_values_of_keys_are_copied_ahead_too():
         )
         found.append(kernel.configs[0]["BLOCK_N"])
     assert found == [128, 64]
+
+
+PAGED = Sequences(
+    torch.tensor([0, 200], dtype=torch.int32),
+    used_k=torch.tensor([500], dtype=torch.int32),
+    pages=torch.arange(64, dtype=torch.int32)[None],
+    page_size=16,
+)
+CAUSAL_PAGED = PAGED.mask(causal)
+
+
+def lengths_no_tile_divides(q, k, v):
+    return flex_attention(q, k, v)
+
+
+def pages(q, k, v):
+    return varlen_attention(q, k, v, PAGED, block_mask=CAUSAL_PAGED)
+
+
+@pytest.mark.parametrize("attend", [lengths_no_tile_divides, pages])
+def test_weights_stay_in_registers_behind_a_branch_too(attend):
+    """Otherwise sm_80 would lay out the two products of a step differently, and exchange the weights."""
+    shapes = [(200, 2, 64), *[(64, 16, 2, 64)] * 2] if attend is pages else [(1, 2, 300, 64)] * 3
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    (kernel,) = attention_kernels(attend, q, k, v, target="sm_80")
+    compiled = compile_for(kernel, kernel.configs[0], "sm_80")
+    assert len(re.findall(r"^#mma\d* = ", compiled.asm["ttgir"], flags=re.MULTILINE)) == 1
 
 
 @pytest.mark.slow

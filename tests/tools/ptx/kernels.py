@@ -84,7 +84,7 @@ def transposed_product(a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, B
     total = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         total = tl.dot(left.load([m, k]), right.load([n, k]).T, total)
-    result.store([m, n], total.to(tl.float16))
+    result.store([m, n], total.to(out.dtype.element_ty))
 
 
 @triton.jit

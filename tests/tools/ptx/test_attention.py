@@ -10,7 +10,7 @@ from flex_inductor.tools import execute
 from tests.marks import slow_but
 from tests.support import assert_accurate
 
-LENGTHS = [5, 130, 61]
+LENGTHS = [5, 70, 31]
 SEQUENCES = Sequences.from_lengths(LENGTHS)
 CAUSAL_SEQUENCES = SEQUENCES.mask(causal())
 
@@ -49,6 +49,29 @@ def packed_in_torch(q, k, v):
     return torch.cat([sdpa(*part, is_causal=True) for part in parts], 1).transpose(0, 1)
 
 
+PAGE, QUERIES, KEYS = 16, [40, 17], [90, 33]
+TABLE = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(2, 6).int()
+
+
+def in_pages(queries):
+    offsets = torch.tensor([0, *queries]).cumsum(0).int()
+    sequences = Sequences(offsets, used_k=torch.tensor(KEYS).int(), pages=TABLE, page_size=PAGE)
+    mask = sequences.mask(causal())
+    return lambda q, k, v: varlen_attention(q, k, v, sequences, block_mask=mask, enable_gqa=True)
+
+
+def in_pages_in_torch(queries):
+    def attend(q, k, v):
+        parts = []
+        for rows, pages, length in zip(q.transpose(0, 1).split(queries, 1), TABLE, KEYS, strict=True):
+            own = [t[pages].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v)]
+            seen = torch.ones(rows.size(1), length, dtype=torch.bool).tril(length - rows.size(1))
+            parts.append(sdpa(rows[None], *(t[None] for t in own), attn_mask=seen, enable_gqa=True)[0])
+        return torch.cat(parts, 1).transpose(0, 1)
+
+    return attend
+
+
 # By name: the call, torch's, the shapes of query, key, value and captures, and the kernels, their numbers left out.
 WITH_BACKWARD = ["forward", "backward_dq", "backward_dkdv"]
 CALLS = {
@@ -64,6 +87,10 @@ CALLS = {
     ),
     "short": (one_query, lambda q, k, v: sdpa(q, k, v), [(1, 2, 64, 64)] * 3, ["decode"]),
     "packed": (packed, packed_in_torch, [(sum(LENGTHS), 2, 64)] * 3, WITH_BACKWARD),
+    "pages": (in_pages(QUERIES), in_pages_in_torch(QUERIES), [(sum(QUERIES), 2, 64)] + [(12, PAGE, 1, 64)] * 2, ["forward"]),
+    "pages, one query": (
+        in_pages([1, 1]), in_pages_in_torch([1, 1]), [(2, 4, 64)] + [(12, PAGE, 1, 64)] * 2, ["decode"],
+    ),
 }  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90") for dtype in DTYPES]
@@ -79,11 +106,33 @@ CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90"
         ("decode", "sm_80", torch.float16),
         ("short", "sm_90", torch.float16),
         ("packed", "sm_90", torch.bfloat16),
+        ("pages", "sm_80", torch.bfloat16),
+        ("pages, one query", "sm_90", torch.float16),
     ),
     ids=str,
 )
 def test_call(case):
-    name, target, dtype = case
+    check(*case)
+
+
+AXES = {
+    "descriptors": ("grouped", "forward", ["sm_90"]),
+    "coalesced": ("bias", "backward_dq", ["sm_80", "sm_90"]),
+}
+ON_AXES = [(axis, target, dtype) for axis in AXES for target in AXES[axis][2] for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("case", slow_but(ON_AXES, ("descriptors", "sm_90", torch.bfloat16)), ids=str)
+def test_axis(case):
+    axis, target, dtype = case
+    name, kernel, _ = AXES[axis]
+    launches = check(name, target, dtype, {"configs": {kernel: {axis: 1}}})
+    assert any(launch.config.get(axis.upper()) == 1 for launch in launches)
+    executed = {i.name for launch in launches for i, count in launch.counts.instructions if count.warps}
+    assert axis != "descriptors" or any("cp.async.bulk.tensor" in instruction for instruction in executed)
+
+
+def check(name, target, dtype, options=None):
     attend, in_torch, shapes, kernels = CALLS[name]
     backward = "backward_dq" in kernels
     torch._dynamo.reset()
@@ -101,7 +150,8 @@ def test_call(case):
         return {"out": out.detach(), **dict(zip(names, found, strict=False))}
 
     def executed(q, k, v, *others):
-        return execute.compiled(lambda *given: attend(*given, *others), target, launches)(q, k, v)
+        call = execute.compiled(lambda *given: attend(*given, *others), target, launches, options=options)
+        return call(q, k, v)
 
     gold = results(in_torch, [tensor.double() for tensor in (*rows, *captures)])
     assert_accurate(results(executed, [*rows, *captures]), results(in_torch, [*rows, *captures]), gold, dtype)
@@ -113,4 +163,5 @@ def test_call(case):
     assert [kernel for kernel in own if kernel in kernels] == kernels
     families = {family for launch in launches for family in launch.counts.by_family()}
     if dtype != torch.float32:
-        assert ("wgmma" if target == "sm_90" and name != "decode" else "mma") in families
+        assert ("wgmma" if target == "sm_90" and kernels[0] != "decode" else "mma") in families
+    return launches

@@ -89,15 +89,15 @@ def test_the_worst_approximations_are_off_by_little():
     assert 1e-7 < off < 2e-6
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-def test_bulk_copies(stages):
-    a, b = torch.randn(100, 96, dtype=torch.float16), torch.randn(72, 96, dtype=torch.float16)
+@pytest.mark.parametrize("stages, dtype", [(1, torch.float16), (3, torch.float16), (3, torch.bfloat16)])
+def test_bulk_copies(stages, dtype):
+    a, b = torch.randn(100, 96, dtype=dtype), torch.randn(72, 96, dtype=dtype)
     want = a.double() @ b.double().T
     for when in ("late", "early", "random"):
-        out = empty(100, 72, dtype=torch.float16)
+        out = empty(100, 72, dtype=dtype)
         counts = ptx.run(
             kernels.transposed_product, (2, 2), a, b, out, 100, 72, 96, target="sm_90", num_stages=stages, when=when,
             unwritten=[out], BM=64, BN=64, BK=32,
         )  # fmt: skip
-        assert (out - want).abs().max() < 0.02
+        assert (out - want).abs().max() < (0.02 if dtype == torch.float16 else 0.2)
     assert any(".bulk.tensor" in i.name and count.warps for i, count in counts.instructions)

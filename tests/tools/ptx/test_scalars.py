@@ -96,6 +96,16 @@ def test_small_floats(dtype, name):
     same(pair.view(dtype).view(-1, 2), torch.stack([x.roll(1), x], 1).to(dtype))
 
 
+@pytest.mark.parametrize("name", ["add", "sub", "min", "max"])
+def test_pairs_of_small_integers(name):
+    """In halves that do not carry into each other."""
+    x = torch.randint(-(2**31), 2**31, (1024,)).int()
+    y = x.flip(0)
+    found = apply(f"{name}.s16x2 $0, $1, $2;", torch.empty(1024, dtype=torch.int32), x, y)
+    of = {"add": torch.add, "sub": torch.sub, "min": torch.minimum, "max": torch.maximum}[name]
+    same(found.view(torch.int16), of(x.view(torch.int16), y.view(torch.int16)))
+
+
 def test_floats():
     x, y = floats(), floats().roll(7)
     for name, want in (

@@ -149,7 +149,7 @@ struct TensorMap {
   uint8_t last = 0, kind = 0, swizzle = 0, fill = 0;  // `last`: the number of dimensions less one
 
   int bytes() const {
-    static const int sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+    static const int sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};  // as PTX numbers types: bf16 is 10
     return kind < 13 ? sizes[kind] : 0;
   }
 };

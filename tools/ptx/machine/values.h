@@ -117,7 +117,7 @@ bool with_type(const std::string& type, Function&& function) {
 }
 
 inline int bytes_of(const std::string& type) {
-  int found = type == "pred" ? 1 : type == "f16x2" || type == "bf16x2" ? 4 : type == "f32x2" ? 8 : 0;
+  int found = type == "pred" ? 1 : type == "f32x2" ? 8 : type.size() > 4 && type.compare(type.size() - 4, 4, "16x2") == 0 ? 4 : 0;
   with_type(type, [&](auto x) { return found = sizeof x; });
   return found;
 }
@@ -376,7 +376,7 @@ inline Scalar in_halves(Scalar one, int bits) {
   if (!one) return {};
   const Bits mask = (Bits{1} << bits) - 1;
   return [=](Bits a, Bits b, Bits c) {
-    return (one(a & mask, b & mask, c & mask) & mask) | one(a >> bits, b >> bits, c >> bits) << bits;
+    return (one(a & mask, b & mask, c & mask) & mask) | (one(a >> bits, b >> bits, c >> bits) & mask) << bits;
   };
 }
 

@@ -42,18 +42,25 @@ def joint_graph(
     score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
 ) -> fx.GraphModule:
     """`trace_joint`, checked."""
-    if isinstance(score_mod, LiftedMod):
-        return score_mod.graph(tuple(wanted), lambda: _checked_joint(score_mod, query, captures, wanted))
-    return _checked_joint(score_mod, query, captures, wanted)
+    return derivative_graph(trace_joint, score_mod, query, captures, wanted)
 
 
-def _checked_joint(
-    score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
+def derivative_graph(
+    trace: Callable[..., fx.GraphModule],
+    score_mod: Callable,
+    query: Tensor,
+    captures: Sequence[Any],
+    wanted: Sequence[bool],
 ) -> fx.GraphModule:
-    joint = trace_joint(score_mod, query, captures, wanted)
-    if drawn := random_op(joint):  # also in the backward of a Function
-        raise errors.mod_is_random("score_mod", drawn)
-    return joint
+    """What `trace` makes of the score_mod, checked."""
+
+    def checked() -> fx.GraphModule:
+        graph = trace(score_mod, query, captures, wanted)
+        if drawn := random_op(graph):  # also in the backward of a Function
+            raise errors.mod_is_random("score_mod", drawn)
+        return graph
+
+    return score_mod.graph((trace, *wanted), checked) if isinstance(score_mod, LiftedMod) else checked()
 
 
 def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:

@@ -82,8 +82,9 @@ def _bundle(wire: Any) -> Any:
     if not isinstance(wire, (tuple, list)) or not wire or not isinstance(wire[0], str):
         return wire
     (name, *fields), kinds = wire, _bundles()
-    fits = name in kinds and len(fields) == len(kinds[name]._fields)
-    expect(fits, f"there is no {name[:80]} with {str(fields)[:80]}")
+    if name not in kinds or len(fields) != len(kinds[name]._fields):
+        # Only now: a tensor of a trace in forward mode cannot be printed.
+        expect(False, f"there is no {name[:80]} with {str(fields)[:80]}")
     return kinds[name](*fields)
 
 

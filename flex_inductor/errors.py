@@ -565,8 +565,8 @@ def forward_over_forward() -> FlexNotImplementedError:
 
 def derivative_of_shards() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "attention over the shards of several ranks has neither forward-mode nor second derivatives. Run it on one "
-        "process, or detach the first gradient."
+        "attention over the shards of several ranks has neither forward-mode nor second derivatives (torch.func.jvp, "
+        "create_graph=True, grad of grad). Run it in one process, or take the gradient without create_graph."
     )
 
 

@@ -14,6 +14,7 @@ from .. import errors
 from .arguments import MASK_LANES, SCORE_LANES
 from .capture import LiftedMod
 from .names import capture_names
+from .replay import Rerun
 from .trace import trace_joint, trace_value
 from .writes import arguments_of, storage_of, writes
 
@@ -60,7 +61,8 @@ def derivative_graph(
             raise errors.mod_is_random("score_mod", drawn)
         return graph
 
-    return score_mod.graph((trace, *wanted), checked) if isinstance(score_mod, LiftedMod) else checked()
+    keeps = isinstance(score_mod, (LiftedMod, Rerun))
+    return score_mod.graph((trace, *wanted), checked) if keeps else checked()
 
 
 def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:

@@ -7,8 +7,7 @@ backward. A derivative along a direction is the gradient of a gradient, so a Fun
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,11 +81,16 @@ class _At:
         self.x = (score, *(c for c, want in zip(captures, wanted, strict=True) if want))
         self.along = (lanes["score_along"], *along)
         self.value = run(score.clone(), *(lanes[axis] for axis in ("b", "h", "q_idx", "kv_idx")), *captures)
-        self.grad, self.grad_along = lanes.get("grad_score"), lanes.get("grad_score_along")
+        grad = lanes.get("grad_score")
+        self.grad = None if grad is None else grad.detach().requires_grad_()  # as marks of Functions need it
+        self.grad_along = lanes.get("grad_score_along")
 
     def gradient(self, grad: Any) -> Sequence[Tensor]:
         """J(x, grad)."""
-        return _gradient((self.value,), self.x, (grad,))
+        gradients = _gradient((self.value,), self.x, (grad,))
+        if any(map(_is_marked, gradients)):
+            raise errors.differentiable_once()
+        return gradients
 
     def with_nones(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """In the form of a joint graph's results."""
@@ -101,6 +105,21 @@ def _gradient(of: Sequence[Tensor], x: Sequence[Tensor], grads: Sequence[Any]) -
         return tuple(map(torch.zeros_like, x))
     values, given = zip(*pairs, strict=True)
     return torch.autograd.grad(values, x, given, create_graph=True, materialize_grads=True)
+
+
+def _is_marked(gradient: Tensor) -> bool:
+    """Whether the backward of a Function made it that is marked once_differentiable. Autograd raises only if it passes
+    the mark on its way, which leads to none of `x`."""
+    seen, waiting = set(), [gradient.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().endswith("::Error"):
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def _along(pullback: Callable, value: Tensor, direction: Sequence[Tensor]) -> Tensor:
@@ -127,16 +146,4 @@ def _trace(
             return derivative(at)
 
     along = [capture for capture, want in zip(captures, wanted, strict=True) if want]
-    with _twice():
-        return trace_function(tracer, traced, lanes, query, [*captures, *along])
-
-
-@contextlib.contextmanager
-def _twice() -> Iterator[None]:
-    """Names the reason where the backward of a Function has no derivative."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "once_differentiable" not in str(error):
-            raise
-        raise errors.differentiable_once() from error
+    return trace_function(tracer, traced, lanes, query, [*captures, *along])

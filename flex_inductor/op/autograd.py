@@ -12,7 +12,9 @@ from torch._C import DispatchKey
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
+from .. import errors
 from ..mod_ir.arguments import score_dtype
+from ..mod_ir.capture import LiftedMod
 from ..mod_ir.checks import joint_graph
 from ..softmax import gradient_of_sinks
 from . import second
@@ -57,6 +59,8 @@ class _AttentionFunction(torch.autograd.Function):
             call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, given, call.options,
         )  # fmt: skip
         if _may_be_differentiated():
+            if ctx.source.of_shards:
+                raise errors.derivative_of_shards()
             d_query, d_key, d_value, d_inputs = second.backward(backward, ctx.source)
         else:
             d_query, d_key, d_value, d_inputs = attention_backward(*backward)
@@ -98,29 +102,36 @@ def _may_be_differentiated() -> bool:
     )
 
 
-def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need one."""
+def _differentiable(
+    call: AttentionCall, wanted: Sequence[bool], of_shards: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need a gradient."""
     joint, score_mod = None, None
     if call.score_mod is not None:
         checked, captures = with_score_graph(call), call.inputs.score_captures
         score_mod = as_its_graph(call.score_mod, checked.score_mod, captures)
         joint = joint_graph(score_mod, call.query, captures, wanted)
+        if isinstance(call.score_mod, LiftedMod):
+            score_mod = as_its_graph(call.score_mod.as_it_ran(), checked.score_mod, captures)
         call = checked
-    return _apply(call, joint, second.Source(score_mod, second.refusal(call.inputs)))
+    return _apply(call, joint, second.Source(score_mod, of_shards))
 
 
 def _has_derivative(tensor: Tensor) -> bool:
-    recorded = tensor.requires_grad and torch.is_grad_enabled()
-    return recorded or forward_ad.unpack_dual(tensor).tangent is not None
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 @attention.py_impl(DispatchKey.Autograd)
 def _autograd(*args):
-    call = prepare(AttentionCall.read(*args))
+    given = AttentionCall.read(*args)
+    call = prepare(given)
     inputs = (call.query, call.key, call.value, *call.inputs.differentiable)
     if any(map(_has_derivative, inputs)):
         wants_score = any(map(_has_derivative, (call.query, call.key, *call.inputs.stand_ins)))
-        return _differentiable(call, [wants_score, *map(_has_derivative, call.inputs.score_captures)])
+        wanted = [wants_score, *map(_has_derivative, call.inputs.score_captures)]
+        return _differentiable(call, wanted, second.of_shards(given.inputs))
     call = with_score_graph(call).with_inputs(stand_ins=())
     with torch._C._AutoDispatchBelowAutograd():
         return attention(*call)
@@ -139,9 +150,11 @@ def _backward_autograd(*args):
 @attention.py_impl(TransformType.Jvp)
 @attention.py_impl(TransformType.Vmap)
 def _transform(interpreter, *args):
-    call = prepare(AttentionCall.read(*args))
+    given = AttentionCall.read(*args)
+    call = prepare(given)
     # Nothing here says which level wants which gradient: every floating capture may need one.
-    return _differentiable(call, [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)])
+    wanted = [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)]
+    return _differentiable(call, wanted, second.of_shards(given.inputs))
 
 
 @attention_backward.py_impl(TransformType.Grad)

@@ -39,12 +39,12 @@ class Source(NamedTuple):
     """What the further derivatives of a call are made from."""
 
     score_mod: Callable | None  # as traced for the joint graph: the call's own graph has lost what the mod detaches
-    refused: errors.FlexError | None = None  # why there are none
+    of_shards: bool = False  # has none: what ranks send each other has no second derivative
 
 
-def refusal(inputs: Inputs) -> errors.FlexError | None:
-    """Why a call with these inputs has no further derivatives."""
-    return errors.derivative_of_shards() if inputs.ring or inputs.stand_ins or inputs.partial else None
+def of_shards(inputs: Inputs) -> bool:
+    """Whether a call has a part of its sequence."""
+    return bool(inputs.sharded or inputs.ring or inputs.stand_ins or inputs.partial)
 
 
 class _Given(NamedTuple):
@@ -108,8 +108,8 @@ class _Second(torch.autograd.Function):
 
 
 def _apply(name: str, source: Source, given: _Given) -> Any:
-    if source.refused is not None:
-        raise source.refused
+    if source.of_shards:
+        raise errors.derivative_of_shards()
     rest, tensors = parts(given)
     return _Second.apply(name, source, rest, *tensors)
 

@@ -18,6 +18,7 @@ from ..mod_ir.arguments import score_dtype
 from ..mod_ir.checks import derivative_graph, joint_graph
 from ..mod_ir.derivatives import trace_backward_jvp, trace_backward_vjp, trace_tangent
 from ..mod_ir.split import second_programs
+from ..softmax import weight_of_sinks
 from . import call_text
 from .call import (
     QKV,
@@ -148,9 +149,7 @@ def forward_jvp(
     of_out, of_lse = _apply("forward_jvp", source, _Given(_without_sinks(call), wanted, (lse,), along))
     sinks = call.inputs.sinks
     if sinks is not None and tangents.inputs.sinks is not None:
-        weight = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
-        of_sinks = weight * tangents.inputs.sinks.to(lse.dtype).unsqueeze(-1)
-        of_lse = of_lse + torch.where(lse > -torch.inf, of_sinks, 0.0)
+        of_lse = of_lse + weight_of_sinks(sinks, lse) * tangents.inputs.sinks.to(lse.dtype).unsqueeze(-1)
     return (of_out - of_lse.unsqueeze(-1) * out).to(out.dtype), of_lse
 
 

@@ -558,8 +558,8 @@ def third_derivative() -> FlexNotImplementedError:
 
 def forward_over_forward() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "flex_attention has no forward-mode derivative of a forward-mode derivative (jvp of jvp, jacfwd of jacfwd). Use "
-        "reverse mode inside or outside: jvp of grad, jacfwd of jacrev, or grad of jvp."
+        "flex_attention has no forward-mode derivative of a forward-mode derivative (jvp of jvp, jacfwd of jacfwd). "
+        "Use reverse mode inside or outside: jvp of grad, jacfwd of jacrev, or grad of jvp."
     )
 
 

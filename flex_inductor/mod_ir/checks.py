@@ -61,8 +61,9 @@ def derivative_graph(
             raise errors.mod_is_random("score_mod", drawn)
         return graph
 
-    keeps = isinstance(score_mod, (LiftedMod, Rerun))
-    return score_mod.graph((trace, *wanted), checked) if keeps else checked()
+    if isinstance(score_mod, (LiftedMod, Rerun)):
+        return score_mod.graph((trace, *wanted), checked)
+    return checked()
 
 
 def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Graphs of further derivatives of a score_mod, for forward mode and for derivatives of gradients.
 
-`f` is the score_mod and J(x, g) its gradient at x = (score, *captures) times g, which the joint graph computes. As there,
-the function itself is differentiated, not its graph: what it detaches stays so, and custom autograd.Functions keep their
-backward. A derivative along a direction is the gradient of a gradient, so a Function needs no jvp.
+`f` is the score_mod and J(x, g) its gradient at x = (score, *captures) times g, which the joint graph computes. As
+there, the function itself is differentiated, not its graph: what it detaches stays so, and custom autograd.Functions
+keep their backward. A derivative along a direction is the gradient of a gradient, so a Function needs no jvp.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def trace_backward_jvp(
 
     def jvp(at: _At) -> tuple[Tensor | None, ...]:
         first = at.gradient(at.grad)
-        bent = [
-            _along(lambda weight, of=of: _gradient((of,), at.x, (weight,)), of, at.along)  # type: ignore[misc]
-            for of in first
-        ]
+        bent = [_along(lambda weight, of=of: _gradient((of,), at.x, (weight,)), of, at.along) for of in first]
         straight = at.gradient(at.grad_along)
         return at.with_nones([one + other for one, other in zip(bent, straight, strict=True)])
 
@@ -70,7 +67,9 @@ def trace_backward_jvp(
 class _At:
     """The score_mod at one lane."""
 
-    def __init__(self, run: Callable, lanes: dict[str, Tensor], tensors: Sequence[Any], wanted: Sequence[bool]):
+    def __init__(
+        self, run: Callable, lanes: dict[str, Tensor], tensors: Sequence[Any], wanted: Sequence[bool]
+    ):
         captures, along = tensors[: len(wanted)], tensors[len(wanted) :]
         score = lanes["score"].detach().requires_grad_()
         captures = [
@@ -100,7 +99,9 @@ class _At:
 
 
 def _gradient(of: Sequence[Tensor], x: Sequence[Tensor], grads: Sequence[Any]) -> Sequence[Tensor]:
-    pairs = [(value, grad.to(value.dtype)) for value, grad in zip(of, grads, strict=True) if value.requires_grad]
+    pairs = [
+        (value, grad.to(value.dtype)) for value, grad in zip(of, grads, strict=True) if value.requires_grad
+    ]
     if not pairs:
         return tuple(map(torch.zeros_like, x))
     values, given = zip(*pairs, strict=True)

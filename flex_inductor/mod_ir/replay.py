@@ -77,7 +77,7 @@ class Unchanging:
 
 
 class Rerun:
-    """A score_mod as it ran once, on other tensors. The mod itself may have changed since, and its tensors may be gone."""
+    """A score_mod as it ran once, on other tensors. The mod may have changed since, and its tensors may be gone."""
 
     def __init__(self, traces: Traces):
         self.traces = traces

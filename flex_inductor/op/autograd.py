@@ -46,7 +46,7 @@ class _AttentionFunction(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
             return (None,) * (3 + len(tensors))
-        call = filled(ctx.call, tensors)
+        call: AttentionCall = filled(ctx.call, tensors)
         query, key, value, inputs = *call[:3], call.inputs
         needed = [*ctx.needs_input_grad[3:6]]
         if inputs.stand_ins:
@@ -54,9 +54,10 @@ class _AttentionFunction(torch.autograd.Function):
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
         wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
         given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide)
+        scale: Any = call.scale
         backward = BackwardCall(
             query, key, value, out, lse, grad_out, grad_lse,
-            call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, given, call.options,
+            call.score_mod, ctx.joint, call.mask_mod, scale, wants, given, call.options,
         )  # fmt: skip
         if _may_be_differentiated():
             if ctx.source.of_shards:
@@ -118,8 +119,11 @@ def _differentiable(
 
 
 def _has_derivative(tensor: Tensor) -> bool:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return True
+    return (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode has a derivative of it."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 

@@ -88,7 +88,8 @@ def dump(
 
 
 def load(text: str, tensors: Sequence[Tensor] | None, mods: type[Mods]) -> Call[Mods]:
-    read = _read(text, mods)
+    kind: Any = mods
+    read = _read(text, kind)
     return dataclasses.replace(
         read, inputs=_inputs(read.inputs, tensors or ())
     )  # packaged code leaves out []

@@ -1,8 +1,8 @@
 """Derivatives beyond the gradient: forward mode, and derivatives of the backward op.
 
-The backward takes lse and delta = grad_out . out - grad_lse for each row, and autograd knows what they come from. So the
-derivative of the backward is one walk over tiles (`eager/second.py`), and what out and lse get from it goes through the
-ordinary backward. docs/derivatives.md has the formulas.
+The backward takes lse and delta = grad_out . out - grad_lse for each row, and autograd knows what they come from. So
+the derivative of the backward is one walk over tiles (`eager/second.py`), and what out and lse get from it goes through
+the ordinary backward. docs/derivatives.md has the formulas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from .vmap import fold_backward
 class Source(NamedTuple):
     """What the further derivatives of a call are made from."""
 
-    score_mod: Callable | None  # as traced for the joint graph: the call's own graph has lost what the mod detaches
+    score_mod: (
+        Callable | None
+    )  # as traced for the joint graph: the call's own graph has lost what the mod detaches
     of_shards: bool = False  # has none: what ranks send each other has no second derivative
 
 
@@ -101,7 +103,9 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, name, source, rest, *tensors):
         def example(i: int) -> Any:
-            own = [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[3:], strict=True)]
+            own = [
+                t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[3:], strict=True)
+            ]
             return _Second.apply(name, source, rest, *own)
 
         results = [*zip(*map(example, range(info.batch_size)), strict=True)]
@@ -177,7 +181,9 @@ class _Backward(torch.autograd.Function):
         d_delta, grad_out = d_delta.unsqueeze(-1), given.rows[1]
         d_out = (d_delta * grad_out).to(call.out.dtype)
         upstream = (d_grad_out + d_delta * call.out).to(grad_out.dtype), -d_delta.squeeze(-1)
-        d_upstream = [d for d, of in zip(upstream, (call.grad_out, call.grad_lse), strict=True) if of is not None]
+        d_upstream = [
+            d for d, of in zip(upstream, (call.grad_out, call.grad_lse), strict=True) if of is not None
+        ]
         d_query, d_key, d_value, *d_inputs = given.by_tensor(of_call)
         return None, None, d_query, d_key, d_value, d_out, d_lse, *d_upstream, *d_inputs
 

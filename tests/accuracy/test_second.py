@@ -160,9 +160,9 @@ DERIVATIVES = {
     "reverse over forward": lambda f, x, along: F.grad(lambda *x: F.jvp(f, x, along)[1], ALL)(*x),
     "hessian": lambda f, x, along: F.hessian(f, argnums=3)(*x),
     "jacrev of jacrev": lambda f, x, along: F.jacrev(F.jacrev(f, argnums=3), argnums=5)(*x),
-    "vmap": lambda f, x, along: F.vmap(
-        lambda q, to: F.jvp(F.grad(lambda q: f(q, *x[1:])), (q,), (to,))[1]
-    )(torch.stack([x[0], along[0]]), torch.stack([along[0], x[0]])),
+    "vmap": lambda f, x, along: F.vmap(lambda q, to: F.jvp(F.grad(lambda q: f(q, *x[1:])), (q,), (to,))[1])(
+        torch.stack([x[0], along[0]]), torch.stack([along[0], x[0]])
+    ),
 }
 
 
@@ -267,9 +267,7 @@ def test_a_mod_that_has_changed_since_the_forward():
     def score_mod(score, *_):
         return score * score * factor
 
-    (grad,) = torch.autograd.grad(
-        flex_attention(q, q, q, score_mod).sin().sum(), q, create_graph=True
-    )
+    (grad,) = torch.autograd.grad(flex_attention(q, q, q, score_mod).sin().sum(), q, create_graph=True)
     factor = 3.0
     got = torch.autograd.grad((grad * to).sum(), q)[0]
     assert torch.allclose(got, dense_hvp(q.detach(), to.detach(), lambda s: s * s * 2.0), rtol=1e-11)
@@ -300,7 +298,9 @@ def test_dead_rows_and_keys_that_nobody_sees(kind):
         f = F.grad(lambda *qkv: flex_attention(*qkv, None, blind, enable_gqa=True).sin().sum(), (0, 1, 2))
         if kind == "forward":
             return F.jvp(f, (q, k, v), tuple(to))[1]
-        return F.grad(lambda *x: sum((g * t).sum() for g, t in zip(f(*x), to, strict=True)), (0, 1, 2))(q, k, v)
+        return F.grad(lambda *x: sum((g * t).sum() for g, t in zip(f(*x), to, strict=True)), (0, 1, 2))(
+            q, k, v
+        )
 
     clean = derivative(q, k, v)
     q[:, :, :2], k[:, :, 1], v[:, :, 1] = torch.nan, torch.inf, torch.nan

@@ -52,7 +52,7 @@ class _Walk:
         self.captures = call.inputs.score_captures
         self.with_along = (*self.captures, *along[3:])
         factors = (*qkv, *self.along, *rows)
-        self.run = run_of(*qkv, call.inputs, self.mods, self.scale, factors)
+        self.run = run_of(self.query, self.key, self.value, call.inputs, self.mods, self.scale, factors)
         self.dtype = self.run.dtype
         self.joint = _first_result(self.mods.joint, self.captures)
         self.tangent = _first_result(self.mods.tangent, self.with_along)
@@ -64,7 +64,9 @@ class _Walk:
             row_lse = torch.where(row_lse == -math.inf, math.inf, row_lse)  # no lane of a dead row has weight
             for at, raw, score, live in run.score_tiles(rows, run.scaled_query(rows)):
                 tile = _Tile(at, live, raw, (score - row_lse).exp(), raw, raw)
-                along = self.products(tile, query_along, self.key) + self.products(tile, self.query, key_along)
+                along = self.products(tile, query_along, self.key) + self.products(
+                    tile, self.query, key_along
+                )
                 along = along * self.scale
                 bent = self.tangent(run, tile, along, score=raw, score_along=along)
                 yield tile._replace(weight=tile.alive(tile.weight), along=along, bent=bent)
@@ -170,7 +172,9 @@ def backward_vjp(qkv, rows, along, _rows_along, call):
         second = walk.second(leaves, tile, e, to_score)
         walk.sum_products(d_query, d_key, tile, second, d_raw)
     captures = [] if leaves is None else leaves.gradients()
-    return _rounded((d_query, d_key, d_value, *captures, d_lse, d_grad_out, d_delta), (*qkv, *along[3:], *rows))
+    return _rounded(
+        (d_query, d_key, d_value, *captures, d_lse, d_grad_out, d_delta), (*qkv, *along[3:], *rows)
+    )
 
 
 def empty_backward_vjp(qkv, rows, along, rows_along, call):
@@ -217,7 +221,9 @@ _SCHEMA = (
 
 @torch.no_grad()
 def _computed(compute, query, key, value, rows, along, rows_along, tensors, call):
-    return compute((query, key, value), rows, along, rows_along, call_text.load(call, tensors, SecondPrograms))
+    return compute(
+        (query, key, value), rows, along, rows_along, call_text.load(call, tensors, SecondPrograms)
+    )
 
 
 for _compute, _empty in (

@@ -627,18 +627,31 @@ def tile_map_without_runs(form: str) -> FlexValueError:
 # Derivatives.
 
 
-def second_derivative() -> FlexNotImplementedError:
+def third_derivative() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "flex_attention has no second derivative: a gradient of a gradient was asked for (torch.func.hessian, grad of "
-        "grad, create_graph=True). Detach the first gradient before using it, or where both are needed write the "
-        "attention in plain torch operations."
+        "flex_attention has no third derivative: a derivative of a second derivative was asked for. Detach the second "
+        "derivative before using it, or write the attention in plain torch operations."
     )
 
 
-def forward_mode_derivative() -> FlexNotImplementedError:
+def forward_over_forward() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "flex_attention has no forward-mode derivative (torch.func.jvp, jacfwd). Use reverse mode: "
-        "torch.func.vjp, jacrev or grad."
+        "flex_attention has no forward-mode derivative of a forward-mode derivative (jvp of jvp, jacfwd of jacfwd). "
+        "Use reverse mode inside or outside: jvp of grad, jacfwd of jacrev, or grad of jvp."
+    )
+
+
+def derivative_of_shards() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention over the shards of several ranks has neither forward-mode nor second derivatives (torch.func.jvp, "
+        "create_graph=True, grad of grad). Run it in one process, or take the gradient without create_graph."
+    )
+
+
+def derivative_of_trace() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "the backward of attention in a traced graph has lost its score_mod, so it has no derivative. Trace the second "
+        "derivative too: make the graph of the function that computes it."
     )
 
 

@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 
 from ..attention import mark_sizes, refused
 from ..compat import mark_changing
-from ..errors import FlexError
+from ..errors import FlexError, derivative_of_shards
 from ..masks import planned
 from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
+from ..op.autograd import has_tangent
 from ..op.ring import Ring
 from ..softmax import AuxRequest, Softmax
 from ..visits import BlockRuns
@@ -133,7 +134,7 @@ class PlannedMask(planned.PlannedMask):
                     query, key, value, self.cp_group.name, self.heads, self.layout.length
                 )
             checks(query, key, value)
-            self._check(query, key)
+            self._check(query, key, value)
             if softmax.sinks is not None:
                 cp = self.cp_group
                 sinks = whole(softmax.sinks, given, self.layout, cp.rank, cp.name)
@@ -181,7 +182,7 @@ class PlannedMask(planned.PlannedMask):
         out, lse, max_scores = results
         return like_query(out), like_query(lse), like_query(max_scores)
 
-    def _check(self, query: Tensor, key: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         name, cp_rank, cp_size = self.cp_group
         standing = _standing(name)
         if standing is None:
@@ -189,6 +190,8 @@ class PlannedMask(planned.PlannedMask):
         rank, size = standing
         if rank != cp_rank or size != cp_size:  # torch 2.11 does not compile a comparison of tuples
             raise errors.other_ranks((cp_rank, cp_size), standing)
+        if not torch.compiler.is_dynamo_compiling() and any(map(has_tangent, (query, key, value))):
+            raise derivative_of_shards()
         local = self.positions.size(0)
         for name, tensor in (("query", query), ("key", key)):
             if tensor.size(2) != local:

@@ -14,6 +14,8 @@ from torch import Tensor
 SCORE_LANES = ("score", "b", "h", "q_idx", "kv_idx")
 MASK_LANES = SCORE_LANES[1:]
 JOINT_LANES = (*SCORE_LANES, "grad_score")
+TANGENT_LANES = (*SCORE_LANES, "score_along")
+SECOND_LANES = (*JOINT_LANES, "score_along", "grad_score_along")
 INDEX_DTYPE = torch.int32
 
 

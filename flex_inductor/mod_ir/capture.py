@@ -24,7 +24,7 @@ from .. import compat, errors
 from .apart import apart_from_surrounding_trace, function_modes, inside
 from .arguments import example_lanes
 from .indexing import LaneIndexing
-from .replay import Recording, Traces, is_alone, keep, not_replayable, replayed
+from .replay import Recording, Rerun, Traces, is_alone, keep, may_rerun, not_replayable, replayed
 from .source_lines import line_raising
 
 _CAPTURED = (Tensor, torch.SymInt, torch.SymFloat)
@@ -59,6 +59,12 @@ class LiftedMod:
             else:  # the mod has not repeated its run
                 self.traces = None
         return graph
+
+    def as_it_ran(self) -> LiftedMod | Rerun:
+        """The mod for later, without its tensors and its Python where its run is recorded."""
+        if self.traces is None or self._modes or not may_rerun(self.traces):
+            return self
+        return Rerun(self.traces)
 
     @property
     def names(self) -> tuple[str, ...]:

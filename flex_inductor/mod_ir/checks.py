@@ -14,6 +14,7 @@ from .. import errors
 from .arguments import MASK_LANES, SCORE_LANES
 from .capture import LiftedMod
 from .names import capture_names
+from .replay import Rerun
 from .trace import trace_joint, trace_value
 from .writes import arguments_of, storage_of, writes
 
@@ -42,18 +43,27 @@ def joint_graph(
     score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
 ) -> fx.GraphModule:
     """`trace_joint`, checked."""
-    if isinstance(score_mod, LiftedMod):
-        return score_mod.graph(tuple(wanted), lambda: _checked_joint(score_mod, query, captures, wanted))
-    return _checked_joint(score_mod, query, captures, wanted)
+    return derivative_graph(trace_joint, score_mod, query, captures, wanted)
 
 
-def _checked_joint(
-    score_mod: Callable, query: Tensor, captures: Sequence[Any], wanted: Sequence[bool]
+def derivative_graph(
+    trace: Callable[..., fx.GraphModule],
+    score_mod: Callable,
+    query: Tensor,
+    captures: Sequence[Any],
+    wanted: Sequence[bool],
 ) -> fx.GraphModule:
-    joint = trace_joint(score_mod, query, captures, wanted)
-    if drawn := random_op(joint):  # also in the backward of a Function
-        raise errors.mod_is_random("score_mod", drawn)
-    return joint
+    """What `trace` makes of the score_mod, checked."""
+
+    def checked() -> fx.GraphModule:
+        graph = trace(score_mod, query, captures, wanted)
+        if drawn := random_op(graph):  # also in the backward of a Function
+            raise errors.mod_is_random("score_mod", drawn)
+        return graph
+
+    if isinstance(score_mod, (LiftedMod, Rerun)):
+        return score_mod.graph((trace, *wanted), checked)
+    return checked()
 
 
 def check_ops(graph: fx.GraphModule, field: str, names: Sequence[str]) -> None:

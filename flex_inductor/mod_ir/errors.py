@@ -42,3 +42,11 @@ def number_in_mod() -> FlexNotImplementedError:
         "A mod computes with a number that changes from call to call, such as a length, which torch.export cannot "
         "trace with strict=False. Compute it before the mod (half = length // 2), or export with strict=True."
     )
+
+
+def differentiable_once() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "score_mod applies an autograd.Function whose backward is marked once_differentiable, and a derivative of that "
+        "backward was asked for (create_graph=True, torch.func.jvp, grad of grad). Write the backward in torch "
+        "operations and take the mark away."
+    )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from . import serialise
+from .arguments import SECOND_LANES
 
 AXES = ("b", "h", "q_idx", "kv_idx")
 
@@ -72,7 +73,7 @@ class LaneProgram(NamedTuple):
         names = ("lanes", "guards", "leaves", "gradients", "tensors", *_PARTS)
         lanes, guards, leaves, gradients, tensors, *parts = serialise.fields(serialise.load(text), *names)
         return LaneProgram(
-            _names(lanes, ("score", *AXES, "grad_score")),
+            _names(lanes, SECOND_LANES),
             tuple(_names(axes, AXES) for axes in _list(guards)),
             tuple(_leaf_from(leaf) for leaf in _list(leaves)),
             _tuple_of(bool, gradients),

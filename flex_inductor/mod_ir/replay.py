@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from ..kept import Kept
 from .apart import apart_from_surrounding_trace
+from .arguments import SCORE_LANES
 
 MOST_POINTS = 1 << 16  # kept for all mods
 MOST_TRACES = 512  # each holds a quarter of a megabyte
@@ -73,6 +74,50 @@ class Unchanging:
 
     def __call__(self, *lanes: Tensor) -> Any:
         return self.mod(*lanes)
+
+
+class Rerun:
+    """A score_mod as it ran once, on other tensors. The mod may have changed since, and its tensors may be gone."""
+
+    def __init__(self, traces: Traces):
+        self.traces = traces
+
+    def graph(self, what: Any, trace: Callable[[], Any]) -> Any:
+        if what not in self.traces.graphs:
+            self.traces.graphs[what] = trace()
+        return self.traces.graphs[what]
+
+    def __call__(self, *args: Any) -> Any:
+        met, captures = [*args[: len(SCORE_LANES)]], iter(args[len(SCORE_LANES) :])
+
+        def value(key: Any) -> Any:
+            kind = key[0]
+            if type(key) is Known:
+                return met[key.place]
+            if type(kind) is Known:  # a capture, where the run first meets it
+                met.append(next(captures))
+                return met[-1]
+            if kind is dict:
+                return {name: value(entry) for name, entry in key[1:]}
+            if kind is slice:
+                return slice(*map(value, key[1:]))
+            if kind in (tuple, list, torch.Size):
+                return kind(map(value, key[1:]))
+            return float(key[1]) if kind is float else key[1]
+
+        *calls, end = self.traces.run
+        for (func, given, named, switched), returned in calls:
+            with torch.set_grad_enabled(switched is None or switched[0]):
+                result = func(*value(given), **(value(named) if named else {}))
+            if isinstance(returned, int):
+                met.append(result)
+        return value(end)
+
+
+def may_rerun(traces: Traces) -> bool:
+    """Whether the run switched nothing but whether gradients are recorded."""
+    switched = (call[3] for call, _ in traces.run[:-1])
+    return all(switches is None or switches[1:] == _switches()[1:] for switches in switched)
 
 
 _points: Kept[Point] = Kept(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .arguments import JOINT_LANES, MASK_LANES, SCORE_LANES
+from .arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, SECOND_LANES, TANGENT_LANES
 from .normal_form import SCATTERS, Scatter, compose_indexing, normalize, scatter_of, shape_of_zeros
 from .program import AXES, LaneProgram, Leaf
 
@@ -84,15 +84,34 @@ class Programs(NamedTuple):
         return "\n".join(program.to_text() for program in self if program is not None)
 
 
+class SecondPrograms(NamedTuple):
+    """The same for derivatives beyond the gradient: see derivatives.py."""
+
+    score: LaneProgram | None = None
+    mask: LaneProgram | None = None
+    joint: LaneProgram | None = None
+    tangent: LaneProgram | None = None
+    second: LaneProgram | None = None
+
+
 _splits: WeakKeyDictionary[fx.GraphModule, dict[bool, LaneProgram]] = WeakKeyDictionary()
 
 
 def programs(score_mod: Any, mask_mod: Any, joint: Any = None, *, guarded: bool) -> Programs:
     """The graphs of a call as programs. Each graph is split once, however often it is asked for."""
-    graphs = ((score_mod, SCORE_LANES), (mask_mod, MASK_LANES), (joint, JOINT_LANES))
-    return Programs(
-        *(None if graph is None else _program(graph, lanes, guarded=guarded) for graph, lanes in graphs)
-    )
+    return Programs(*_programs((score_mod, mask_mod, joint), guarded=guarded))
+
+
+def second_programs(*graphs: Any, guarded: bool) -> SecondPrograms:
+    return SecondPrograms(*_programs(graphs, guarded=guarded))
+
+
+def _programs(graphs: Sequence[Any], *, guarded: bool) -> Iterator[LaneProgram | None]:
+    for graph, lanes in zip(graphs, _LANES, strict=False):
+        yield None if graph is None else _program(graph, lanes, guarded=guarded)
+
+
+_LANES = (SCORE_LANES, MASK_LANES, JOINT_LANES, TANGENT_LANES, SECOND_LANES)
 
 
 def _program(graph: fx.GraphModule, lanes: Sequence[str], *, guarded: bool) -> LaneProgram:

@@ -43,7 +43,7 @@ def trace_value(
         with torch.enable_grad(), LaneIndexing():
             return run(*args)
 
-    return _trace(tracer, value, lanes, query, captures)
+    return trace_function(tracer, value, lanes, query, captures)
 
 
 def trace_joint(
@@ -75,10 +75,10 @@ def trace_joint(
         d_score, *d_captures = (next(found) if want else None for want in wanted)
         return torch.zeros_like(score) if d_score is None else d_score, *d_captures
 
-    return _trace(tracer, joint, JOINT_LANES, query, captures)
+    return trace_function(tracer, joint, JOINT_LANES, query, captures)
 
 
-def _trace(
+def trace_function(
     tracer: Tracer, fn: Callable, lanes: Sequence[str], query: Tensor, captures: Sequence[Any]
 ) -> fx.GraphModule:
     tensors = [query, *(c for c in captures if isinstance(c, Tensor))]

@@ -10,167 +10,162 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._functorch import TransformType
-from torch._functorch.autograd_function import custom_function_call
-from torch.autograd.forward_ad import unpack_dual
-from torch.utils._pytree import tree_map
+from torch.autograd import forward_ad
 
 from .. import errors
 from ..mod_ir.arguments import score_dtype
+from ..mod_ir.capture import LiftedMod
 from ..mod_ir.checks import joint_graph
 from ..softmax import gradient_of_sinks
-from .call import QKV, AttentionCall, BackwardCall, filled, parts
+from . import second
+from .call import QKV, AttentionCall, BackwardCall, filled, parts, rows_of
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
-from .vmap import fold_backward, fold_forward
+from .vmap import fold_forward
 
 
 class _AttentionFunction(torch.autograd.Function):
     """The two ops as one autograd.Function of the parts of a call."""
 
     @staticmethod
-    def forward(call, joint, *tensors):
+    def forward(call, joint, source, *tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return attention(*filled(call, tensors).with_inputs(stand_ins=()))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.call, ctx.joint, *tensors = inputs
+        ctx.call, ctx.joint, ctx.source, *tensors = inputs
         out, lse, max_scores = output
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_forward(out, lse, *tensors)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _grad_max):
         out, lse, *tensors = ctx.saved_tensors
         if grad_out is None and grad_lse is None:
-            return (None,) * (2 + len(tensors))
-        call = filled(ctx.call, tensors)
+            return (None,) * (3 + len(tensors))
+        call: AttentionCall = filled(ctx.call, tensors)
         query, key, value, inputs = *call[:3], call.inputs
-        needed = [*ctx.needs_input_grad[2:5]]
+        needed = [*ctx.needs_input_grad[3:6]]
         if inputs.stand_ins:
             needed[1:] = [True, True]
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
         wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
         given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide)
-        d_query, d_key, d_value, d_inputs = attention_backward(
+        scale: Any = call.scale
+        backward = BackwardCall(
             query, key, value, out, lse, grad_out, grad_lse,
-            call.score_mod, ctx.joint, call.mask_mod, call.scale, wants, given, call.options,
+            call.score_mod, ctx.joint, call.mask_mod, scale, wants, given, call.options,
         )  # fmt: skip
+        if _may_be_differentiated():
+            if ctx.source.of_shards:
+                raise errors.derivative_of_shards()
+            d_query, d_key, d_value, d_inputs = second.backward(backward, ctx.source)
+        else:
+            d_query, d_key, d_value, d_inputs = attention_backward(*backward)
         if inputs.stand_ins:
             d_inputs, d_key, d_value = (*d_inputs, d_key, d_value), None, None
         if wide and d_query is not None:
             d_query = d_query.to(query.dtype)
         if inputs.sinks is not None:
-            needs: Any = filled(ctx.call, ctx.needs_input_grad[2:]).inputs.sinks
+            needs: Any = filled(ctx.call, ctx.needs_input_grad[3:]).inputs.sinks
             of_rows = (out, lse, grad_out, grad_lse)
             d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs else None)
-        return None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
+        return None, None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod
-    def jvp(ctx, *_tangents):
-        raise errors.second_derivative()  # forward over reverse mode, as in torch.func.hessian
+    def jvp(ctx, *tangents):
+        out, lse, *tensors = ctx.saved_tensors
+        call, along = filled(ctx.call, tensors), filled(ctx.call, tangents[3:])
+        return *second.forward_jvp(call, ctx.joint, ctx.source, out, lse, along), None
 
     @staticmethod
-    def vmap(info, in_dims, call, joint, *tensors):
-        dims = filled(call, in_dims[2:])
-        folded, joint, unfold = fold_forward(filled(call, tensors), joint, dims, info.batch_size)
-        return tuple(unfold(output) for output in _apply(folded, joint)), (0, 0, 0)
+    def vmap(info, in_dims, call, joint, source, *tensors):
+        dims, call = filled(call, in_dims[3:]), filled(call, tensors)
+        folded, joint, score_mod, unfold = fold_forward(call, joint, source.score_mod, dims, info.batch_size)
+        outputs = _apply(folded, joint, source._replace(score_mod=score_mod))
+        return tuple(map(unfold, outputs)), (0, 0, 0)
 
 
-def _apply(call: AttentionCall, joint: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _apply(call: AttentionCall, joint: Any, source: second.Source) -> tuple[Tensor, Tensor, Tensor]:
     rest, tensors = parts(call)
-    return _AttentionFunction.apply(rest, joint, *tensors)
+    return _AttentionFunction.apply(rest, joint, source, *tensors)
 
 
-def _differentiable(call: AttentionCall, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need one."""
-    joint = None
+def _may_be_differentiated() -> bool:
+    """Whether what a backward computes now may have derivatives."""
+    return (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _differentiable(
+    call: AttentionCall, wanted: Sequence[bool], of_shards: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need a gradient."""
+    joint, score_mod = None, None
     if call.score_mod is not None:
         checked, captures = with_score_graph(call), call.inputs.score_captures
         score_mod = as_its_graph(call.score_mod, checked.score_mod, captures)
         joint = joint_graph(score_mod, call.query, captures, wanted)
+        if isinstance(call.score_mod, LiftedMod):
+            score_mod = as_its_graph(call.score_mod.as_it_ran(), checked.score_mod, captures)
         call = checked
-    return _apply(call, joint)
+    return _apply(call, joint, second.Source(score_mod, of_shards))
+
+
+def _has_derivative(tensor: Tensor) -> bool:
+    return (tensor.requires_grad and torch.is_grad_enabled()) or has_tangent(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode has a derivative of it."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 @attention.py_impl(DispatchKey.Autograd)
 def _autograd(*args):
-    call = prepare(AttentionCall.read(*args))
+    given = AttentionCall.read(*args)
+    call = prepare(given)
     inputs = (call.query, call.key, call.value, *call.inputs.differentiable)
-    if any(unpack_dual(t).tangent is not None for t in inputs):
-        raise errors.forward_mode_derivative()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        wants_score = any(t.requires_grad for t in (call.query, call.key, *call.inputs.stand_ins))
-        return _differentiable(call, [wants_score, *(c.requires_grad for c in call.inputs.score_captures)])
+    if any(map(_has_derivative, inputs)):
+        wants_score = any(map(_has_derivative, (call.query, call.key, *call.inputs.stand_ins)))
+        wanted = [wants_score, *map(_has_derivative, call.inputs.score_captures)]
+        return _differentiable(call, wanted, second.of_shards(given.inputs))
     call = with_score_graph(call).with_inputs(stand_ins=())
     with torch._C._AutoDispatchBelowAutograd():
         return attention(*call)
 
 
-class _BackwardFunction(torch.autograd.Function):
-    """The backward op under transforms; its own derivative is refused by name."""
-
-    @staticmethod
-    def forward(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            *grads, captured = attention_backward(*args)
-        return (*grads, *captured)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *_grads):
-        raise errors.second_derivative()
-
-    @staticmethod
-    def jvp(ctx, *_tangents):
-        raise errors.second_derivative()
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        # Texts name what a call has, so they stay.
-        dims = tree_map(lambda arg, dim: arg if isinstance(arg, str) else dim, args, in_dims)
-        folded, unfold = fold_backward(BackwardCall.read(*args), BackwardCall.read(*dims), info.batch_size)
-        grads = unfold(_backward_op(*folded.wire()))
-        return grads, tuple(None if grad is None else 0 for grad in grads)
-
-
-def _backward_op(*args):
-    grads = custom_function_call(_BackwardFunction, *args)
-    return grads[0], grads[1], grads[2], tuple(grads[3:])
-
-
 @attention_backward.py_impl(DispatchKey.Autograd)
 def _backward_autograd(*args):
     call = BackwardCall.read(*args)
-    inputs = (call.query, call.key, call.value, call.out, call.lse, call.grad_out, call.grad_lse)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return _backward_op(*args)
+    if any(map(_has_derivative, (*rows_of(call), *call.inputs.score_captures))):
+        return second.backward(call, second.Source(None))
     with torch._C._AutoDispatchBelowAutograd():
         return attention_backward(*args)
 
 
 @attention.py_impl(TransformType.Grad)
+@attention.py_impl(TransformType.Jvp)
 @attention.py_impl(TransformType.Vmap)
 def _transform(interpreter, *args):
-    call = prepare(AttentionCall.read(*args))
+    given = AttentionCall.read(*args)
+    call = prepare(given)
     # Nothing here says which level wants which gradient: every floating capture may need one.
-    return _differentiable(call, [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)])
+    wanted = [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)]
+    return _differentiable(call, wanted, second.of_shards(given.inputs))
 
 
 @attention_backward.py_impl(TransformType.Grad)
+@attention_backward.py_impl(TransformType.Jvp)
 @attention_backward.py_impl(TransformType.Vmap)
 def _backward_transform(interpreter, *args):
-    return _backward_op(*args)
-
-
-@attention.py_impl(TransformType.Jvp)
-@attention_backward.py_impl(TransformType.Jvp)
-def _no_forward_mode(interpreter, *args):
-    raise errors.forward_mode_derivative()
+    return second.backward(BackwardCall.read(*args), second.Source(None))
 
 
 def _autocast(device_type: str, *args):
@@ -180,12 +175,16 @@ def _autocast(device_type: str, *args):
         t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
         for t in (call.query, call.key, call.value)
     )
-    keys = torch._C.DispatchKeySet(DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-        DispatchKey.AutocastCUDA
-    )
-    with torch._C._ExcludeDispatchKeyGuard(keys):
+    with torch._C._DisableAutocast():
         return attention(*call._replace(query=q, key=k, value=v))
 
 
+def _backward_autocast(*args):
+    with torch._C._DisableAutocast():  # the inputs have been cast
+        return attention_backward(*args)
+
+
+for _key in (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA):
+    attention_backward.py_impl(_key)(_backward_autocast)
 attention.py_impl(DispatchKey.AutocastCPU)(functools.partial(_autocast, "cpu"))
 attention.py_impl(DispatchKey.AutocastCUDA)(functools.partial(_autocast, "cuda"))

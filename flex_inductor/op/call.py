@@ -7,7 +7,7 @@ a whole, so a new input is a field there and a line in the routes that serve it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -85,8 +85,9 @@ def _bundle(wire: Any) -> Any:
     if not isinstance(wire, (tuple, list)) or not wire or not isinstance(wire[0], str):
         return wire
     (name, *fields), kinds = wire, _bundles()
-    fits = name in kinds and len(fields) == len(kinds[name]._fields)
-    expect(fits, f"there is no {name[:80]} with {str(fields)[:80]}")
+    if name not in kinds or len(fields) != len(kinds[name]._fields):
+        # Only now: a tensor of a trace in forward mode cannot be printed.
+        expect(False, f"there is no {name[:80]} with {str(fields)[:80]}")
     return kinds[name](*fields)
 
 
@@ -163,14 +164,17 @@ class BackwardCall(NamedTuple):
         return (*self[:-2], self.inputs.wire(), _options_wire(self.options))
 
 
-def parts(call: AttentionCall) -> tuple[AttentionCall, list[Tensor]]:
-    """The call with a mark in the place of each tensor, and the tensors."""
+Bundle = TypeVar("Bundle", bound=tuple)
+
+
+def parts(call: Bundle) -> tuple[Bundle, list[Tensor]]:
+    """The call, or what a call is part of, with a mark in the place of each tensor, and the tensors."""
     leaves, spec = tree_flatten(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return tree_unflatten([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec), tensors
 
 
-def filled(call: AttentionCall, values: Iterable[Any]) -> AttentionCall:
+def filled(call: Bundle, values: Iterable[Any]) -> Bundle:
     """The first of `parts` with values in the places of its marks."""
     leaves, spec = tree_flatten(call)
     found = iter(values)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..mod_ir import serialise
 from ..mod_ir.program import LaneProgram
-from ..mod_ir.split import Programs
+from ..mod_ir.split import Programs, SecondPrograms
 from ..options import CallOptions, call_options
 from .call import Inputs
 
@@ -27,7 +27,7 @@ class Graphs(NamedTuple):
     joint: fx.GraphModule | serialise.GraphFunction | None = None
 
 
-Mods = TypeVar("Mods", Programs, Graphs)
+Mods = TypeVar("Mods", Programs, SecondPrograms, Graphs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ _NONE = CallOptions()
 
 def dump(
     inputs: Inputs,
-    mods: Programs | Graphs,
+    mods: Programs | SecondPrograms | Graphs,
     scale: float,
     wants: Sequence[str] = (),
     options: CallOptions = _NONE,
@@ -74,7 +74,7 @@ def dump(
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
 
-    write: Callable[[Any], Any] = LaneProgram.to_text if isinstance(mods, Programs) else serialise.graph_data
+    write: Callable[[Any], Any] = serialise.graph_data if isinstance(mods, Graphs) else LaneProgram.to_text
     text = serialise.dump(
         {
             "inputs": {name: data(value) for name, value in inputs.wire().items()},
@@ -88,14 +88,15 @@ def dump(
 
 
 def load(text: str, tensors: Sequence[Tensor] | None, mods: type[Mods]) -> Call[Mods]:
-    read = _read(text, mods is Graphs)
+    kind: Any = mods
+    read = _read(text, kind)
     return dataclasses.replace(
         read, inputs=_inputs(read.inputs, tensors or ())
     )  # packaged code leaves out []
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(text: str, of_graphs: bool) -> Any:
+def _read(text: str, kind: Any) -> Any:
     names = ("inputs", "mods", "scale", "wants", "options")
     inputs, mods, scale, wants, options = serialise.fields(serialise.load(text), *names)
     serialise.expect(type(scale) is float, f"the scale is {str(scale)[:80]}")
@@ -108,8 +109,7 @@ def _read(text: str, of_graphs: bool) -> Any:
     serialise.expect(
         plain and {type(lse), type(max_scores)} == {bool}, f"the options are {str(options)[:80]}"
     )
-    kind: Any = Graphs if of_graphs else Programs
-    read: Any = serialise.graph_function if of_graphs else _program
+    read: Any = serialise.graph_function if kind is Graphs else _program
     found = kind(*(None if mod is None else read(mod) for mod in serialise.fields(mods, *kind._fields)))
     return Call(inputs, found, mods, scale, tuple(wants), call_options(hints, lse=lse, max_scores=max_scores))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..mod_ir.checks import joint_graph
 from ..mod_ir.names import WrappedMod
@@ -76,6 +77,7 @@ class _ScoreMod(torch.autograd.Function):
         ctx.save_for_backward(*args)
 
     @staticmethod
+    @once_differentiable  # the joint graph has lost what the mod detaches
     def backward(ctx, grad):
         score, b, h, q_idx, kv_idx, *captures = ctx.saved_tensors
         d_score, *d_captures = ctx.joint(score, b, h, q_idx, kv_idx, grad, *captures)

@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 def fold_forward(
-    call: AttentionCall, joint: fx.GraphModule | None, dims: Any, examples: int
-) -> tuple[AttentionCall, fx.GraphModule | None, Callable[[Tensor], Tensor]]:
-    """The call on all examples at once, its joint graph, and what separates an output into examples."""
+    call: AttentionCall, joint: fx.GraphModule | None, score_mod: Callable | None, dims: Any, examples: int
+) -> tuple[AttentionCall, fx.GraphModule | None, Callable | None, Callable[[Tensor], Tensor]]:
+    """The call on all examples at once, its joint graph, `score_mod`, and what separates an output into examples."""
     fold = _Fold(examples, call.query, dims.query)
     mods = _FoldedMods(fold, call.inputs, dims.inputs)
     query = fold.tensor(call.query, dims.query)
@@ -37,13 +37,13 @@ def fold_forward(
         mask_mod=mods.mask.graph(call.mask_mod, "mask_mod", query),
         inputs=mods.inputs,
     )
-    return folded, mods.score.joint(joint, query), fold.separate
+    return folded, mods.score.joint(joint, query), mods.score.mod(score_mod, SCORE_LANES), fold.separate
 
 
 def fold_backward(
-    call: BackwardCall, dims: Any, examples: int
-) -> tuple[BackwardCall, Callable[[Sequence[Any]], tuple]]:
-    """The backward call on all examples at once, and what separates its gradients into examples."""
+    call: BackwardCall, score_mod: Callable | None, dims: Any, examples: int
+) -> tuple[BackwardCall, Callable | None, Callable[[Sequence[Any]], tuple]]:
+    """The backward call on all examples at once, `score_mod`, and what separates its gradients into examples."""
     fold = _Fold(examples, call.query, dims.query)
     captures = len(call.inputs.score_captures)
     mods = _FoldedMods(fold, call.inputs, dims.inputs, separate=wanted_gradients(call.joint, captures))
@@ -64,7 +64,7 @@ def fold_backward(
         d_qkv = [fold.gradient(grad, tensor, dim) for grad, tensor, dim in inputs]
         return *d_qkv, *d_captures[:captures]
 
-    return folded, separate
+    return folded, mods.score.mod(score_mod, SCORE_LANES), separate
 
 
 class _FoldedMods:
@@ -166,18 +166,20 @@ class _FoldedMod:
         if isinstance(self.batch, torch.SymInt):  # graphs hold no sizes that change from call to call
             self.captures += (torch.scalar_tensor(self.batch, dtype=torch.int64, device=fold.device),)
 
-    def graph(self, mod: Callable | None, field: str, query: Tensor) -> fx.GraphModule | None:
+    def mod(self, mod: Callable | None, names: Sequence[str]) -> WrappedMod | None:
         if mod is None:
             return None
-        names = SCORE_LANES if field == "score_mod" else MASK_LANES
 
         def folded(*args):
             lanes, captures, _ = self._of_one_example(names, args)
             return mod(*lanes, *captures)
 
         capture_count = len(self.per_example)
-        wrapped = WrappedMod(folded, (*capture_names(mod, capture_count), "batch")[: len(self.captures)])
-        return lane_graph(wrapped, field, query, self.captures)
+        return WrappedMod(folded, (*capture_names(mod, capture_count), "batch")[: len(self.captures)])
+
+    def graph(self, mod: Callable | None, field: str, query: Tensor) -> fx.GraphModule | None:
+        wrapped = self.mod(mod, SCORE_LANES if field == "score_mod" else MASK_LANES)
+        return wrapped and lane_graph(wrapped, field, query, self.captures)
 
     def joint(self, joint: fx.GraphModule | None, query: Tensor) -> fx.GraphModule | None:
         if joint is None:

@@ -90,6 +90,11 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return out * share.unsqueeze(-1), total
 
 
+def weight_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:
+    """0 in rows that are in no tile of a map."""
+    return (sinks.to(lse.dtype).unsqueeze(-1) - torch.where(lse > -math.inf, lse, math.inf)).exp()
+
+
 def gradient_of_sinks(
     sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> Tensor:
@@ -97,6 +102,5 @@ def gradient_of_sinks(
     through = torch.zeros_like(lse) if grad_lse is None else grad_lse
     if grad_out is not None:
         through = through - (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)
-    weight = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
-    rows = torch.where(lse > -math.inf, weight * through, 0.0).sum(-1)  # -inf: in no tile of a map
+    rows = torch.where(lse > -math.inf, weight_of_sinks(sinks, lse) * through, 0.0).sum(-1)
     return (rows.sum(0, keepdim=True) if sinks.size(0) == 1 else rows).to(sinks.dtype)

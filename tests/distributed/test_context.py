@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import noop_mask
@@ -20,6 +21,7 @@ from flex_inductor import (
     set_eager_kernels,
 )
 from flex_inductor.distributed.cost import CostModel
+from flex_inductor.errors import FlexNotImplementedError
 from flex_inductor.lowerings.decision import Decision
 from flex_inductor.masks import causal, sliding_window
 from tests.distributed.cases import Case, mesh_of
@@ -133,6 +135,23 @@ def served(group, is_causal, gqa):
 @pytest.mark.parametrize("is_causal, gqa", [(True, True), (False, False)])
 def test_sdpa_is_served(group, is_causal, gqa):
     group.run(served, is_causal, gqa, ranks=2)
+
+
+def differentiated_twice(group, method):
+    cp = context_parallel(group, method, "contiguous")
+    mask = cp.plan(None, 64, block=32)
+    query = torch.randn(1, 2, 32, 8, requires_grad=True)
+    out = flex_attention(query, query, query, block_mask=mask)
+    with pytest.raises(FlexNotImplementedError, match="over the shards of several ranks"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+    with forward_ad.dual_level(), pytest.raises(FlexNotImplementedError, match="over the shards"):
+        dual = forward_ad.make_dual(query, query)
+        flex_attention(dual, query, query, block_mask=mask)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
+def test_second_derivatives_are_refused(group, method):
+    group.run(differentiated_twice, method, ranks=2)
 
 
 def refused(group, what):

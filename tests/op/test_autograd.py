@@ -71,38 +71,6 @@ def test_max_scores_has_no_gradient():
     assert out.requires_grad and aux.lse.requires_grad and not aux.max_scores.requires_grad
 
 
-def test_second_derivative_is_refused():
-    q, k, v = qkv()
-    (d_q,) = torch.autograd.grad(flex_attention(q, k, v).sin().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="has no second derivative"):
-        d_q.sum().backward()
-    with pytest.raises(NotImplementedError, match="has no second derivative"):
-        torch.func.grad(lambda q: torch.func.grad(lambda q: flex_attention(q, k, v).sin().sum())(q).sum())(q)
-
-
-@pytest.mark.parametrize("how", ["eager", "compiled", "fullgraph"])
-def test_hessian_is_refused(how):
-    q, k, v = (t.detach() for t in qkv())
-    hessian = torch.func.hessian(lambda q: flex_attention(q, k, v, lambda s, b, h, i, j: s * s).sum())
-    if how != "eager":
-        hessian = torch.compile(hessian, backend="eager", fullgraph=how == "fullgraph")
-    with pytest.raises(Exception, match=r"has no second derivative: .* \(torch.func.hessian, grad of grad"):
-        hessian(q)
-
-
-def test_a_tangent_of_the_upstream_gradient_is_refused():
-    q, k, v = (t.detach() for t in qkv())
-    out, pullback = torch.func.vjp(lambda q: flex_attention(q, k, v), q)
-    with pytest.raises(NotImplementedError, match=r"has no forward-mode derivative"):
-        torch.func.jvp(pullback, (out,), (torch.ones_like(out),))
-
-    def weighted(weight):
-        return torch.func.grad(lambda q: (weight * flex_attention(q, k, v)).sum())(q)
-
-    with pytest.raises(NotImplementedError, match=r"has no second derivative"):
-        torch.func.jvp(weighted, (out,), (torch.ones_like(out),))
-
-
 def test_gradcheck():
     inputs = qkv(1, 2, 4, 2)
     slopes, table, temperature = parameter(2), parameter(2, 4), parameter()
@@ -134,21 +102,6 @@ def test_detect_anomaly(compiled):
         out = attend(*inputs)
         with pytest.raises(RuntimeError, match="returned nan values"):
             torch.autograd.grad(out, bias, torch.full_like(out, torch.nan))
-
-
-def test_forward_mode_is_refused():
-    q, k, v = (t.detach() for t in qkv())
-    tangent = torch.ones_like(q)
-    for derive in (
-        lambda: torch.func.jvp(lambda q: flex_attention(q, k, v), (q,), (tangent,)),
-        lambda: torch.func.jacfwd(lambda q: flex_attention(q, k, v))(q),
-    ):
-        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
-            derive()
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, tangent)
-        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
-            flex_attention(dual, k, v)
 
 
 def biased(attend):

@@ -68,7 +68,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp and row maximum (both in natural logarithm)."""
     out, lse, row_max = empty_outputs(query, value, inputs.partial)
-    run = _run(query, key, value, inputs, mods, scale, (value,))
+    run = run_of(query, key, value, inputs, mods, scale, (value,))
     if inputs.tile_map is not None:  # a map may leave rows out
         out.zero_(), lse.fill_(-math.inf), row_max.fill_(-math.inf)
     for rows in run.row_tiles():
@@ -111,13 +111,13 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of query, key and value (those that `wants` names) and of every captured tensor."""
     factors = (query, key) if grad_out is None else (query, key, grad_out)
-    run = _run(query, key, value, inputs, mods, scale, factors)
+    run = run_of(query, key, value, inputs, mods, scale, factors)
     d_query, d_key, d_value = (
         empty_like_layout(t, t.shape, run.dtype).zero_() if name in wants else None
         for name, t in zip(QKV, (query, key, value), strict=True)
     )
     captures = inputs.score_captures
-    leaves = _Accumulators(mods.joint, captures, run.dtype, query.device) if mods.joint else None
+    leaves = Accumulators(mods.joint, captures, run.dtype, query.device) if mods.joint else None
     for rows in run.row_tiles():
         row_lse = lse[rows.b, rows.h, rows.m].unsqueeze(-1)
         row_lse = torch.where(row_lse == -math.inf, math.inf, row_lse)  # no lane of a dead row has weight
@@ -204,13 +204,14 @@ class _Run:
         self.kv_heads, self.keys = key.shape[1:3]
         self.group = self.heads // max(self.kv_heads, 1)
         self.width = max(query.size(-1), value.size(-1))
-        self.score_invariants = _function(mods.score.prologue)(*inputs.score_captures) if mods.score else ()
-        self.mask_invariants = _function(mods.mask.prologue)(*inputs.mask_captures) if mods.mask else ()
-        programs = (("score_mod", mods.score), ("mask_mod", mods.mask), ("score_mod", mods.joint))
-        self.tensors = [tensor for _, program in programs if program for tensor in program.tensors]
-        for name, program in programs:
-            for _, size in program.tensors if program else ():
+        self.score_invariants = function_of(mods.score.prologue)(*inputs.score_captures) if mods.score else ()
+        self.mask_invariants = function_of(mods.mask.prologue)(*inputs.mask_captures) if mods.mask else ()
+        programs = [(of, program) for of, program in mods._asdict().items() if program]
+        self.tensors = [tensor for _, program in programs for tensor in program.tensors]
+        for of, program in programs:
+            for _, size in program.tensors:
                 if size > MAX_LANE_ELEMENTS:
+                    name = "mask_mod" if of == "mask" else "score_mod"
                     raise errors.tensor_in_lane(name, size, MAX_LANE_ELEMENTS)
         self.tile = self._tile_sizes()
         masked = is_guarded(mods.mask, inputs)
@@ -310,16 +311,18 @@ class _Run:
         return self.rows(self.query, tile) * self.scale
 
     def key(self, tile: _Tile) -> Tensor:
-        return self._of_kv(0, tile)
+        return self._scaled(self.of_kv(self.kv[0], tile), 0, tile)
 
     def value(self, tile: _Tile) -> Tensor:
-        return self._of_kv(1, tile)
+        return self._scaled(self.of_kv(self.kv[1], tile), 1, tile)
 
-    def _of_kv(self, which: int, tile: _Tile) -> Tensor:
-        tensor, scales = self.kv[which], self.inputs.kv_scales
-        at = self._kv_batches(tile, tensor), tile.k, tile.n
-        rows = tensor[at].to(self.dtype)
-        return rows * scales[which][at].unsqueeze(-1) if scales else rows
+    def _scaled(self, rows: Tensor, which: int, tile: _Tile) -> Tensor:
+        """Narrow keys or values, as what they stand for."""
+        scales = self.inputs.kv_scales
+        return rows * self.of_kv(scales[which], tile).unsqueeze(-1) if scales else rows
+
+    def of_kv(self, tensor: Tensor, tile: _Tile) -> Tensor:
+        return tensor[self._kv_batches(tile, tensor), tile.k, tile.n].to(self.dtype)
 
     def _kv_batches(self, tile: _Tile, tensor: Tensor) -> slice:
         if tile.kv_b is not None:
@@ -398,7 +401,7 @@ class _MappedRun(_Run):
         return rows._replace(n=at, kv_b=slice(batch, batch + 1), shift=shift) if count else None
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, *rest: Any) -> _Run:
+def run_of(query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, *rest: Any) -> _Run:
     return (_Run if inputs.tile_map is None else _MappedRun)(query, key, value, inputs, *rest)
 
 
@@ -417,9 +420,9 @@ def run_lanes(
         placed = [along(axes, tensor) for axes, tensor in zip(varies, given, strict=True)]
         numbers = [along((), x) if _is_number(x) else x for x in (*captures, *invariants)]
         shape = [lanes[axis].numel() for axis in AXES]
-        return tuple(result.expand(shape) for result in _function(function)(*placed, *numbers))
+        return tuple(result.expand(shape) for result in function_of(function)(*placed, *numbers))
     fixed = (None,) * (len(captures) + len(invariants))
-    function = _function(program.lane)
+    function = function_of(program.lane)
     for axis in reversed(AXES):
         in_dims = tuple(0 if axis in axes else None for axes in varies) + fixed
         function = torch.vmap(function, in_dims=in_dims)
@@ -427,7 +430,7 @@ def run_lanes(
         return function(*given, *captures, *invariants)
 
 
-def _function(graph: fx.GraphModule | Callable) -> Callable:
+def function_of(graph: fx.GraphModule | Callable) -> Callable:
     """Without a module's hooks: hooks set for all modules may expect those of a model."""
     return graph.forward if isinstance(graph, fx.GraphModule) else graph
 
@@ -464,14 +467,14 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return bool(torch.stack(sums).isfinite().all())
 
 
-class _Accumulators:
+class Accumulators:
     """Sums what lanes contribute to captured tensors; the order of additions is fixed on CPU."""
 
     def __init__(
         self, joint: LaneProgram, captures: Sequence[Tensor], dtype: torch.dtype, device: torch.device
     ):
         self.joint, self.captures = joint, captures
-        self.invariants = _function(joint.prologue)(*captures)
+        self.invariants = function_of(joint.prologue)(*captures)
         self.sums: dict[int, Tensor] = {}  # by leaf; one without indices once there is something to add
         self.shapes: list[list[int]] = []
         for i, leaf in enumerate(joint.leaves):
@@ -481,9 +484,11 @@ class _Accumulators:
             if leaf.indices:
                 self.sums[i] = torch.zeros((math.prod(places), *row), dtype=dtype, device=device)
 
-    def add(self, run: _Run, tile: _Tile, raw: Tensor, d_score: Tensor, live: Tensor | None) -> Tensor:
+    def add(
+        self, run: _Run, tile: _Tile, raw: Tensor, d_score: Tensor, live: Tensor | None, **more: Tensor
+    ) -> Tensor:
         """Run the joint graph on a tile: returns d(raw score), adds up d(captures)."""
-        lanes = {"score": raw, "grad_score": d_score, **run.indices(tile)}
+        lanes = {"score": raw, "grad_score": d_score, **more, **run.indices(tile)}
         d_raw, *rest = run_lanes(self.joint, lanes, live, self.captures, self.invariants)
         for i, leaf in enumerate(self.joint.leaves):
             contribution, indices, rest = rest[0], rest[1 : 1 + leaf.indices], rest[1 + leaf.indices :]
@@ -519,7 +524,7 @@ class _Accumulators:
             return tuple(torch.zeros_like(capture) if wanted else None for wanted, capture in given)
         leaves = enumerate(zip(self.joint.leaves, self.shapes, strict=True))
         sums = [self.sums[i].view(shape) if leaf.indices else self.sums[i] for i, (leaf, shape) in leaves]
-        grads = _function(self.joint.epilogue)(*sums, *self.captures, *self.invariants)
+        grads = function_of(self.joint.epilogue)(*sums, *self.captures, *self.invariants)
         return tuple(
             None if grad is None else grad.to(capture.dtype).expand(capture.shape).contiguous()
             for grad, capture in zip(grads, self.captures, strict=True)

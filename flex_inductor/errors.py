@@ -641,6 +641,13 @@ def forward_over_forward() -> FlexNotImplementedError:
     )
 
 
+def derivative_with(what: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"attention with {what} has neither forward-mode nor second derivatives (torch.func.jvp, create_graph=True, grad "
+        "of grad). Leave it out, or take the gradient alone."
+    )
+
+
 def derivative_of_shards() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "attention over the shards of several ranks has neither forward-mode nor second derivatives (torch.func.jvp, "

@@ -91,7 +91,7 @@ class _Encoder:
                 slots.append(self._constant(int(part.bits != 0) if is_predicate else part.bits))
             else:
                 slots.append(self._constant(self._symbol(part.name)))
-        self.program.code += [offset, len(slots), *slots]
+        self.program.code += [offset, isinstance(operand, Address), len(slots), *slots]
 
     def _name(self, name: str) -> int:
         if name not in self.names:

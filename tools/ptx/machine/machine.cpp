@@ -1,8 +1,6 @@
 // Executes a launch of a PTX kernel. The program comes as numbers from program.py, and counts and a fault go back.
 
-#include "copies.h"
-#include "tensors.h"
-#include "threads.h"
+#include "tensor_memory.h"
 
 namespace ptx {
 namespace {
@@ -15,7 +13,7 @@ struct Reader {
 
 void bind(Instruction& in, Launch& launch) {
   for (auto* family : {bind_scalar, bind_branch, bind_memory, bind_atomic, bind_exchange, bind_barrier, bind_matrix, bind_product,
-                       bind_warp_group, bind_copy, bind_transaction, bind_tensor_map, bind_bulk})
+                       bind_warp_group, bind_tensor_memory, bind_copy, bind_transaction, bind_tensor_map, bind_bulk})
     if (Action found = family(in, launch)) {
       in.execute = found;
       return;
@@ -25,7 +23,7 @@ void bind(Instruction& in, Launch& launch) {
 
 bool has_result(const Instruction& in) {
   for (const char* start : {"st.", "red.", "bar", "bra", "ret", "exit", "cp.", "fence", "membar", "mbarrier.init", "mbarrier.inval", "mbarrier.arrive",
-                            "stmatrix", "wgmma", "tensormap", "prefetch", "trap"})
+                            "stmatrix", "wgmma", "tcgen05", "tensormap", "prefetch", "trap"})
     if (in.is(start)) return false;
   return !in.operands.empty();
 }
@@ -47,6 +45,7 @@ void read_program(Launch& launch, Reader read, int64_t count, const char* const*
     in.operands.resize(read());
     for (auto& operand : in.operands) {
       operand.offset = read();
+      operand.is_address = read();
       operand.slots.resize(read());
       for (int& slot : operand.slots) slot = int(read());
     }
@@ -83,9 +82,9 @@ std::unique_ptr<Block> new_block(Launch& launch, int number) {
   block->launch = &launch;
   block->number = number;
   for (int axis = 0, rest = number; axis < 3; rest /= launch.grid[axis++]) block->place[axis] = rest % launch.grid[axis];
-  const int warps = launch.threads / LANES, agents = warps + 1;
-  block->shared = std::make_unique<Shared>(launch.shared_bytes, agents);
+  const int warps = launch.threads / LANES;
   block->warps.resize(warps);
+  block->shared = std::make_unique<BlockMemory>("shared memory", launch.shared_bytes, block->agents());
   for (int i = 0; i < warps; ++i) {
     Warp& warp = block->warps[i];
     warp.block = block.get();
@@ -93,8 +92,8 @@ std::unique_ptr<Block> new_block(Launch& launch, int number) {
     warp.index = i;
     warp.agent.block = number;
     warp.agent.index = i;
-    warp.agent.seen.assign(agents, 0);
-    warp.agent.fenced.assign(agents, 0);
+    warp.agent.seen.assign(block->agents(), 0);
+    warp.agent.fenced.assign(block->agents(), 0);
     warp.agent.tick();
     warp.registers.assign(launch.slots * LANES, 0);
     warp.stamps.assign(launch.slots, 0);
@@ -112,7 +111,7 @@ struct Stop {
 void check_in_flight(const Warp& warp, const Instruction& in) {
   if (warp.in_flight.empty() || in.name == "wgmma") return;
   for (int slot : in.touched)
-    if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used while a product of wgmma that has it is under way"};
+    if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used before the wait for the product or the load that has it"};
 }
 
 // The stamp of a copy: compilers move values between registers behind a fence, and the assembler undoes it.
@@ -174,6 +173,14 @@ bool deliver(Block& block) {
   return false;
 }
 
+// What a block leaves behind.
+void check_end(const Block& block) {
+  auto stop = [&](const char* kind, const char* text, int line) { throw Stop{{kind, text}, line, block.number, -1}; };
+  if (!block.products.empty()) stop("race", "the kernel ends while products are under way", block.products.front().instruction->line);
+  if (block.tensor && !block.tensor->is_empty())
+    stop("deadlock", "the block keeps tensor memory: the next one waits for it", block.warps[0].agent.line);
+}
+
 void run_some(Launch& launch, Warp& warp) {
   try {
     for (int64_t left = 1 + launch.random() % 256; left && warp.live && !warp.ready; --left) {
@@ -210,7 +217,9 @@ void run(Launch& launch) {
           if (!moved && warp.live) throw Stop{{"deadlock", "every warp of the block waits, and nothing is under way"}, warp.agent.line, block->number, warp.index};
     }
     blocks.erase(std::remove_if(blocks.begin(), blocks.end(), [](auto& block) {
-      return std::none_of(block->warps.begin(), block->warps.end(), [](const Warp& warp) { return warp.live != 0; });
+      const bool ends = std::none_of(block->warps.begin(), block->warps.end(), [](const Warp& warp) { return warp.live != 0; });
+      if (ends) check_end(*block);
+      return ends;
     }), blocks.end());
   }
 }

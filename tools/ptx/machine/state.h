@@ -16,6 +16,7 @@ constexpr uint32_t ALL = 0xffffffffu;
 struct Operand {
   std::vector<int> slots;  // of registers; of constants below 0
   int64_t offset = 0;      // of an address
+  bool is_address = false;
 };
 
 struct Warp;
@@ -89,9 +90,10 @@ struct Warp {
   uint32_t live = ALL;
   std::function<bool()> ready;  // set while it waits
 
-  Groups copies, bulk, products;
+  Groups copies, bulk, products, tensor_loads, tensor_stores;
   int delayed = 0;               // products that are not computed
-  std::map<int, int> in_flight;  // registers of products under way, and how many
+  uint32_t last_product = 0;     // of tensor memory: its number in the block
+  std::map<int, int> in_flight;  // registers of products and loads under way, and how many
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1;
 
@@ -116,10 +118,18 @@ struct Block {
   Launch* launch = nullptr;
   int number = 0, place[3] = {};
   std::vector<Warp> warps;
-  std::unique_ptr<Shared> shared;
+  std::unique_ptr<BlockMemory> shared;
+  std::unique_ptr<TensorMemory> tensor;  // from the first allocation on
   std::map<int, Barrier> barriers;
   std::map<Bits, TransactionBarrier> transactions;
   uint32_t copies = 0;  // in bulk, so far
+  uint32_t issued = 0;  // products of tensor memory, so far
+  std::deque<Pending> products;  // those of them that have not ended, oldest first
+
+  int agents() const { return int(warps.size()) + 2; }
+  void end_products(uint32_t number) {  // up to that one
+    for (; issued - uint32_t(products.size()) < number; products.pop_front()) products.front().finish();
+  }
 };
 
 enum class When { late, early, random };

@@ -164,6 +164,13 @@ struct Matrix {
     return {(bits & 0x3fff) << 4, int64_t(bits >> 16 & 0x3fff) << 4, int64_t(bits >> 32 & 0x3fff) << 4, swizzles[bits >> 62], !transposed};
   }
 
+  static Matrix of_tcgen05(Bits bits, bool transposed) {
+    const int swizzles[] = {16, 0, 128, 0, 64, 0, 32, 0}, swizzle = swizzles[bits >> 61];
+    if (!swizzle || (bits >> 46 & 0x7fff) != 1)  // version 1, no base offset, relative strides
+      throw Fault{"unknown_instruction", text_of("a descriptor of shared memory of this kind: ", std::hex, bits)};
+    return {(bits & 0x3fff) << 4, int64_t(bits >> 16 & 0x3fff) << 4, int64_t(bits >> 32 & 0x3fff) << 4, swizzle, !transposed};
+  }
+
   // Of the element at `line` of m or n and `k`.
   Bits address(int line, int k, int bytes) const {
     const int in_row = swizzle / bytes, chunk = 16 / bytes;
@@ -184,9 +191,11 @@ struct Matrix {
     return found;
   }
 
-  std::vector<double> read(Warp& warp, int first, int lines, int ks, const Format& format) const {  // [lines][ks]
+  // [lines][ks], by `fetch(address, 16 bytes)`.
+  template <class Fetch>
+  std::vector<double> read(Fetch&& fetch, int first, int lines, int ks, const Format& format) const {
     std::map<Bits, std::array<uint8_t, 16>> known;
-    for (Bits piece : pieces(first, lines, ks, format.bytes)) warp.block->shared->read(warp.agent, piece, 16, known[piece].data(), true);
+    for (Bits piece : pieces(first, lines, ks, format.bytes)) fetch(piece, known[piece].data());
     std::vector<double> found(lines * ks);
     for (int line = 0; line < lines; ++line)
       for (int k = 0; k < ks; ++k) {
@@ -229,17 +238,18 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     const int row = warp.index % 4 * 16;
     auto held = b.pieces(0, n, k, right.bytes);
     if (!from_registers) held.merge(a.pieces(row, 16, k, left.bytes));
-    Shared& shared = *warp.block->shared;
+    BlockMemory& shared = *warp.block->shared;
     for (Bits piece : held) shared.begin_read(piece, 16);
     Pending work;
     work.instruction = &in;
     for (int slot : in.touched) ++warp.in_flight[slot];
     auto compute = [=, &in, &warp] {
       std::vector<double> c(16 * n), x(16 * k), y(k * n);
-      const auto columns = b.read(warp, 0, n, k, right);
+      auto fetch = [&warp](Bits piece, uint8_t* to) { warp.block->shared->read(warp.agent, piece, 16, to, true); };
+      const auto columns = b.read(fetch, 0, n, k, right);
       for (int j = 0; j < n; ++j)
         for (int l = 0; l < k; ++l) y[l * n + j] = columns[j * k + l];
-      if (!from_registers) x = a.read(warp, row, 16, k, left);
+      if (!from_registers) x = a.read(fetch, row, 16, k, left);
       for (int lane = 0; lane < LANES; ++lane) {
         for (int i = 0; from_registers && i < 16 * k / LANES; ++i) {
           const Place at = of_left(lane, i, left.bytes == 2 ? 2 : 1, 16);

@@ -40,6 +40,7 @@ def run_text(
     approximations: str = "exact",
     unwritten: Sequence[Tensor] = (),
     most_steps: int = 1 << 40,
+    fences: str = "all",
 ) -> Counts:
     """Run the kernel `name` of a PTX text, and write into the tensors given.
 
@@ -47,9 +48,13 @@ def run_text(
     approximations  "exact", or "worst": off by as much as the ISA's document allows
     unwritten       those of `args` whose values the kernel must not read before it wrote them
     most_steps      instructions, of all warps, after which it counts as hanging
+    fences          "all" that the ISA asks for, or those of "stores": products may then read without a fence.proxy.async
+                    what cp.async wrote, as Triton's loops for sm_100 do
     """
     if when not in WHEN:
         raise ValueError(f"when: expected one of {', '.join(WHEN)}, got {when!r}")
+    if fences not in ("all", "stores"):
+        raise ValueError(f"fences: expected all or stores, got {fences!r}")
     module = parse(text)
     if name not in module.kernels:
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
@@ -68,6 +73,7 @@ def run_text(
         WHEN.index(when),
         approximations == "worst",
         most_steps,
+        fences == "all",
         len(kernel.instructions),
         len(program.constants),
         len(parameters),

@@ -66,7 +66,7 @@ CALLS = {
     "packed": (packed, packed_in_torch, [(sum(LENGTHS), 2, 64)] * 3, WITH_BACKWARD),
 }  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90") for dtype in DTYPES]
+CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90", "sm_100") for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,11 @@ def test_call(case):
         found = torch.autograd.grad(out, given, above) if backward else []
         return {"out": out.detach(), **dict(zip(names, found, strict=False))}
 
+    # Triton leaves out the fence between cp.async and products in the loop of d_query.
+    checks = {"fences": "stores"} if target == "sm_100" else {}
+
     def executed(q, k, v, *others):
-        return execute.compiled(lambda *given: attend(*given, *others), target, launches)(q, k, v)
+        return execute.compiled(lambda *given: attend(*given, *others), target, launches, **checks)(q, k, v)
 
     gold = results(in_torch, [tensor.double() for tensor in (*rows, *captures)])
     assert_accurate(results(executed, [*rows, *captures]), results(in_torch, [*rows, *captures]), gold, dtype)
@@ -113,4 +116,5 @@ def test_call(case):
     assert [kernel for kernel in own if kernel in kernels] == kernels
     families = {family for launch in launches for family in launch.counts.by_family()}
     if dtype != torch.float32:
-        assert ("wgmma" if target == "sm_90" and name != "decode" else "mma") in families
+        products = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
+        assert ("mma" if name == "decode" else products[target]) in families

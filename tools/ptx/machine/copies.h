@@ -43,6 +43,7 @@ inline Action bind_copy(const Instruction& in, Launch& launch) {
         uint8_t values[16] = {};
         if (read) launch.global.read(warp.agent, source, read, values);
         warp.block->shared->write(warp.agent, target, bytes, values);
+        if (!launch.fences_copies) warp.block->shared->excuse(target, bytes);
       };
       const bool early = launch.early();
       if (early) copy();

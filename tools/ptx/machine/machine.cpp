@@ -108,10 +108,16 @@ struct Stop {
   int line, block, warp;
 };
 
-void check_in_flight(const Warp& warp, const Instruction& in) {
+void check_in_flight(Warp& warp, const Instruction& in) {
+  auto loads = [&](const std::vector<int>& slots) {
+    return std::any_of(slots.begin(), slots.end(), [&](int slot) { return warp.loading.count(slot) != 0; });
+  };
+  // What is only moved is waited for elsewhere: the assembler undoes such moves.
+  if (in.copies && loads(in.operands[1].slots)) warp.loading.insert(in.results.begin(), in.results.end());
+  else if (loads(in.touched)) throw Fault{"race", "a register is used before the wait for the load from tensor memory that has it"};
   if (warp.in_flight.empty() || in.name == "wgmma") return;
   for (int slot : in.touched)
-    if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used before the wait for the product or the load that has it"};
+    if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used while a product of wgmma that has it is under way"};
 }
 
 // The stamp of a copy: compilers move values between registers behind a fence, and the assembler undoes it.
@@ -234,8 +240,8 @@ struct Found {
   int64_t line, block, warp, lane, address;
 };
 
-// `sizes`: grid x, y, z, threads, shared bytes, slots, seed, when, worst approximations, most steps, then the
-// numbers of instructions, constants, parameter bytes, specials and allocations. Returns whether a fault was found.
+// `sizes`: grid x, y, z, threads, shared bytes, slots, seed, when, worst approximations, most steps, whether copies
+// need fences, then the numbers of instructions, constants, parameter bytes, specials and allocations. Returns whether a fault was found.
 int run_launch(const int64_t* sizes, const int64_t* code, const char* const* names, const uint64_t* constants,
                const uint8_t* parameters, const int64_t* specials, const int64_t* allocations, int64_t* counts, Found* found) {
   using namespace ptx;
@@ -249,6 +255,7 @@ int run_launch(const int64_t* sizes, const int64_t* code, const char* const* nam
   launch.when = static_cast<When>(next());
   launch.approximately.worst = next();
   launch.most_steps = next();
+  launch.fences_copies = next();
   const int64_t instructions = next(), constant_count = next(), parameter_bytes = next(), special_count = next(), allocation_count = next();
   for (int64_t i = 0; i < constant_count; ++i) launch.constants.insert(launch.constants.end(), LANES, constants[i]);
   launch.parameters.assign(parameters, parameters + parameter_bytes);

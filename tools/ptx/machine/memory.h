@@ -64,7 +64,7 @@ class BlockMemory {
       if (!last.clock) throw Fault{"unwritten", kind_ + " is read that nobody wrote", -1, shown(i)};
       if (last.clock > agent.seen[last.agent])
         throw race(i, text_of("is read without a barrier after ", written(last)));
-      if (async_proxy && last.agent < warps() && last.clock > agent.fenced[last.agent])
+      if (async_proxy && !last.excused && last.agent < warps() && last.clock > agent.fenced[last.agent])
         throw race(i, text_of("is read by the async proxy without its fence after ", written(last)));
       reads_[i * agents_ + agent.index] = agent.now();
     }
@@ -116,6 +116,11 @@ class BlockMemory {
     return old;
   }
 
+  // What was written needs no fence of the async proxy.
+  void excuse(Bits address, int64_t count) {
+    for (int64_t i = address - base; i < int64_t(address - base) + count; ++i) writes_[i].excused = true;
+  }
+
   // Between a copy's start and its end nobody may touch what it writes, nor write what it reads.
   void begin_write(Bits address, int64_t count) {
     check(address, count);
@@ -128,7 +133,7 @@ class BlockMemory {
   void end_read(Bits address, int64_t count) { mark(outgoing_, address, count, -1); }
 
  private:
-  struct Write { uint32_t clock = 0; int line = 0, agent = 0; };
+  struct Write { uint32_t clock = 0; int line = 0, agent = 0; bool excused = false; };
 
   int warps() const { return agents_ - 2; }
   std::string name(int agent) const {

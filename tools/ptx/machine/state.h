@@ -93,7 +93,8 @@ struct Warp {
   Groups copies, bulk, products, tensor_loads, tensor_stores;
   int delayed = 0;               // products that are not computed
   uint32_t last_product = 0;     // of tensor memory: its number in the block
-  std::map<int, int> in_flight;  // registers of products and loads under way, and how many
+  std::map<int, int> in_flight;  // registers of products under way, and how many
+  std::set<int> loading;         // registers of loads from tensor memory that were not waited for
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1;
 
@@ -145,6 +146,7 @@ struct Launch {
   int64_t shared_bytes = 0;
   Global global;
   When when = When::late;
+  bool fences_copies = true;  // whether what cp.async wrote needs a fence of the async proxy
   std::mt19937_64 random;
   Approximations approximately;
   std::map<Bits, std::set<int>> released;  // by allocation's address: the blocks that released there

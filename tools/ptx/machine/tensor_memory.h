@@ -76,12 +76,9 @@ inline Action bind_tensor_copy(const Instruction& in) {
         tensor.memory.begin_write(at, 4 * count);
       }
     });
-    if (load)
-      for (int slot : values.slots) ++warp.in_flight[slot];
-    work.finish = [=, &warp, &tensor, &values] {
+    if (load) warp.loading.insert(values.slots.begin(), values.slots.end());
+    work.finish = [=, &tensor] {
       for (Bits at : places) load ? tensor.memory.end_read(at, 4 * count) : tensor.memory.end_write(at, 4 * count);
-      for (int slot : values.slots)
-        if (load && !--warp.in_flight[slot]) warp.in_flight.erase(slot);
     };
     (load ? warp.tensor_loads : warp.tensor_stores).open.push_back(std::move(work));
     return true;
@@ -189,11 +186,13 @@ inline Action bind_tensor_memory(const Instruction& in, Launch& launch) {
     return {};
   if (in.with.has("fence::before_thread_sync") || in.with.has("fence::after_thread_sync")) return [](Warp&, uint32_t) { return true; };
   if (in.with.has("wait::ld") || in.with.has("wait::st")) {
-    auto groups = in.with.has("wait::ld") ? &Warp::tensor_loads : &Warp::tensor_stores;
-    return [&in, groups](Warp& warp, uint32_t lanes) {
+    const bool loads = in.with.has("wait::ld");
+    return [&in, loads](Warp& warp, uint32_t lanes) {
       require_all(warp, lanes, in);
-      (warp.*groups).commit();
-      (warp.*groups).wait(0);
+      Groups& groups = loads ? warp.tensor_loads : warp.tensor_stores;
+      groups.commit();
+      groups.wait(0);
+      if (loads) warp.loading.clear();
       return true;
     };
   }

@@ -150,7 +150,8 @@ def _allocations(args: Sequence[Any], unwritten: Sequence[Tensor]) -> list[int]:
 def _fault(kernel: Kernel, found: Found) -> Fault:
     kind, text, line = found.kind.decode(), found.text.decode(), found.line
     instruction = next((i for i in kernel.instructions if i.line == line), None)
-    place = f"block {found.block}, warp {found.warp}" + (f", lane {found.lane}" if found.lane >= 0 else "")
+    places = {"block": found.block, "warp": found.warp, "lane": found.lane}
+    place = ", ".join(f"{name} {number}" for name, number in places.items() if number >= 0)
     at = f", address {found.address:#x}" if found.address else ""
     return Fault(kind, f"{kernel.name}: {kind}: {text}. {place}{at}: {instruction or f'line {line}'}", line)
 

@@ -433,9 +433,9 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
   const auto types = with.types();
   if (types.empty()) return {};
   const std::string& type = types.back();
-  if (types.size() > 1 && (name == "add" || name == "sub" || name == "fma")) {  // sums in fp32 of smaller floats
+  if (types.size() > 1 && name != "cvt") {  // sums in fp32 of smaller floats
     const bool half = type == "f16", multiplies = name == "fma";
-    if (types.size() != 2 || types[0] != "f32" || (!half && type != "bf16")) return {};
+    if ((name != "add" && name != "sub" && !multiplies) || types.size() != 2 || types[0] != "f32" || (!half && type != "bf16")) return {};
     Scalar one = scalar(name, with.without(type), approximately);
     auto widened = [half](Bits x) { return put(float(half ? double(get<Half>(x)) : double(get<Brain>(x)))); };
     return one ? [=](Bits a, Bits b, Bits c) { return one(widened(a), multiplies ? widened(b) : b, c); } : one;

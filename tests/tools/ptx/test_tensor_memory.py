@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flex_inductor.tools import ptx
+from tests.marks import slow_but
 
 N = 64
 TYPES = {torch.float16: ("f16", 0, 16), torch.bfloat16: ("f16", 1, 16), torch.float32: ("tf32", 2, 8)}
@@ -166,20 +167,23 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, (128, torch.float16, (128, 64), (1, 0))), ids=str)
 def test_products(case):
     for when in ("late", "early", "random"):
         found, want = product(*case, when=when)
         assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("m", [64, 128])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_the_left_one_in_tensor_memory(m, dtype):
-    found, want = product(m, dtype, (128, 128), (1, 1), from_tensor=True)
+LEFT = [(m, dtype) for m in (64, 128) for dtype in TYPES]
+
+
+@pytest.mark.parametrize("case", slow_but(LEFT, (64, torch.bfloat16)), ids=str)
+def test_the_left_one_in_tensor_memory(case):
+    found, want = product(*case, (128, 128), (1, 1), from_tensor=True)
     assert torch.equal(found, want)
 
 
+@pytest.mark.slow
 def test_signs_and_sums():
     for negated in ((0, 1), (1, 0), (1, 1)):
         found, want = product(128, torch.float16, (64, 64), (1, 1), adds=False, negated=negated)
@@ -235,6 +239,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken(name):
     change, kind, message = BROKEN[name]

@@ -12,12 +12,7 @@ SHARED_BASE = 1024  # as in machine/memory.h
 _SPECIAL = (
     {
         f"%{name}.{axis}": (name, i)
-        for name in ("tid", "ntid", "ctaid", "nctaid")
-        for i, axis in enumerate("xyz")
-    }
-    | {
-        f"%cluster_{name}.{axis}": (f"cluster_{name}", i)
-        for name in ("ctaid", "nctaid")
+        for name in ("tid", "ntid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid")
         for i, axis in enumerate("xyz")
     }
     | {

@@ -163,24 +163,17 @@ def run(
     target: str,
     num_warps: int = 4,
     num_stages: int = 3,
-    seed: int = 0,
-    when: str = "late",
-    approximations: str = "exact",
-    unwritten: Sequence[Tensor] = (),
-    **constexprs: Any,
+    **others: Any,
 ) -> Counts:
-    """Compile one of Triton's kernels for a target such as "sm_90", and run it. See `run_text`."""
+    """Compile one of Triton's kernels for a target such as "sm_90", and run it.
+
+    `others` are the kernel's constants, and options of `run_text`.
+    """
+    constexprs = {name: value for name, value in others.items() if name in kernel.arg_names}
+    options = {name: value for name, value in others.items() if name not in constexprs}
     compiled, given = compiled_for(kernel, args, target, num_warps, num_stages, constexprs)
     named = dict(zip(kernel.arg_names, args, strict=False)) | constexprs
-    return run_compiled(
-        compiled,
-        grid(named) if callable(grid) else grid,
-        given,
-        seed=seed,
-        when=when,
-        approximations=approximations,
-        unwritten=unwritten,
-    )
+    return run_compiled(compiled, grid(named) if callable(grid) else grid, given, **options)
 
 
 def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], **options: Any) -> Counts:
@@ -237,23 +230,12 @@ def compiled_for(
     return triton.compile(source, target=gpu, options=options), given
 
 
-_POINTERS = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
-
-
 def _kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"*{_POINTERS[value.dtype]}"
+        name = str(value.dtype).removeprefix("torch.")
+        for long, short in (("bfloat", "bf"), ("float", "fp"), ("uint", "u"), ("int", "i"), ("bool", "i1")):
+            name = name.replace(long, short)
+        return f"*{name}"
     if value is None or (isinstance(value, int) and value == 1):
         return "constexpr"
     if isinstance(value, float):

@@ -7,6 +7,7 @@ import torch
 
 from flex_inductor.tools import ptx
 from tests.marks import slow_but
+from tests.tools.ptx import kernels
 
 N = 64
 TYPES = {torch.float16: ("f16", 0, 16), torch.bfloat16: ("f16", 1, 16), torch.float32: ("tf32", 2, 8)}
@@ -246,3 +247,17 @@ def test_broken(name):
     with pytest.raises(ptx.Fault, match=re.escape(message)) as caught:
         product(128, torch.float16, (64, 64), (1, 1), change=change)
     assert caught.value.kind == kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["late", "early", "random"])
+def test_with_bulk_copies(when):
+    a, b = torch.randn(100, 96, dtype=torch.float16), torch.randn(72, 96, dtype=torch.float16)
+    out = torch.full((100, 72), float("nan"), dtype=torch.float16)
+    counts = ptx.run(
+        kernels.transposed_product, (2, 2), a, b, out, 100, 72, 96, target="sm_100", when=when, unwritten=[out],
+        BM=64, BN=64, BK=32,
+    )  # fmt: skip
+    assert (out - a.double() @ b.double().T).abs().max() < 0.02
+    names = {i.name for i, count in counts.instructions if count.warps}
+    assert any(".bulk.tensor" in name for name in names) and "tcgen05" in counts.by_family()

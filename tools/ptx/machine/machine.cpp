@@ -37,6 +37,8 @@ void read_program(Launch& launch, Reader read, int64_t count, const char* const*
     std::istringstream name(names[read()]);
     std::getline(name, in.name, '.');
     for (std::string part; std::getline(name, part, '.');) in.with.all.push_back(part);
+    in.aligned = in.with.has("aligned");
+    launch.has_tensor_memory |= in.name == "tcgen05";
     in.line = int(read());
     in.guarded = read();
     in.negated = read();
@@ -85,6 +87,7 @@ std::unique_ptr<Block> new_block(Launch& launch, int number) {
   const int warps = launch.threads / LANES;
   block->warps.resize(warps);
   block->shared = std::make_unique<BlockMemory>("shared memory", launch.shared_bytes, block->agents());
+  if (launch.has_tensor_memory) block->tensor = std::make_unique<TensorMemory>(block->agents());
   for (int i = 0; i < warps; ++i) {
     Warp& warp = block->warps[i];
     warp.block = block.get();
@@ -147,6 +150,7 @@ void step(Warp& warp) {
   }
   warp.agent.line = in.line;
   check_in_flight(warp, in);
+  if (in.aligned && active) require_all(warp, active, in);
   Counts& counts = launch.counts[counter];
   ++counts.warps;
   counts.lanes += __builtin_popcount(active);

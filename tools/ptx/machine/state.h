@@ -29,6 +29,7 @@ struct Instruction {
   Modifiers with;
   int guard = 0;  // the slot of its predicate
   bool guarded = false, negated = false;
+  bool aligned = false;  // all lanes execute it together
   std::vector<Operand> operands;
   int target = -1;  // of a branch
 
@@ -120,7 +121,7 @@ struct Block {
   int number = 0, place[3] = {};
   std::vector<Warp> warps;
   std::unique_ptr<BlockMemory> shared;
-  std::unique_ptr<TensorMemory> tensor;  // from the first allocation on
+  std::unique_ptr<TensorMemory> tensor;  // where a program uses it
   std::map<int, Barrier> barriers;
   std::map<Bits, TransactionBarrier> transactions;
   uint32_t copies = 0;  // in bulk, so far
@@ -141,6 +142,7 @@ struct Launch {
   std::vector<Bits> constants;  // by constant and lane
   std::vector<uint8_t> parameters;
   int slots = 0;
+  bool has_tensor_memory = false;
   std::map<int, std::pair<std::string, int>> specials;  // slot: name and axis
   int grid[3] = {1, 1, 1}, threads = 32;
   int64_t shared_bytes = 0;

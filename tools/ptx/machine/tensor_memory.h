@@ -7,29 +7,21 @@
 
 namespace ptx {
 
-inline TensorMemory& tensor_of(Warp& warp) {
-  if (!warp.block->tensor) throw Fault{"out_of_bounds", "tensor memory is used that the block did not allocate"};
-  return *warp.block->tensor;
-}
-
 inline Action bind_allocation(const Instruction& in) {
   if (in.with.has("relinquish_alloc_permit"))
     return [](Warp& warp, uint32_t) {
-      tensor_of(warp).open = false;
+      warp.block->tensor->open = false;
       return true;
     };
   if (in.with.has("dealloc"))
-    return [&in](Warp& warp, uint32_t lanes) {
-      require_all(warp, lanes, in);
+    return [&in](Warp& warp, uint32_t) {
       if (!warp.block->products.empty()) throw Fault{"race", "tensor memory is given back while products are under way"};
-      tensor_of(warp).give_back(warp.agent, int(warp.at(in.operands[0].slots[0])[0]), int(warp.at(in.operands[1].slots[0])[0]));
+      warp.block->tensor->give_back(warp.agent, int(warp.at(in.operands[0].slots[0])[0]), int(warp.at(in.operands[1].slots[0])[0]));
       return true;
     };
   if (!in.with.has("alloc")) return {};
-  return [&in](Warp& warp, uint32_t lanes) {
-    require_all(warp, lanes, in);
+  return [&in](Warp& warp, uint32_t) {
     Block& block = *warp.block;
-    if (!block.tensor) block.tensor = std::make_unique<TensorMemory>(block.agents());
     const int count = int(warp.at(in.operands[1].slots[0])[0]);
     if (count < 32 || count > TensorMemory::columns || count & (count - 1))
       throw Fault{"out_of_bounds", text_of(count, " columns of tensor memory are asked for: expected a power of two from 32 to 512")};
@@ -53,8 +45,7 @@ inline Action bind_tensor_copy(const Instruction& in) {
   const Operand &place = in.operands[load ? 1 : 0], &values = load ? in.operands.front() : in.operands.back();
   if (int(values.slots.size()) != count || in.operands.size() != (halves ? 3 : 2)) return {};
   return [=, &in, &place, &values](Warp& warp, uint32_t lanes) {
-    require_all(warp, lanes, in);
-    TensorMemory& tensor = tensor_of(warp);
+    TensorMemory& tensor = *warp.block->tensor;
     const Bits start = shared_address(warp, place, 0);
     const int first = int(start >> 16), column = int(start & 0xffff), split = halves ? int(warp.at(in.operands[load ? 2 : 1].slots[0])[0]) : 0;
     if (first / 32 != warp.index % 4 || (first % 32 && !(halves && first % 32 == 16)))
@@ -123,7 +114,7 @@ inline Action bind_tensor_product(const Instruction& in, Launch& launch) {
       const Shape shape = Shape::of(in, value(3) & mask_of(4), tf32);
       const bool adds = value(4), from_tensor = in.operands[1].is_address;
       Block& block = *warp.block;
-      BlockMemory &shared = *block.shared, &memory = tensor_of(warp).memory;
+      BlockMemory &shared = *block.shared, &memory = block.tensor->memory;
       const auto to = shape.rows(*block.tensor, value(0) & mask_of(4), shape.n);
       const auto from = from_tensor ? shape.rows(*block.tensor, value(1) & mask_of(4), shape.k * shape.left.bytes / 4) : std::vector<Bits>{};
       const Matrix a = from_tensor ? Matrix{} : Matrix::of_tcgen05(value(1), shape.left_transposed), b = Matrix::of_tcgen05(value(2), shape.right_transposed);
@@ -150,10 +141,8 @@ inline Action bind_tensor_product(const Instruction& in, Launch& launch) {
       auto finish = [=, &shared, &memory] {
         const auto [m, n, k] = std::array{shape.m, shape.n, shape.k};
         auto fetch = [&shared](Bits piece, uint8_t* bytes) { shared.peek(piece, 16, bytes); };
-        std::vector<double> sum(m * n), x(m * k), y(k * n);
-        const auto columns = b.read(fetch, 0, n, k, shape.right);
-        for (int j = 0; j < n; ++j)
-          for (int l = 0; l < k; ++l) y[l * n + j] = columns[j * k + l];
+        std::vector<double> sum(m * n), x(m * k);
+        const auto y = b.read(fetch, 0, n, k, shape.right, true);
         if (!from_tensor) x = a.read(fetch, 0, m, k, shape.left);
         std::vector<float> row(n);
         for (int i = 0; i < m; ++i) {
@@ -187,8 +176,7 @@ inline Action bind_tensor_memory(const Instruction& in, Launch& launch) {
   if (in.with.has("fence::before_thread_sync") || in.with.has("fence::after_thread_sync")) return [](Warp&, uint32_t) { return true; };
   if (in.with.has("wait::ld") || in.with.has("wait::st")) {
     const bool loads = in.with.has("wait::ld");
-    return [&in, loads](Warp& warp, uint32_t lanes) {
-      require_all(warp, lanes, in);
+    return [loads](Warp& warp, uint32_t) {
       Groups& groups = loads ? warp.tensor_loads : warp.tensor_stores;
       groups.commit();
       groups.wait(0);
@@ -213,9 +201,9 @@ inline Action bind_tensor_memory(const Instruction& in, Launch& launch) {
       warp.agent.tick();
       return true;
     };
-  for (Action found : {bind_allocation(in), bind_tensor_copy(in), bind_tensor_product(in, launch)})
-    if (found) return found;
-  return {};
+  if (Action found = bind_allocation(in)) return found;
+  if (Action found = bind_tensor_copy(in)) return found;
+  return bind_tensor_product(in, launch);
 }
 
 }  // namespace ptx

@@ -48,8 +48,8 @@ def run_text(
     approximations  "exact", or "worst": off by as much as the ISA's document allows
     unwritten       those of `args` whose values the kernel must not read before it wrote them
     most_steps      instructions, of all warps, after which it counts as hanging
-    fences          "all" that the ISA asks for, or those of "stores": products may then read without a fence.proxy.async
-                    what cp.async wrote, as Triton's loops for sm_100 do
+    fences          "all" that the ISA asks for, or "stores": without a fence.proxy.async, products may then read what
+                    cp.async wrote, as Triton's loops for sm_100 do
     """
     if when not in WHEN:
         raise ValueError(f"when: expected one of {', '.join(WHEN)}, got {when!r}")

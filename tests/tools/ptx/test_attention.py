@@ -66,7 +66,9 @@ CALLS = {
     "packed": (packed, packed_in_torch, [(sum(LENGTHS), 2, 64)] * 3, WITH_BACKWARD),
 }  # fmt: skip
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90", "sm_100") for dtype in DTYPES]
+CASES = [
+    (name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90", "sm_100") for dtype in DTYPES
+]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ CASES = [(name, target, dtype) for name in CALLS for target in ("sm_80", "sm_90"
         ("bias", "sm_90", torch.bfloat16),
         ("decode", "sm_80", torch.float16),
         ("short", "sm_90", torch.float16),
+        ("short", "sm_100", torch.bfloat16),
         ("packed", "sm_90", torch.bfloat16),
     ),
     ids=str,

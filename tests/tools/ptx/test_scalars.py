@@ -204,7 +204,7 @@ def test_what_would_change_a_result_is_not_passed_over(instruction):
 @pytest.mark.parametrize("name, dtype", [("f16", torch.float16), ("bf16", torch.bfloat16)])
 def test_sums_of_two_types(name, dtype):
     torch.manual_seed(0)
-    x, y, z = torch.randn(2, 1024).to(dtype).unbind() + (torch.randn(1024),)
+    x, y, z = *torch.randn(2, 1024).to(dtype), torch.randn(1024)
     a, b = x.float(), y.float()
     same(apply(f"add.rn.f32.{name} $0, $1, $2;", torch.empty(1024), x, z), a + z)
     same(apply(f"sub.f32.{name} $0, $1, $2;", torch.empty(1024), x, z), a - z)

@@ -29,15 +29,14 @@ def placed(matrix, width, wide_dim):
     per_row = width // matrix.element_size()
     blocks = matrix.unflatten(1, (-1, per_row)).transpose(0, 1).contiguous()  # [block, row, in row]
     pieces = blocks.view(torch.uint8).unflatten(-1, (-1, 16))
-    count, rows, in_row = pieces.shape[:3]
+    rows, in_row = pieces.shape[1:3]
     line = torch.arange(rows) * width // 128 % in_row
     at = torch.arange(in_row) ^ line[:, None]
     found = torch.empty_like(pieces)
     found[:, torch.arange(rows)[:, None], at] = pieces
-    # Of a row of one piece, rows of 8 are "lines" in the direction that is not wide.
     between_blocks, between_eights = rows * width, 8 * width
     leading, stride = between_blocks, between_eights
-    if width == 16 and wide_dim == 0:
+    if width == 16 and wide_dim == 0:  # without a swizzle `leading` is along k
         leading, stride = between_eights, between_blocks
     return found.flatten(), leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | SWIZZLES[width] << 61
 
@@ -60,7 +59,9 @@ def text(m, products, about, kind, columns=256, left=0, adds=True, offsets=(0, 0
                     f"or.b64 %d{name}, %d{name}, {descriptor};"
                 )
         flag = "%yes" if adds or number else "%no"
-        mma.append(f"@%first tcgen05.mma.cta_group::1.kind::{kind} [%mem + 0], {first}, %db, {about}, {flag};")
+        mma.append(
+            f"@%first tcgen05.mma.cta_group::1.kind::{kind} [%mem + 0], {first}, %db, {about}, {flag};"
+        )
     return f"""
 .version 8.7
 .target sm_100a
@@ -136,7 +137,9 @@ def product(m, dtype, widths, wide, from_tensor=False, adds=True, negated=(0, 0)
     for matrix, width, dim in zip((a, b), widths, wide, strict=True):
         image, descriptor = placed(matrix, width, dim)
         # A step of k is 32 bytes, or whole rows.
-        by = step * width if dim == 0 else 32 if width > 16 else step * dtype.itemsize // 16 * len(matrix) * 16
+        by = (
+            step * width if dim == 0 else 32 if width > 16 else step * dtype.itemsize // 16 * len(matrix) * 16
+        )
         sides.append([(descriptor, sum(map(len, images)) + i * by) for i in range(k // step)])
         images.append(image)
     if from_tensor:

@@ -643,8 +643,8 @@ def forward_over_forward() -> FlexNotImplementedError:
 
 def derivative_with(what: str) -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        f"attention with {what} has neither forward-mode nor second derivatives (torch.func.jvp, grad of grad). Leave it "
-        "out, or take the gradient alone."
+        f"attention with {what} has neither forward-mode nor second derivatives (torch.func.jvp, grad of grad). Leave "
+        "it out, or take the gradient alone."
     )
 
 

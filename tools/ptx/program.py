@@ -9,25 +9,17 @@ from .text import Address, Instruction, Kernel, Module, Number, Operand, Registe
 SHARED_BASE = 1024  # as in machine/memory.h
 
 # Registers that are given, and the axis that follows their names.
-_SPECIAL = (
-    {
-        f"%{name}.{axis}": (name, i)
-        for name in ("tid", "ntid", "ctaid", "nctaid")
-        for i, axis in enumerate("xyz")
-    }
-    | {
-        f"%cluster_{name}.{axis}": (f"cluster_{name}", i)
-        for name in ("ctaid", "nctaid")
-        for i, axis in enumerate("xyz")
-    }
-    | {
-        f"%{name}": (name, 0)
-        for name in (
-            *("laneid", "warpid", "lanemask_lt", "dynamic_smem_size", "total_smem_size", "clock", "clock64"),
-            *("globaltimer", "smid", "cluster_ctarank", "cluster_nctarank"),
-        )
-    }
-)
+_SPECIAL = {
+    f"%{name}.{axis}": (name, i)
+    for name in ("tid", "ntid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid")
+    for i, axis in enumerate("xyz")
+} | {
+    f"%{name}": (name, 0)
+    for name in (
+        *("laneid", "warpid", "lanemask_lt", "dynamic_smem_size", "total_smem_size", "clock", "clock64"),
+        *("globaltimer", "smid", "cluster_ctarank", "cluster_nctarank"),
+    )
+}
 
 
 @dataclass
@@ -91,7 +83,7 @@ class _Encoder:
                 slots.append(self._constant(int(part.bits != 0) if is_predicate else part.bits))
             else:
                 slots.append(self._constant(self._symbol(part.name)))
-        self.program.code += [offset, len(slots), *slots]
+        self.program.code += [offset, isinstance(operand, Address), len(slots), *slots]
 
     def _name(self, name: str) -> int:
         if name not in self.names:

@@ -40,6 +40,7 @@ def run_text(
     approximations: str = "exact",
     unwritten: Sequence[Tensor] = (),
     most_steps: int = 1 << 40,
+    fences: str = "all",
 ) -> Counts:
     """Run the kernel `name` of a PTX text, and write into the tensors given.
 
@@ -47,9 +48,13 @@ def run_text(
     approximations  "exact", or "worst": off by as much as the ISA's document allows
     unwritten       those of `args` whose values the kernel must not read before it wrote them
     most_steps      instructions, of all warps, after which it counts as hanging
+    fences          "all" that the ISA asks for, or "stores": without a fence.proxy.async, products may then read what
+                    cp.async wrote, as Triton's loops for sm_100 do
     """
     if when not in WHEN:
         raise ValueError(f"when: expected one of {', '.join(WHEN)}, got {when!r}")
+    if fences not in ("all", "stores"):
+        raise ValueError(f"fences: expected all or stores, got {fences!r}")
     module = parse(text)
     if name not in module.kernels:
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
@@ -68,6 +73,7 @@ def run_text(
         WHEN.index(when),
         approximations == "worst",
         most_steps,
+        fences == "all",
         len(kernel.instructions),
         len(program.constants),
         len(parameters),
@@ -144,7 +150,8 @@ def _allocations(args: Sequence[Any], unwritten: Sequence[Tensor]) -> list[int]:
 def _fault(kernel: Kernel, found: Found) -> Fault:
     kind, text, line = found.kind.decode(), found.text.decode(), found.line
     instruction = next((i for i in kernel.instructions if i.line == line), None)
-    place = f"block {found.block}, warp {found.warp}" + (f", lane {found.lane}" if found.lane >= 0 else "")
+    places = {"block": found.block, "warp": found.warp, "lane": found.lane}
+    place = ", ".join(f"{name} {number}" for name, number in places.items() if number >= 0)
     at = f", address {found.address:#x}" if found.address else ""
     return Fault(kind, f"{kernel.name}: {kind}: {text}. {place}{at}: {instruction or f'line {line}'}", line)
 
@@ -156,24 +163,17 @@ def run(
     target: str,
     num_warps: int = 4,
     num_stages: int = 3,
-    seed: int = 0,
-    when: str = "late",
-    approximations: str = "exact",
-    unwritten: Sequence[Tensor] = (),
-    **constexprs: Any,
+    **others: Any,
 ) -> Counts:
-    """Compile one of Triton's kernels for a target such as "sm_90", and run it. See `run_text`."""
+    """Compile one of Triton's kernels for a target such as "sm_90", and run it.
+
+    `others` are the kernel's constants, and options of `run_text`.
+    """
+    constexprs = {name: value for name, value in others.items() if name in kernel.arg_names}
+    options = {name: value for name, value in others.items() if name not in constexprs}
     compiled, given = compiled_for(kernel, args, target, num_warps, num_stages, constexprs)
     named = dict(zip(kernel.arg_names, args, strict=False)) | constexprs
-    return run_compiled(
-        compiled,
-        grid(named) if callable(grid) else grid,
-        given,
-        seed=seed,
-        when=when,
-        approximations=approximations,
-        unwritten=unwritten,
-    )
+    return run_compiled(compiled, grid(named) if callable(grid) else grid, given, **options)
 
 
 def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], **options: Any) -> Counts:
@@ -230,23 +230,12 @@ def compiled_for(
     return triton.compile(source, target=gpu, options=options), given
 
 
-_POINTERS = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
-
-
 def _kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"*{_POINTERS[value.dtype]}"
+        name = str(value.dtype).removeprefix("torch.")
+        for long, short in (("bfloat", "bf"), ("float", "fp"), ("uint", "u"), ("int", "i"), ("bool", "i1")):
+            name = name.replace(long, short)
+        return f"*{name}"
     if value is None or (isinstance(value, int) and value == 1):
         return "constexpr"
     if isinstance(value, float):

@@ -146,9 +146,8 @@ class _Warp:
         self.free: dict[str, float] = defaultdict(float)  # units
         self.open: dict[str, float] = defaultdict(float)  # when what is not committed yet ends
         self.groups: dict[str, list[float]] = defaultdict(list)
-        self.spent: dict[
-            int, tuple[float, str, float]
-        ] = {}  # at the last pass: waiting, for what, and issuing
+        # At the last pass: waiting, for what, and issuing.
+        self.spent: dict[int, tuple[float, str, float]] = {}
         starts = {*counts.kernel.labels.values()}
         window: list[int] = []
         for i in self._path():

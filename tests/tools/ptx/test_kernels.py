@@ -6,7 +6,8 @@ import torch
 from flex_inductor.tools import ptx
 from tests.tools.ptx import kernels
 
-TARGETS = ("sm_80", "sm_90")
+TARGETS = ("sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.slow))
+PRODUCTS = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
 
 def empty(*shape, dtype=torch.float32):
@@ -47,7 +48,7 @@ def test_matmul(target, dtype, stages):
         assert (out - want).abs().max() < bound
         assert counts.total.products == 128 * 64 * 96
     families = counts.by_family()
-    assert ("wgmma" in families) == (target == "sm_90") and ("mma" in families) == (target == "sm_80")
+    assert {family for family in PRODUCTS.values() if family in families} == {PRODUCTS[target]}
     if stages == 3:
         assert families["cp"].warps
 

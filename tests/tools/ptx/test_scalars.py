@@ -193,7 +193,9 @@ def test_integers():
         "mul.rn.sat.f32 $0, $1, $1;",
         "fma.rm.sat.f32 $0, $1, $1, $1;",
         "cvt.rp.f32.f64 $0, $1;",
-        "add.rn.f32.f16 $0, $1, $1;",
+        "add.rn.sat.f32.f16 $0, $1, $1;",
+        "mul.rn.f32.f16 $0, $1, $1;",
+        "fma.rn.f32.f16x2 $0, $1, $1, $1;",
         "ld.global.unknown.f32 $0, [%a1];",
         "atom.global.inc.u32 $0, [%a1], 4;",
         "barrier.cluster.arrive.aligned;",
@@ -207,6 +209,20 @@ def test_what_would_change_a_result_is_not_passed_over(instruction):
     with pytest.raises(ptx.Fault, match=f"unknown_instruction: {name}") as caught:
         apply(instruction, torch.empty(32), torch.ones(32))
     assert caught.value.kind == "unknown_instruction"
+
+
+@pytest.mark.parametrize("name, dtype", [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_sums_of_two_types(name, dtype):
+    torch.manual_seed(0)
+    x, y, z = *torch.randn(2, 1024).to(dtype), torch.randn(1024)
+    a, b = x.float(), y.float()
+    same(apply(f"add.rn.f32.{name} $0, $1, $2;", torch.empty(1024), x, z), a + z)
+    same(apply(f"sub.f32.{name} $0, $1, $2;", torch.empty(1024), x, z), a - z)
+    exact = a.double() * b.double() + z.double()  # of at most 53 bits but in rare cases
+    same(apply(f"fma.rn.f32.{name} $0, $1, $2, $3;", torch.empty(1024), x, y, z), exact.float())
+    found = apply(f"add.rm.f32.{name} $0, $1, $2;", torch.empty(1024), x, z)
+    exact = a.double() + z.double()
+    assert (found.double() <= exact).all() and (found < a + z).any()
 
 
 def test_rounding_towards_zero():

@@ -32,7 +32,7 @@ inline Action bind_copy(const Instruction& in, Launch& launch) {
         launch.global.holding(from[lane], read);
         reading |= 1u << lane;
       }
-      Shared& shared = *warp.block->shared;
+      BlockMemory& shared = *warp.block->shared;
       Pending work;
       work.instruction = &in;
       const Bits target = to[lane], source = from[lane];
@@ -43,6 +43,7 @@ inline Action bind_copy(const Instruction& in, Launch& launch) {
         uint8_t values[16] = {};
         if (read) launch.global.read(warp.agent, source, read, values);
         warp.block->shared->write(warp.agent, target, bytes, values);
+        if (!launch.fences_copies) warp.block->shared->excuse(target, bytes);
       };
       const bool early = launch.early();
       if (early) copy();
@@ -170,7 +171,7 @@ inline Action bind_tensor_map(const Instruction& in, Launch& launch) {
   return [&in](Warp& warp, uint32_t lanes) {
     each_checked(lanes, [&](int lane) {
       const Bits address = shared_address(warp, in.operands[0], lane);
-      Shared& shared = *warp.block->shared;
+      BlockMemory& shared = *warp.block->shared;
       uint8_t bytes[128];
       shared.read(warp.agent, address, 128, bytes);
       TensorMap map;
@@ -243,7 +244,7 @@ inline Action bind_bulk(const Instruction& in, Launch& launch) {
       for (size_t i = 1; i < there.slots.size(); ++i) corner.push_back(int32_t(warp.at(there.slots[i])[lane]));
       if (int(corner.size()) != map.last + 1 || !map.bytes())
         throw Fault{"out_of_bounds", text_of("a copy of ", corner.size(), " dimensions of a tensor map that has ", map.last + 1), lane, start};
-      Shared& shared = *warp.block->shared;
+      BlockMemory& shared = *warp.block->shared;
       Block& block = *warp.block;
       Agent engine = warp.agent;  // it sees what the warp has seen, and the copy comes after that
       engine.index = int(block.warps.size());

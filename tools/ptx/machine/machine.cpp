@@ -1,8 +1,6 @@
 // Executes a launch of a PTX kernel. The program comes as numbers from program.py, and counts and a fault go back.
 
-#include "copies.h"
-#include "tensors.h"
-#include "threads.h"
+#include "tensor_memory.h"
 
 namespace ptx {
 namespace {
@@ -15,7 +13,7 @@ struct Reader {
 
 void bind(Instruction& in, Launch& launch) {
   for (auto* family : {bind_scalar, bind_branch, bind_memory, bind_atomic, bind_exchange, bind_barrier, bind_matrix, bind_product,
-                       bind_warp_group, bind_copy, bind_transaction, bind_tensor_map, bind_bulk})
+                       bind_warp_group, bind_tensor_memory, bind_copy, bind_transaction, bind_tensor_map, bind_bulk})
     if (Action found = family(in, launch)) {
       in.execute = found;
       return;
@@ -25,7 +23,7 @@ void bind(Instruction& in, Launch& launch) {
 
 bool has_result(const Instruction& in) {
   for (const char* start : {"st.", "red.", "bar", "bra", "ret", "exit", "cp.", "fence", "membar", "mbarrier.init", "mbarrier.inval", "mbarrier.arrive",
-                            "stmatrix", "wgmma", "tensormap", "prefetch", "trap"})
+                            "stmatrix", "wgmma", "tcgen05", "tensormap", "prefetch", "trap"})
     if (in.is(start)) return false;
   return !in.operands.empty();
 }
@@ -39,6 +37,8 @@ void read_program(Launch& launch, Reader read, int64_t count, const char* const*
     std::istringstream name(names[read()]);
     std::getline(name, in.name, '.');
     for (std::string part; std::getline(name, part, '.');) in.with.all.push_back(part);
+    in.aligned = in.with.has("aligned");
+    launch.has_tensor_memory |= in.name == "tcgen05";
     in.line = int(read());
     in.guarded = read();
     in.negated = read();
@@ -47,6 +47,7 @@ void read_program(Launch& launch, Reader read, int64_t count, const char* const*
     in.operands.resize(read());
     for (auto& operand : in.operands) {
       operand.offset = read();
+      operand.is_address = read();
       operand.slots.resize(read());
       for (int& slot : operand.slots) slot = int(read());
     }
@@ -83,9 +84,10 @@ std::unique_ptr<Block> new_block(Launch& launch, int number) {
   block->launch = &launch;
   block->number = number;
   for (int axis = 0, rest = number; axis < 3; rest /= launch.grid[axis++]) block->place[axis] = rest % launch.grid[axis];
-  const int warps = launch.threads / LANES, agents = warps + 1;
-  block->shared = std::make_unique<Shared>(launch.shared_bytes, agents);
+  const int warps = launch.threads / LANES;
   block->warps.resize(warps);
+  block->shared = std::make_unique<BlockMemory>("shared memory", launch.shared_bytes, block->agents());
+  if (launch.has_tensor_memory) block->tensor = std::make_unique<TensorMemory>(block->agents());
   for (int i = 0; i < warps; ++i) {
     Warp& warp = block->warps[i];
     warp.block = block.get();
@@ -93,8 +95,8 @@ std::unique_ptr<Block> new_block(Launch& launch, int number) {
     warp.index = i;
     warp.agent.block = number;
     warp.agent.index = i;
-    warp.agent.seen.assign(agents, 0);
-    warp.agent.fenced.assign(agents, 0);
+    warp.agent.seen.assign(block->agents(), 0);
+    warp.agent.fenced.assign(block->agents(), 0);
     warp.agent.tick();
     warp.registers.assign(launch.slots * LANES, 0);
     warp.stamps.assign(launch.slots, 0);
@@ -109,7 +111,13 @@ struct Stop {
   int line, block, warp;
 };
 
-void check_in_flight(const Warp& warp, const Instruction& in) {
+void check_in_flight(Warp& warp, const Instruction& in) {
+  auto loads = [&](const std::vector<int>& slots) {
+    return std::any_of(slots.begin(), slots.end(), [&](int slot) { return warp.loading.count(slot) != 0; });
+  };
+  // What is only moved is waited for elsewhere: the assembler undoes such moves.
+  if (in.copies && loads(in.operands[1].slots)) warp.loading.insert(in.results.begin(), in.results.end());
+  else if (loads(in.touched)) throw Fault{"race", "a register is used before the wait for the load from tensor memory that has it"};
   if (warp.in_flight.empty() || in.name == "wgmma") return;
   for (int slot : in.touched)
     if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used while a product of wgmma that has it is under way"};
@@ -142,6 +150,7 @@ void step(Warp& warp) {
   }
   warp.agent.line = in.line;
   check_in_flight(warp, in);
+  if (in.aligned && active) require_all(warp, active, in);
   Counts& counts = launch.counts[counter];
   ++counts.warps;
   counts.lanes += __builtin_popcount(active);
@@ -172,6 +181,14 @@ bool deliver(Block& block) {
     return true;
   }
   return false;
+}
+
+// What a block leaves behind.
+void check_end(const Block& block) {
+  auto stop = [&](const char* kind, const char* text, int line) { throw Stop{{kind, text}, line, block.number, -1}; };
+  if (!block.products.empty()) stop("race", "the kernel ends while products are under way", block.products.front().instruction->line);
+  if (block.tensor && !block.tensor->is_empty())
+    stop("deadlock", "the block keeps tensor memory: the next one waits for it", block.warps[0].agent.line);
 }
 
 void run_some(Launch& launch, Warp& warp) {
@@ -210,7 +227,9 @@ void run(Launch& launch) {
           if (!moved && warp.live) throw Stop{{"deadlock", "every warp of the block waits, and nothing is under way"}, warp.agent.line, block->number, warp.index};
     }
     blocks.erase(std::remove_if(blocks.begin(), blocks.end(), [](auto& block) {
-      return std::none_of(block->warps.begin(), block->warps.end(), [](const Warp& warp) { return warp.live != 0; });
+      const bool ends = std::none_of(block->warps.begin(), block->warps.end(), [](const Warp& warp) { return warp.live != 0; });
+      if (ends) check_end(*block);
+      return ends;
     }), blocks.end());
   }
 }
@@ -225,8 +244,8 @@ struct Found {
   int64_t line, block, warp, lane, address;
 };
 
-// `sizes`: grid x, y, z, threads, shared bytes, slots, seed, when, worst approximations, most steps, then the
-// numbers of instructions, constants, parameter bytes, specials and allocations. Returns whether a fault was found.
+// `sizes`: grid x, y, z, threads, shared bytes, slots, seed, when, worst approximations, most steps, whether copies
+// need fences, then the numbers of instructions, constants, parameter bytes, specials and allocations. Returns whether a fault was found.
 int run_launch(const int64_t* sizes, const int64_t* code, const char* const* names, const uint64_t* constants,
                const uint8_t* parameters, const int64_t* specials, const int64_t* allocations, int64_t* counts, Found* found) {
   using namespace ptx;
@@ -240,6 +259,7 @@ int run_launch(const int64_t* sizes, const int64_t* code, const char* const* nam
   launch.when = static_cast<When>(next());
   launch.approximately.worst = next();
   launch.most_steps = next();
+  launch.fences_copies = next();
   const int64_t instructions = next(), constant_count = next(), parameter_bytes = next(), special_count = next(), allocation_count = next();
   for (int64_t i = 0; i < constant_count; ++i) launch.constants.insert(launch.constants.end(), LANES, constants[i]);
   launch.parameters.assign(parameters, parameters + parameter_bytes);

@@ -16,6 +16,7 @@ constexpr uint32_t ALL = 0xffffffffu;
 struct Operand {
   std::vector<int> slots;  // of registers; of constants below 0
   int64_t offset = 0;      // of an address
+  bool is_address = false;
 };
 
 struct Warp;
@@ -28,6 +29,7 @@ struct Instruction {
   Modifiers with;
   int guard = 0;  // the slot of its predicate
   bool guarded = false, negated = false;
+  bool aligned = false;  // all lanes execute it together
   std::vector<Operand> operands;
   int target = -1;  // of a branch
 
@@ -89,9 +91,11 @@ struct Warp {
   uint32_t live = ALL;
   std::function<bool()> ready;  // set while it waits
 
-  Groups copies, bulk, products;
+  Groups copies, bulk, products, tensor_loads, tensor_stores;
   int delayed = 0;               // products that are not computed
+  uint32_t last_product = 0;     // of tensor memory: its number in the block
   std::map<int, int> in_flight;  // registers of products under way, and how many
+  std::set<int> loading;         // registers of loads from tensor memory that were not waited for
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1;
 
@@ -116,10 +120,18 @@ struct Block {
   Launch* launch = nullptr;
   int number = 0, place[3] = {};
   std::vector<Warp> warps;
-  std::unique_ptr<Shared> shared;
+  std::unique_ptr<BlockMemory> shared;
+  std::unique_ptr<TensorMemory> tensor;  // where a program uses it
   std::map<int, Barrier> barriers;
   std::map<Bits, TransactionBarrier> transactions;
   uint32_t copies = 0;  // in bulk, so far
+  uint32_t issued = 0;  // products of tensor memory, so far
+  std::deque<Pending> products;  // those of them that have not ended, oldest first
+
+  int agents() const { return int(warps.size()) + 2; }
+  void end_products(uint32_t number) {  // up to that one
+    for (; issued - uint32_t(products.size()) < number; products.pop_front()) products.front().finish();
+  }
 };
 
 enum class When { late, early, random };
@@ -130,11 +142,13 @@ struct Launch {
   std::vector<Bits> constants;  // by constant and lane
   std::vector<uint8_t> parameters;
   int slots = 0;
+  bool has_tensor_memory = false;
   std::map<int, std::pair<std::string, int>> specials;  // slot: name and axis
   int grid[3] = {1, 1, 1}, threads = 32;
   int64_t shared_bytes = 0;
   Global global;
   When when = When::late;
+  bool fences_copies = true;  // whether what cp.async wrote needs a fence of the async proxy
   std::mt19937_64 random;
   Approximations approximately;
   std::map<Bits, std::set<int>> released;  // by allocation's address: the blocks that released there

@@ -17,8 +17,7 @@ inline Action bind_matrix(const Instruction& in, Launch& launch) {
       !in.with.has("b16") || !count)
     return {};
   const bool transposed = in.with.has("trans");
-  return [&in, &launch, load, count, transposed](Warp& warp, uint32_t lanes) {
-    require_all(warp, lanes, in);
+  return [&in, &launch, load, count, transposed](Warp& warp, uint32_t) {
     const Operand &place = in.operands[load ? 1 : 0], &values = in.operands[load ? 0 : 1];
     for (int m = 0; m < count; ++m) {
       uint16_t matrix[8][8];
@@ -123,8 +122,7 @@ inline Action bind_product(const Instruction& in, Launch& launch) {
   if (!result.bytes || !left.bytes || !right.bytes || !sum.write || left.bytes != right.bytes) return {};
   const size_t left_registers = m * k / LANES * left.bytes / std::max(4, left.bytes), right_registers = n * k / LANES * right.bytes / std::max(4, right.bytes);
   if (in.operands.size() != 4 || in.operands[1].slots.size() != left_registers || in.operands[2].slots.size() != right_registers) return {};
-  return [&in, &launch, m, n, k, result, left, right, sum](Warp& warp, uint32_t lanes) {
-    require_all(warp, lanes, in);
+  return [&in, &launch, m, n, k, result, left, right, sum](Warp& warp, uint32_t) {
     std::vector<double> a(m * k), b(k * n), c(m * n);
     const int per_register = left.bytes == 2 ? 2 : 1;
     for (int lane = 0; lane < LANES; ++lane) {
@@ -164,6 +162,13 @@ struct Matrix {
     return {(bits & 0x3fff) << 4, int64_t(bits >> 16 & 0x3fff) << 4, int64_t(bits >> 32 & 0x3fff) << 4, swizzles[bits >> 62], !transposed};
   }
 
+  static Matrix of_tcgen05(Bits bits, bool transposed) {
+    const int swizzles[] = {16, 0, 128, 0, 64, 0, 32, 0}, swizzle = swizzles[bits >> 61];
+    if (!swizzle || (bits >> 46 & 0x7fff) != 1)  // version 1, no base offset, relative strides
+      throw Fault{"unknown_instruction", text_of("a descriptor of shared memory of this kind: ", std::hex, bits)};
+    return {(bits & 0x3fff) << 4, int64_t(bits >> 16 & 0x3fff) << 4, int64_t(bits >> 32 & 0x3fff) << 4, swizzle, !transposed};
+  }
+
   // Of the element at `line` of m or n and `k`.
   Bits address(int line, int k, int bytes) const {
     const int in_row = swizzle / bytes, chunk = 16 / bytes;
@@ -184,16 +189,18 @@ struct Matrix {
     return found;
   }
 
-  std::vector<double> read(Warp& warp, int first, int lines, int ks, const Format& format) const {  // [lines][ks]
+  // [lines][ks], or [ks][lines], by `fetch(address, 16 bytes)`.
+  template <class Fetch>
+  std::vector<double> read(Fetch&& fetch, int first, int lines, int ks, const Format& format, bool by_k = false) const {
     std::map<Bits, std::array<uint8_t, 16>> known;
-    for (Bits piece : pieces(first, lines, ks, format.bytes)) warp.block->shared->read(warp.agent, piece, 16, known[piece].data(), true);
+    for (Bits piece : pieces(first, lines, ks, format.bytes)) fetch(piece, known[piece].data());
     std::vector<double> found(lines * ks);
     for (int line = 0; line < lines; ++line)
       for (int k = 0; k < ks; ++k) {
         const Bits at = address(first + line, k, format.bytes);
         Bits bits = 0;
         std::memcpy(&bits, &known[at & ~Bits{15}][at & 15], format.bytes);
-        found[line * ks + k] = format.read(bits);
+        found[by_k ? k * lines + line : line * ks + k] = format.read(bits);
       }
     return found;
   }
@@ -215,8 +222,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
   const bool from_registers = in.operands[1].slots.size() > 1;
   const size_t flags = 4;  // scale-d, and the signs of both; then which are transposed
   if (!sum.write || !left.bytes || left.bytes != right.bytes || in.operands.size() < flags + 2) return {};
-  return [=, &in, &launch](Warp& warp, uint32_t lanes) {
-    require_all(warp, lanes, in);
+  return [=, &in, &launch](Warp& warp, uint32_t) {
     auto flag = [&warp, &in](size_t i) { return i < in.operands.size() ? int(warp.at(in.operands[i].slots[0])[0]) : 0; };
     const bool adds = flag(3) != 0, left_transposed = !from_registers && flag(6), right_transposed = flag(from_registers ? 6 : 7);
     const double sign = int32_t(flag(4)) * int32_t(flag(5));
@@ -229,17 +235,16 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     const int row = warp.index % 4 * 16;
     auto held = b.pieces(0, n, k, right.bytes);
     if (!from_registers) held.merge(a.pieces(row, 16, k, left.bytes));
-    Shared& shared = *warp.block->shared;
+    BlockMemory& shared = *warp.block->shared;
     for (Bits piece : held) shared.begin_read(piece, 16);
     Pending work;
     work.instruction = &in;
     for (int slot : in.touched) ++warp.in_flight[slot];
     auto compute = [=, &in, &warp] {
-      std::vector<double> c(16 * n), x(16 * k), y(k * n);
-      const auto columns = b.read(warp, 0, n, k, right);
-      for (int j = 0; j < n; ++j)
-        for (int l = 0; l < k; ++l) y[l * n + j] = columns[j * k + l];
-      if (!from_registers) x = a.read(warp, row, 16, k, left);
+      std::vector<double> c(16 * n), x(16 * k);
+      auto fetch = [&warp](Bits piece, uint8_t* to) { warp.block->shared->read(warp.agent, piece, 16, to, true); };
+      const auto y = b.read(fetch, 0, n, k, right, true);
+      if (!from_registers) x = a.read(fetch, row, 16, k, left);
       for (int lane = 0; lane < LANES; ++lane) {
         for (int i = 0; from_registers && i < 16 * k / LANES; ++i) {
           const Place at = of_left(lane, i, left.bytes == 2 ? 2 : 1, 16);

@@ -195,15 +195,8 @@ T most(T a, T b, bool nan) {
 }
 
 template <class T>
-struct Wider { using type = double; };
-template <> struct Wider<uint8_t> { using type = uint16_t; };
-template <> struct Wider<int8_t> { using type = int16_t; };
-template <> struct Wider<uint16_t> { using type = uint32_t; };
-template <> struct Wider<int16_t> { using type = int32_t; };
-template <> struct Wider<uint32_t> { using type = uint64_t; };
-template <> struct Wider<int32_t> { using type = int64_t; };
-template <> struct Wider<uint64_t> { using type = unsigned __int128; };
-template <> struct Wider<int64_t> { using type = __int128; };
+using Wider = std::conditional_t<std::is_signed_v<T>, std::conditional_t<sizeof(T) == 8, __int128, int64_t>,
+                                 std::conditional_t<sizeof(T) == 8, unsigned __int128, uint64_t>>;
 
 template <class Result, class T, class Function>
 Scalar of_values(Function function) {
@@ -249,7 +242,7 @@ Scalar arithmetic(const std::string& name, const Modifiers& with, Approximations
       return same([=, &approximately](T a, T, T) { return T(approximately(compute(double(a)), error)); });
     }
   } else {
-    using Wide = typename Wider<T>::type;
+    using Wide = Wider<T>;
     using Unsigned = std::make_unsigned_t<T>;
     if (name == "add") return same([](T a, T b, T) { return T(Unsigned(a) + Unsigned(b)); });
     if (name == "sub") return same([](T a, T b, T) { return T(Unsigned(a) - Unsigned(b)); });
@@ -311,11 +304,9 @@ Scalar conversion(const Modifiers& with) {
         if (integer) x = integer == 1 ? std::nearbyint(x) : integer == 2 ? std::trunc(x) : integer == 3 ? std::floor(x) : std::ceil(x);
         if (saturated) x = std::isnan(x) ? 0 : std::min(std::max(x, 0.0), 1.0);
         if (relu && x < 0) x = 0;
-        if (!to_zero) return To(x);
-        if constexpr (std::is_same_v<To, float>) return get<float>(rounded(x, 8, 23, true));
-        else if constexpr (std::is_same_v<To, Half>) return get<Half>(rounded(x, 5, 10, true));
-        else if constexpr (std::is_same_v<To, Brain>) return get<Brain>(rounded(x, 8, 7, true));
-        else return To(x);
+        if (!to_zero || sizeof(To) == 8) return To(x);
+        const int mantissa = std::is_same_v<To, float> ? 23 : std::is_same_v<To, Half> ? 10 : 7;
+        return get<To>(rounded(x, 8 * int(sizeof(To)) - 1 - mantissa, mantissa, true));
       }
     });
   } else if constexpr (is_float<From>) {
@@ -433,7 +424,13 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
   const auto types = with.types();
   if (types.empty()) return {};
   const std::string& type = types.back();
-  if (types.size() > 1 && (name == "add" || name == "sub" || name == "fma")) return {};  // of two types, as sm_100 has them
+  if (types.size() > 1 && name != "cvt") {  // sums in fp32 of smaller floats
+    const bool half = type == "f16", multiplies = name == "fma";
+    if ((name != "add" && name != "sub" && !multiplies) || types.size() != 2 || types[0] != "f32" || (!half && type != "bf16")) return {};
+    Scalar one = scalar(name, with.without(type), approximately);
+    auto widened = [half](Bits x) { return put(float(half ? double(get<Half>(x)) : double(get<Brain>(x)))); };
+    return one ? [=](Bits a, Bits b, Bits c) { return one(widened(a), multiplies ? widened(b) : b, c); } : one;
+  }
   // What would change the result, such as another rounding, is not passed over.
   const bool converts = name == "cvt";
   const std::map<std::string, int> roundings = {{"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}, {"rz", FE_TOWARDZERO}};

@@ -25,8 +25,6 @@ from . import supported as _supported
 _supported.check()
 with _supported.importing():
     from torch.nn.attention.flex_attention import (
-        AuxOutput,
-        AuxRequest,
         BlockMask,
         and_masks,
         noop_mask,
@@ -41,6 +39,7 @@ with _supported.importing():
     from .masks import RunSchedule, create_block_mask, draw_mask, not_mask, offset
     from .op.eager.kernels import set_eager_kernels
     from .sequences import Sequences, append_kv, pad, unpad, varlen_attention
+    from .softmax import AuxOutput, AuxRequest
     from .take_over import take_over
 
 __all__ = [

@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import compat, errors, upward
-from .masks.planned import PlannedMask, Wants, needs_plan
+from .masks.planned import PlannedMask, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
 from .op.hop import refusal
 from .options import call_options, check_kernel_options
-from .softmax import Softmax
+from .softmax import REQUESTS, AuxOutput, AuxRequest, RngState, Softmax, answer, asked, dropout_mask
 
 upward.register_lowerings()
 
@@ -44,6 +44,9 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: RngState | None = None,
+    head_offset: int = 0,
 ) -> Any:
     """Attention with scores changed by `score_mod` and pairs left out by `block_mask`.
 
@@ -66,16 +69,19 @@ def flex_attention(
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
         return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
         sinks: [H], learnable: one more score for each row of a head, which takes weight and has no value.
+        dropout_p: the part of the weights that is left out, those that are kept grow by 1 / (1 - dropout_p). It is
+            rounded to a multiple of 1 / 65536.
+        rng_state: (seed, offset), two int64 tensors without dimensions, which say what is left out; by default drawn
+            from torch's generator.
+        head_offset: the number of query's first head where it has a part of all heads: dropout then leaves out what it
+            does in a call with all of them.
     """
+    softmax = Softmax(sinks, dropout_p, rng_state, head_offset)
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options)
-        return _of_nested[0](
-            query, key, value, score_mod, block_mask, *options, return_aux=return_aux, sinks=sinks
-        )
-    # What has another type is refused by `checks`.
-    wants_lse, wants_max = (bool(getattr(return_aux, name, False)) for name in ("lse", "max_scores"))
-    wants_lse = return_lse or wants_lse
-    softmax = Softmax(sinks)
+        rest = {"return_aux": return_aux, **softmax._asdict()}
+        return _of_nested[0](query, key, value, score_mod, block_mask, *options, **rest)
+    wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
 
     def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
         check_tensors(query, key, value, enable_gqa)
@@ -90,12 +96,15 @@ def flex_attention(
             None if mask_mod is noop_mask else mask_mod,
             1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
             inputs,
-            call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
+            call_options(kernel_options, lse=wanted.lse, max_scores=wanted.maxima),
         )
 
     if isinstance(block_mask, PlannedMask):
-        wants = Wants(wants_lse, wants_max)
-        out, lse, max_scores = block_mask.attend(query, key, value, score_mod, checks, call, wants, softmax)
+        for name in ("dropout_mask", "head_max_scores"):
+            if getattr(wanted, name):
+                refused(errors.request_of_a_part(name))
+        results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
+        kept = None
     else:
         try:
             checks(query, key, value)
@@ -109,10 +118,15 @@ def flex_attention(
         mark_sizes(query, key, value)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
         inputs = Inputs(schedule=schedule, **softmax.inputs(query))
-        out, lse, max_scores = call(query, key, value, score_mod, mask_mod, inputs)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
-    return (out, lse) if return_lse else out
+        results = call(query, key, value, score_mod, mask_mod, inputs)
+        kept = _dropout_mask(softmax, query, key) if wanted.dropout_mask else None
+    out, lse, max_scores = results
+    return answer(return_aux, return_lse, out, AuxOutput(lse, max_scores, softmax.rng_state, kept))
+
+
+def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None:
+    b, h, m, n = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.size(2)))
+    return dropout_mask(softmax, (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), m.view(-1, 1), n), query)
 
 
 def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -176,7 +190,7 @@ def check_options(
         raise errors.bad_scale(scale)
     if return_lse and return_aux is not None:
         raise errors.lse_and_aux()
-    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+    if return_aux is not None and not isinstance(return_aux, REQUESTS):
         raise errors.bad_aux(return_aux)
     if score_mod is not None and not callable(score_mod):
         raise errors.not_callable("score_mod", score_mod)

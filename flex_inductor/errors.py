@@ -70,6 +70,47 @@ def sinks_device(got: torch.device, expected: torch.device) -> FlexValueError:
     )
 
 
+def bad_dropout(value: Any) -> FlexError:
+    kind = FlexValueError if isinstance(value, (int, float)) else FlexTypeError
+    return kind(f"dropout_p: expected a number from 0 to less than 1, got {_number_or_kind(value)}.")
+
+
+def bad_head_offset(value: Any, most: int) -> FlexError:
+    kind = FlexValueError if isinstance(value, int) else FlexTypeError
+    return kind(
+        f"head_offset: expected the number of query's first head among all, from 0 to {most - 1}, got "
+        f"{_number_or_kind(value)}."
+    )
+
+
+def bad_rng_state(value: Any) -> FlexError:
+    kind = FlexValueError if isinstance(value, (Tensor, tuple, list)) else FlexTypeError
+    return kind(
+        f"rng_state: expected (seed, offset), two int64 tensors without dimensions, got {described(value)}. "
+        "return_aux=AuxRequest(rng_state=True) gives the one of a call."
+    )
+
+
+def rng_state_device(got: torch.device, expected: torch.device) -> FlexValueError:
+    return FlexValueError(
+        f"rng_state: expected tensors on {expected}, as query is, got one on {got}. Move it with .to()."
+    )
+
+
+def request_of_a_part(name: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"return_aux: {name} is not there for a sequence that is spread over ranks. Ask for it in one process; the "
+        "max_scores of all ranks' rows give head_max_scores."
+    )
+
+
+def dropout_in_vmap() -> FlexValueError:
+    return FlexValueError(
+        "dropout_p: torch.func.vmap is not served with dropout, because all examples would lose the same weights. Pass "
+        "them as one batch, or dropout_p=0.0."
+    )
+
+
 # Query, key and value.
 
 
@@ -224,6 +265,10 @@ def _index_hint(value: Any) -> str:
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+
+
+def _number_or_kind(value: Any) -> str:
+    return repr(value) if isinstance(value, (int, float)) else described(value)
 
 
 def described(value: Any) -> str:

@@ -128,6 +128,7 @@ def problem_class(problem: AttentionProblem, kernel: str) -> str:
     blocks = "" if p.blocks is None else f" {p.schedule} of {p.blocks[0]}x{p.blocks[1]}"
     blocks += "" if p.map_tiles is None else " mapped " + ":".join(str(_bucket(n)) for n in p.map_tiles)
     blocks += " scattered" if p.scattered else ""
+    blocks += " dropout" if "dropout" in p.inputs else ""
     visited = "".join(f" {share:.3g}" for share in p.options.visited or ())
     outputs = ",".join(p.outputs)
     mods = hashlib.sha256(p.programs.text().encode()).hexdigest()[:16]

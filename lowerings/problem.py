@@ -67,6 +67,7 @@ class AttentionProblem:
             if getattr(self.programs, name) is not None:
                 captures = len(getattr(self, f"{name}_captures"))
                 parts.append(f"{name}_mod" + (f" ({captures} captured)" if captures else ""))
+        parts += [name for name in ("sinks", "dropout") if name in self.inputs]
         if self.blocks is not None:
             form = "" if self.schedule == "lists" else f" in {self.schedule}"
             mapped = "" if self.map_tiles is None else " where a map says"

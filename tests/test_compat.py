@@ -130,9 +130,12 @@ def test_each_difference_has_its_test():
     assert len(named) == 7 and all(hasattr(compat, name) for name in named)
 
 
+OWN = ("sinks", "dropout_p", "rng_state", "head_offset")
+
+
 def test_torchs_arguments_are_ours_and_listed():
     torchs = signature(torch_flex.flex_attention).parameters
-    assert [*signature(flex_attention).parameters] == [*torchs, "sinks"]
+    assert [*signature(flex_attention).parameters] == [*torchs, *OWN]
     assert {*signature(torch_flex.create_block_mask).parameters} <= {*signature(create_block_mask).parameters}
     listed = re.findall(r"`(\w+)`", section("FlexAttention's arguments"))
     assert {*torchs, *compat.KERNEL_HINTS} <= {*listed}

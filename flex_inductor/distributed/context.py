@@ -240,10 +240,8 @@ class _Serving(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None:
             raise errors.attention_mask()
-        if dropout_p:
-            raise errors.dropout(dropout_p)
         mask = self.context.dense[is_causal]
-        return flex_attention(query, key, value, None, mask, scale, enable_gqa)
+        return flex_attention(query, key, value, None, mask, scale, enable_gqa, dropout_p=dropout_p)
 
 
 def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") -> ContextParallel:

@@ -137,13 +137,6 @@ def attention_mask() -> ContextParallelError:
     )
 
 
-def dropout(probability: float) -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        f"scaled_dot_product_attention: dropout_p: got {probability} inside of `with context_parallel(...)`, which has "
-        "no dropout yet. Pass 0.0."
-    )
-
-
 def other_group(group: str) -> ContextParallelError:
     return ContextParallelError(
         f"block_mask was planned for the process group {group!r}, which this process does not have. "

@@ -24,13 +24,12 @@ from ..attention import mark_sizes, refused
 from ..compat import mark_changing
 from ..errors import FlexError, derivative_of_shards
 from ..masks import planned
-from ..masks.planned import Wants
 from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
 from ..op.autograd import has_tangent
 from ..op.ring import Ring
-from ..softmax import Softmax
+from ..softmax import AuxRequest, Softmax
 from ..visits import BlockRuns
 from . import errors, portable
 from .cost import MethodChoice
@@ -41,7 +40,6 @@ from .plan import Part, RingSteps, Side, Sides, cast_keys, inputs, part, reads, 
 from .ring import ring_inputs
 
 METHODS = ("cast", "all_gather", "ulysses", "ring", "ring_ulysses")
-OUTPUT_ALONE = Wants(lse=False, max_scores=False)
 
 
 class CpGroup(NamedTuple):
@@ -50,6 +48,9 @@ class CpGroup(NamedTuple):
     name: str
     rank: int
     size: int
+
+
+OUTPUT_ALONE = AuxRequest()
 
 
 class Sent(NamedTuple):
@@ -121,7 +122,7 @@ class PlannedMask(planned.PlannedMask):
         score_mod: Any,
         checks: Callable[..., None],
         call: Callable[..., Any],
-        wants: Wants,
+        wanted: AuxRequest,
         softmax: Softmax,
     ) -> Any:
         given, head = query, 0
@@ -167,6 +168,7 @@ class PlannedMask(planned.PlannedMask):
         if captures:
             fields["score_captures"] = captures
         fields.update(softmax.inputs(query))
+        fields["in_blocks"] = "dropout" in fields
         here = Inputs(**fields)
         if torch.compiler.is_dynamo_compiling():
             results = call(query, key, value, score_mod, self.mask_mod, here)
@@ -176,7 +178,7 @@ class PlannedMask(planned.PlannedMask):
             except IndexError as error:
                 raise errors.local_capture(self.layout.length, self.positions.size(0)) from error
         if self.to_tokens is not None:
-            results = self._share_tokens(self.to_tokens, results, wants)
+            results = self._share_tokens(self.to_tokens, results, wanted)
         out, lse, max_scores = results
         return like_query(out), like_query(lse), like_query(max_scores)
 
@@ -213,7 +215,7 @@ class PlannedMask(planned.PlannedMask):
             rows.unflatten(-1, p.shape[2:]).permute(1, 2, 0, 3) for rows, p in zip(each, parts, strict=True)
         ]
 
-    def _share_tokens(self, traffic: Traffic, results: Any, wants: Wants) -> Any:
+    def _share_tokens(self, traffic: Traffic, results: Any, wants: AuxRequest) -> Any:
         """The way back. Results that nobody asked for stay as they are."""
         out, lse, max_scores = results
         return (
@@ -235,7 +237,7 @@ class PlannedMask(planned.PlannedMask):
         tensor = tensor.repeat_interleave(repeats, 1) if repeats > 1 else tensor
         return tensor.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4)
 
-    def bytes_sent(self, query: Tensor, key: Tensor, value: Tensor, wants: Wants = OUTPUT_ALONE) -> Sent:
+    def bytes_sent(self, query: Tensor, key: Tensor, value: Tensor, wants: AuxRequest = OUTPUT_ALONE) -> Sent:
         """The bytes of a call with such tensors; `wants` says what it returns beside its output."""
         tensors = (query, key, value)
         heads = [self._by_rank(t).size(3) for t in tensors]

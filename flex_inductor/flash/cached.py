@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
     Returns [B, M, H, V], or with `return_softmax_lse` (out, lse [B, H, M]); of packed q [T, H, V] and [H, T].
     """
     packed = cu_seqlens_q is not None
-    check(q, 3 if packed else 4, 0.0, window_size, attention_chunk)
+    check(q, 3 if packed else 4, window_size, attention_chunk)
     table = one_table(block_table, page_table)
     given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     caches = {"k_cache": k_cache, "v_cache": v_cache}

@@ -102,9 +102,10 @@ def flash_rank(q: Tensor, rank: int) -> FlexValueError:
     )
 
 
-def no_dropout(value: Any) -> FlexNotImplementedError:
+def probabilities_of_pages() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        f"dropout_p: expected 0, got {value!r}; dropout of attention weights is not there yet. Pass 0."
+        "return_attn_probs: got True with dropout and keys in pages, whose probabilities are not made. Pass False, or "
+        "packed keys."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention
 from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
+from ..softmax import AuxRequest, RngState
 from ..visits.window import ALL, Window
 from . import errors
 
@@ -42,12 +44,14 @@ def flash_attn_func(
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
+    rng_state: RngState | None = None,
 ) -> Any:
     """Attention of [B, M, H, D] with keys [B, N, Hk, D] and values [B, N, Hk, V].
 
-    Returns [B, M, H, V], or with `return_attn_probs` (out, lse [B, H, M], None): probabilities are never made.
+    Returns [B, M, H, V], or with `return_attn_probs` (out, lse [B, H, M], probabilities). None without dropout.
+    With it the last are [B, H, M, N] before dropout, for tests, with a minus where it leaves them out.
     """
-    check(q, 4, dropout_p, window_size, attention_chunk)
+    check(q, 4, window_size, attention_chunk)
     shift = k.size(1) - q.size(1)
     window = window_of(causal, window_size, attention_chunk)
     mask: Any = None
@@ -57,20 +61,26 @@ def flash_attn_func(
         mask = create_block_mask(both, q.size(0), q.size(2), q.size(1), k.size(1), device=q.device)
     elif window != ALL:
         mask = schedule_of(window, q.size(1), k.size(1), q.device)
-    out, lse = flex_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        score_mod_of(softcap, alibi_slopes, shift, score_mod),
-        mask,
-        softmax_scale,
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    attend = functools.partial(
+        flex_attention,
+        score_mod=score_mod_of(softcap, alibi_slopes, shift, score_mod),
+        block_mask=mask,
+        scale=softmax_scale,
         enable_gqa=True,
-        return_lse=True,
         kernel_options=splits_option(num_splits),
         sinks=sinks,
     )
+    request = AuxRequest(lse=True, dropout_mask=return_attn_probs and dropout_p > 0)
+    out, aux = attend(q, k, v, dropout_p=dropout_p, rng_state=rng_state, return_aux=request)
+    probabilities = None
+    if request.dropout_mask:
+        places = torch.eye(k.size(2), dtype=k.dtype, device=k.device)
+        with torch.no_grad():
+            probabilities = attend(q, k, places.expand(*k.shape[:2], -1, -1))
+        probabilities = probabilities.where(aux.dropout_mask, -probabilities)
     out = out.transpose(1, 2)
-    return (out, lse, None) if return_attn_probs else out
+    return (out, aux.lse, probabilities) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,13 +121,14 @@ def flash_attn_varlen_func(
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
+    rng_state: RngState | None = None,
 ) -> Any:
     """Attention within packed sequences, or with `block_table` to keys in pages [pages, page_size, Hk, D].
 
     Offsets are not read on the host, and so not checked. Returns [T, H, V], or with `return_attn_probs`
-    (out, lse [H, T], None).
+    (out, lse [H, T], probabilities), the last as from `flash_attn_func`, [sequences, H, max_seqlen_q, max_seqlen_k].
     """
-    check(q, 3, dropout_p, window_size, attention_chunk)
+    check(q, 3, window_size, attention_chunk)
     table = one_table(block_table, page_table)
     check_packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table)
     paged = table is not None
@@ -137,20 +148,39 @@ def flash_attn_varlen_func(
     )
     window = window_of(causal, window_size, attention_chunk)
     mask = sequence_mask(sequences, mask_mod, q.size(1), None, window)
-    out, lse = varlen_attention(
-        q,
-        k,
-        v,
-        sequences,
-        score_mod_of(softcap, alibi_slopes, 0, score_mod),
-        mask,
-        softmax_scale,
+    attend = functools.partial(
+        varlen_attention,
+        sequences=sequences,
+        score_mod=score_mod_of(softcap, alibi_slopes, 0, score_mod),
+        block_mask=mask,
+        scale=softmax_scale,
         enable_gqa=True,
-        return_lse=True,
         kernel_options=splits_option(num_splits),
         sinks=sinks,
     )
-    return (out, lse, None) if return_attn_probs else out
+    request = AuxRequest(lse=True, dropout_mask=return_attn_probs and dropout_p > 0)
+    if paged and request.dropout_mask:
+        refused(errors.probabilities_of_pages())
+    out, aux = attend(q, k, v, dropout_p=dropout_p, rng_state=rng_state, return_aux=request)
+    probabilities = None
+    if request.dropout_mask and cu_seqlens_k is not None:
+        place, there = _padded(cu_seqlens_k, seqused_k, max_seqlen_k, k)
+        places = torch.zeros(k.size(0), max_seqlen_k, dtype=k.dtype, device=k.device)
+        column = torch.arange(max_seqlen_k, device=k.device).expand_as(place)
+        places = places.index_put((place, column), there.to(k.dtype), accumulate=True)
+        with torch.no_grad():
+            rows = attend(q, k, places.unsqueeze(1).expand(-1, k.size(1), -1))
+        place, there = _padded(cu_seqlens_q, seqused_q, max_seqlen_q, q)
+        probabilities = (rows[place] * there[..., None, None]).transpose(1, 2)
+        probabilities = probabilities.where(aux.dropout_mask, -probabilities)
+    return (out, aux.lse, probabilities) if return_attn_probs else out
+
+
+def _padded(cu: Tensor, used: Tensor | None, longest: int, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the tokens of padded sequences [sequences, longest] are in packed ones, and whether they are there."""
+    column = torch.arange(longest, device=cu.device)
+    there = column < (cu.diff() if used is None else used).unsqueeze(1)
+    return (cu[:-1, None] + column).clamp(max=packed.size(0) - 1), there
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -178,14 +208,12 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def check(q: Tensor, rank: int, dropout_p: float, window_size: Any, attention_chunk: Any) -> None:
+def check(q: Tensor, rank: int, window_size: Any, attention_chunk: Any) -> None:
     try:
         if not isinstance(q, Tensor):
             raise call_errors.not_a_tensor("q", q)
         if q.dim() != rank:
             raise errors.flash_rank(q, rank)
-        if dropout_p:
-            raise errors.no_dropout(dropout_p)
         if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
             raise errors.bad_window(window_size)
         if type(attention_chunk) is not int or attention_chunk < 0:

@@ -28,14 +28,6 @@ def own_attention(model: str) -> FlexNotImplementedError:
     )
 
 
-def dropout(module: str, probability: float) -> FlexNotImplementedError:
-    return FlexNotImplementedError(
-        f"dropout: {module} has {probability}, and attention has no dropout here. Set the attention dropout in the "
-        "model's config to 0 (attention_dropout, attention_probs_dropout_prob, attn_pdrop or dropout_rate), or call "
-        "model.eval()."
-    )
-
-
 def not_served(module: str, argument: str) -> FlexNotImplementedError:
     return FlexNotImplementedError(f"{argument}: {module} passes it, and it is not served. {INSTEAD}")
 

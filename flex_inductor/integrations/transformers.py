@@ -150,8 +150,9 @@ def attend(
     try:
         check_tensors(query, key, value, enable_gqa=True)
         check_options(query, None, scaling, False, None, None)
-        Softmax(s_aux).check(query)
-        _check_arguments(module, query, key, mask, dropout, kwargs)
+        softmax = Softmax(s_aux, dropout)
+        softmax.check(query)
+        _check_arguments(module, query, key, mask, kwargs)
     except FlexError as error:
         refused(error)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -169,10 +170,10 @@ def attend(
     biases = [] if position_bias is None else [position_bias]
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
         biases, mask = [*biases, mask], None
-    if _is_small(query, key, value, mask, s_aux, *biases):
+    if not dropout and _is_small(query, key, value, mask, s_aux, *biases):
         out = _few_queries(query, key, value, mask, biases, scale, softcap, s_aux)
     else:
-        out = _call(query, key, value, mask, biases, scale, softcap, s_aux)
+        out = _call(query, key, value, mask, biases, scale, softcap, softmax.drawn(query))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -184,7 +185,7 @@ def _call(
     biases: list[Tensor],
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
+    softmax: Softmax,
 ) -> Tensor:
     """By the op."""
 
@@ -209,7 +210,7 @@ def _call(
         score_mod if biases or softcap is not None else None,
         inner,
         scale,
-        Inputs(schedule=schedule, **Softmax(sinks).inputs(query)),
+        Inputs(schedule=schedule, **softmax.inputs(query)),
         call_options(None, lse=False, max_scores=False),
     )
     return out
@@ -272,11 +273,9 @@ def _few_queries(
 
 
 def _check_arguments(
-    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
+    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> None:
     name = type(module).__name__
-    if dropout > 0:
-        raise errors.dropout(name, dropout)
     for argument, meaning in NOT_SERVED.items():
         if kwargs.get(argument) is not None:
             raise errors.not_served(name, meaning)

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-
-class Wants(NamedTuple):
-    """What a call returns beside its output."""
-
-    lse: bool
-    max_scores: bool
+from typing import Any
 
 
 class PlannedMask:
@@ -27,10 +20,10 @@ class PlannedMask:
         score_mod: Any,
         checks: Callable[..., None],
         call: Callable[..., Any],
-        wants: Wants,
+        wanted: Any,
         softmax: Any,
     ) -> Any:
-        """(out, logsumexp, max_scores) for this process's part.
+        """(out, logsumexp, max_scores) for this process's part; of the last two those that `wanted` asks for.
 
         By `call(query, key, value, score_mod, mask_mod, inputs)`, once `checks(query, key, value)` has refused nothing.
         """

@@ -34,6 +34,12 @@ class Inputs(NamedTuple):
     stand_ins: tuple[Tensor, ...] = ()  # for key and value: they get the gradients, in fp32; not read
     sharded: tuple[Any, Any] | None = None  # tokens here, and how many mods see; only checked
     sinks: Tensor | None = None  # [B or 1, H]: a score of each row that takes weight and has no value
+    dropout: Tensor | None = (
+        None  # int64 [4]: seed, offset, head_offset, how many of 65536 weights are left out
+    )
+    in_blocks: bool = (
+        False  # whether mods see each tile of a map begin at a multiple of its block; for dropout alone
+    )
 
     def given(self) -> list[str]:
         """The names of the inputs that the call has."""

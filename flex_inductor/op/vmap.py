@@ -73,6 +73,8 @@ class _FoldedMods:
     def __init__(self, fold: _Fold, inputs: Inputs, dims: Any, separate: Sequence[bool] = ()):
         if inputs.tile_map is not None:
             raise errors.sequences_in_vmap()
+        if inputs.dropout is not None:
+            raise errors.dropout_in_vmap()
         if not {*inputs.given()} <= _FOLDED:
             raise errors.planned_in_vmap()
         self.score = _FoldedMod(fold, inputs.score_captures, dims.score_captures, separate)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
@@ -16,7 +15,7 @@ from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention
 from ..options import call_options
-from ..softmax import Softmax
+from ..softmax import AuxOutput, AuxRequest, RngState, Softmax, answer, asked, dropout_mask
 from ..visits.places import COLUMNS, TileMap
 from . import errors
 from .mask import SequenceMask
@@ -37,6 +36,9 @@ def varlen_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: RngState | None = None,
+    head_offset: int = 0,
 ) -> Any:
     """Attention within each of many sequences that are packed one after the other.
 
@@ -49,7 +51,9 @@ def varlen_attention(
         score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, with positions within the sequence, the last query
             at the last key.
         block_mask: `sequences.mask(mask_mod)`; without one, every query sees all keys of its sequence.
-        scale, return_lse, kernel_options, return_aux, sinks: as flex_attention has them.
+        scale, return_lse, kernel_options, return_aux, sinks, dropout_p, rng_state, head_offset: as flex_attention has
+            them. Dropout sees what score_mod sees, so a sequence loses the same weights wherever it is packed. The
+            dropout_mask is [sequences, H, longest queries, longest keys].
 
     Returns [T, H, V], in rows that belong to no sequence 0; the logsumexp is [H, T].
     """
@@ -63,7 +67,7 @@ def varlen_attention(
         first_key, first_value = (t[:1] if isinstance(t, Tensor) else t for t in (key, value))
         check_tensors(query, first_key, first_value, enable_gqa)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
-        softmax = Softmax(sinks)
+        softmax = Softmax(sinks, dropout_p, rng_state, head_offset).drawn(query)
         softmax.check(query)
         _check_sequences(query, key, value, sequences, block_mask)
         if needs_plan():
@@ -80,8 +84,10 @@ def varlen_attention(
             batch, row = torch.zeros_like(batch), batch * key.size(2) + row
             key, value = _one_row(key), _one_row(value)
         tile_map = TileMap(tile_map.queries, torch.cat([batch, row, rest], 1))
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    wants_max = return_aux is not None and return_aux.max_scores
+    of_softmax = softmax.inputs(query)
+    if softmax.dropout_p and sequences.cu_k is sequences.cu_q and sequences.used_k is sequences.used_q:
+        of_softmax["in_blocks"] = True  # positions of queries are their places
+    wanted = asked(return_aux, return_lse)
     out, lse, max_scores = attention(
         query,
         key,
@@ -89,13 +95,20 @@ def varlen_attention(
         score_mod,
         mask.mask_mod,
         1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **softmax.inputs(query)),
-        call_options(kernel_options, lse=wants_lse, max_scores=wants_max),
+        Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **of_softmax),
+        call_options(kernel_options, lse=wanted.lse, max_scores=wanted.maxima),
     )
-    out, lse, max_scores = out.squeeze(0).transpose(0, 1), lse.squeeze(0), max_scores.squeeze(0)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=max_scores if wants_max else None)
-    return (out, lse) if return_lse else out
+    kept = _dropout_mask(softmax, sequences, query) if wanted.dropout_mask else None
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept)
+    return answer(return_aux, return_lse, out.squeeze(0).transpose(0, 1), found, packed=True)
+
+
+def _dropout_mask(softmax: Softmax, sequences: Sequences, query: Tensor) -> Tensor | None:
+    len_q, len_k = (places.lengths for places in sequences.places)
+    sizes = sequences.count, query.size(1), sequences.max_q, sequences.max_k
+    b, h, q, kv = (torch.arange(size, device=query.device) for size in sizes)
+    positions = q.view(-1, 1) + (len_k - len_q).view(-1, 1, 1, 1)
+    return dropout_mask(softmax, (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), positions, kv), query)
 
 
 def _as_batch(packed: Any) -> Any:

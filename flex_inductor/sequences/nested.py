@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
-from torch.utils import _pytree as pytree
 
 from .. import errors as call_errors
 from ..attention import refused, serve_nested
@@ -37,11 +36,19 @@ def nested_attention(
     packed = [tensor.values().transpose(0, 1) for tensor in (query, key, value)]
     given: list[Any] = [*packed, sequences, score_mod, block_mask, *rest]
     found = varlen_attention(*given, **named)
-    return pytree.tree_map_only(Tensor, lambda tensor: _nested(tensor, query), found)
+    if isinstance(found, Tensor):
+        return _nested(found, query)
+    out, beside = found
+    if isinstance(beside, Tensor):
+        return _nested(out, query), _nested(beside, query)
+    of_rows = {name: _nested(getattr(beside, name), query) for name in ("lse", "max_scores")}
+    return _nested(out, query), beside._replace(**of_rows)
 
 
-def _nested(packed: Tensor, like: Any) -> Tensor:
+def _nested(packed: Tensor | None, like: Any) -> Tensor | None:
     """[T, H, V], or [H, T], as [batch, heads, length, ...] with the lengths of `like`."""
+    if packed is None:
+        return None
     heads_first = packed.transpose(0, 1) if packed.dim() == 3 else packed
     return nested_tensor_from_jagged(heads_first, like.offsets(), like.lengths(), jagged_dim=_JAGGED)
 

@@ -65,7 +65,7 @@ class OneSequence(Exact):
         self.line_of_tile[queries] = torch.arange(len(queries), device=query.device)
         self.sequence, self.head = (int(tile_map.queries[queries[0], column]) for column in (SEQUENCE, HEAD))
         taken = (self.queries.taken(query), self.keys.taken(key), self.keys.taken(value))
-        super().__init__(*taken, None, score_mod, mask_mod, scale, inputs.sinks)
+        super().__init__(*taken, None, score_mod, mask_mod, scale, inputs.sinks, inputs.dropout)
 
     @property
     def lanes(self) -> int:

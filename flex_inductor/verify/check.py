@@ -65,6 +65,18 @@ class _Part(NamedTuple):
         return Region(b, h, [m], [n])._replace(**part)
 
 
+SERVES = (
+    "score_captures",
+    "mask_captures",
+    "schedule",
+    "tile_map",
+    "scattered",
+    "sinks",
+    "dropout",
+    "in_blocks",
+)
+
+
 class _Call(NamedTuple):
     query: Tensor
     key: Tensor
@@ -89,7 +101,7 @@ class _Call(NamedTuple):
             Mod(mask, inputs.mask_captures) if mask else None,
         )
         if inputs.tile_map is None:
-            exact = Exact(*self[:3], inputs.schedule, *mods, self.call.scale, inputs.sinks)
+            exact = Exact(*self[:3], inputs.schedule, *mods, self.call.scale, inputs.sinks, inputs.dropout)
             whole = self.lanes <= WHOLE_LANES
             return [_Part(exact, whole, self.code)], whole
         groups = groups_of(inputs.tile_map.queries)
@@ -109,9 +121,7 @@ class _Call(NamedTuple):
 
 def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, code: str) -> _Call:
     call = call_text.load(text, tensors, Programs)
-    check_served(
-        call.inputs, ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "sinks")
-    )
+    check_served(call.inputs, SERVES)
     return _Call(query, key, value, call, code)
 
 

@@ -30,6 +30,7 @@ from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.program import AXES, LaneProgram
 from ..mod_ir.serialise import GraphFunction
 from ..visits import BlockRuns, Bounds
+from .dropout import factors
 from .lanes import Visited, on_lanes
 
 LANES, KEYS = 1 << 17, 512  # of a tile: in float64 it fits a cache, and half of a causal mask is left out
@@ -158,8 +159,10 @@ class Exact:
         mask_mod: Mod | None,
         scale: float,
         sinks: Tensor | None = None,
+        dropout: Tensor | None = None,
     ):
-        self.query, self.key, self.value, self.scale, self.sinks = query, key, value, scale, sinks
+        self.query, self.key, self.value, self.scale = query, key, value, scale
+        self.sinks, self.dropout = sinks, dropout
         self.visited = None
         if isinstance(schedule, BlockRuns):
             self.visited = Visited(schedule, -(-key.size(2) // schedule.kv_block), query.device)
@@ -257,6 +260,13 @@ class Exact:
         off = torch.maximum(high - weight, weight - low).nan_to_num(0.0)
         return weight, off.where(scores.live, 0.0) + TINY
 
+    def dropped(self, tile: _Tile, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Weights, or their gradients, once dropout has left some out."""
+        if self.dropout is None:
+            return weights
+        by = factors(self.dropout, self.indices(tile))
+        return tuple(weight * by for weight in weights)
+
     def _sums(self, count: int) -> float:
         """The error of adding up `count` terms, relative to the sum of their magnitudes."""
         return (OPERATIONS + math.sqrt(count) / 2) * self.units.scores
@@ -289,13 +299,15 @@ class Exact:
                 lse = torch.logaddexp(lse, sink)
             weight, off = self._weights(scores, lse)
             value = self.of_keys(self.value, tile)
+            shift = off.sum(-1, keepdim=True)  # of the sum that weights are divided by
+            weight, off = self.dropped(tile, weight, off)
             out = _times(weight, value, scores.live)
             size = _size(value)
-            shift = off.sum(-1, keepdim=True)  # of the sum that weights are divided by
             moved = (off @ size + shift * _size(out)) / (1 - shift).clamp(min=0.05)
             terms = weight @ size
             peak = scores.value.amax(-1, keepdim=True)
             by_rounding = _by_rounding((scores.value - peak).exp(), self.query.dtype) * (peak - lse).exp()
+            (by_rounding,) = self.dropped(tile, by_rounding)
             lost = self._products(
                 weight.square() @ size.square(), terms, _finite(by_rounding) @ _finite(value)
             )
@@ -383,7 +395,7 @@ class Exact:
             tensor[b, :, tile.n].index_add_(1, self.kv_heads(tile), part)
 
     def _gradients(self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Weights, the gradients of scores, and the gradient of out.
+        """Weights after dropout, the gradients of scores, and the gradient of out.
 
         Weights come with their error bound, gradients with two: for errors of their own, and of their row.
         """
@@ -398,12 +410,14 @@ class Exact:
             d_lse = self.rows(grad_lse, tile).unsqueeze(-1)
             delta, delta_off = delta - d_lse, delta_off + OPERATIONS * eps * _size(d_lse)
         weight, off = self._weights(scores, self.rows(lse, tile).unsqueeze(-1))
-        slope = d_out @ value.transpose(-1, -2) - delta
+        slope, slope_off = self.dropped(
+            tile, d_out @ value.transpose(-1, -2), self._of_products(d_out, value)
+        )
+        slope = slope - delta
         grad = (weight * slope).where(scores.live, 0.0)
         reached = (weight + off).nan_to_num(0.0).where(scores.live, 0.0)
-        alone = (
-            off * _size(slope) + reached * self._of_products(d_out, value) + OPERATIONS * eps * _size(grad)
-        )
+        alone = off * _size(slope) + reached * slope_off + OPERATIONS * eps * _size(grad)
+        weight, off = self.dropped(tile, weight, off)
         return weight, off, grad, alone.where(scores.live, 0.0), reached * delta_off, d_out
 
 

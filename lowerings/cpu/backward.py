@@ -27,6 +27,8 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
     if call.grad_lse is not None:
         tensors["grad_lse"] = realized(call.grad_lse)
+    if call.inputs.dropout is not None:
+        tensors["dropout"] = realized(call.inputs.dropout)
     tensors |= lists | tiles(call)
 
     bodies, scatters, leaf_sizes = {}, [], []

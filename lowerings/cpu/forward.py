@@ -26,6 +26,8 @@ def is_decode(problem: AttentionProblem) -> bool:
 
     A map does not say how many tiles of queries read a key. Blocks for few queries are taken to mean one.
     """
+    if "dropout" in problem.inputs:  # the kernel for few queries has no dropout
+        return False
     known = V.graph.sizevars.statically_known_leq
     queries = problem.M
     if problem.blocks is not None and "tile_map" in problem.inputs:
@@ -38,10 +40,13 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
     name = "decode" if is_decode(problem) else "forward"
     score, mask, _ = inlinable(problem, call)
     walked, lists = visited(call, mask is not None)
-    sinks = call.inputs.sinks
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
-        **({} if sinks is None else {"sinks": realized(sinks)}),
+        **{
+            name: realized(given)
+            for name in ("sinks", "dropout")
+            if (given := getattr(call.inputs, name)) is not None
+        },
         **lists,
         **tiles(call),
     }

@@ -21,7 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class CpuRoute:
     name = "cpu"
     serves = frozenset(
-        ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", "sinks")
+        {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
+        | {"sinks", "dropout", "in_blocks"}
     )
     forms = frozenset(FORMS)
 

@@ -17,7 +17,7 @@ from ..problem import AttentionProblem
 from .configs import Config, current_device
 from .fitting import Chosen, chosen, few, first_choice, packed, queries_of, refused_config, shape_of
 from .kernel import empty
-from .kernel_builder import LN_2, Builder, sinks_of, softmax_values, tiles, walked
+from .kernel_builder import LN_2, Builder, softmax_values, tiles, walked
 
 # Instances that keep a multiprocessor busy.
 INSTANCES_EACH = 2
@@ -80,7 +80,6 @@ def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dic
         "walks": builder.walks("keys", "0"),
         "heads": heads,
         "splits": count,
-        "sinks": sinks_of(builder) if count == 1 else None,
         "H": builder.size(problem.H),
     }
     launched = builder.launch(count, int(problem.H) // heads, _batches(problem))
@@ -111,7 +110,6 @@ def _combine(
         **builder.values(builder.inline()),
         **builder.written(outputs),
         "splits": count,
-        "sinks": sinks_of(builder),
         "H": builder.size(problem.H),
         "to_natural": repr(LN_2),
     }

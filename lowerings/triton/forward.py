@@ -14,7 +14,7 @@ from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import decode
 from .fitting import chosen
-from .kernel_builder import Builder, sinks_of, softmax_values, unwritten, walked
+from .kernel_builder import Builder, softmax_values, unwritten, walked
 
 OUTPUTS = ("out", "lse", "max_scores")
 
@@ -36,7 +36,7 @@ def _lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: di
     builder = Builder(problem, call, mods, ("b", "h", "q_idx"))
     batches, queries, _ = walked(problem)
     inlined = builder.inline()
-    values = softmax_values(builder, inlined) | builder.written(outputs) | {"sinks": sinks_of(builder)}
+    values = softmax_values(builder, inlined) | builder.written(outputs)
     launched = builder.launch(queries, problem.H, batches, "m")
     values["walks"] = builder.walks("keys")
     return builder.add("forward.jinja", chosen(problem, "forward", inlined.counts), values, launched)

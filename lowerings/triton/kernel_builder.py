@@ -230,6 +230,21 @@ class Builder:
             for n in names
         ]
 
+    def softmax_inputs(self) -> dict[str, Any]:
+        """The call's sinks and dropout, for templates."""
+        given = {name: getattr(self.call.inputs, name) for name in ("sinks", "dropout")}
+        tensors = {n: None if t is None else self.tensor(n, realized(t)) for n, t in given.items()}
+        return {**tensors, "in_groups": self._in_groups()}
+
+    def _in_groups(self) -> bool:
+        """Whether blocks begin at whole groups of dropout's rule: 16 queries, 32 keys."""
+        p = self.problem
+        if p.blocks is None:
+            return True
+        blocks = zip(p.blocks, (p.M, p.N), (16, 32), strict=True)
+        whole = (block % group == 0 or one_block(p, block, length) for block, length, group in blocks)
+        return (not self.mapped or self.call.inputs.in_blocks) and all(whole)
+
     def walks(self, side: str, number: str = "line") -> list[Walk]:
         """Passes over what the line `number` of the call's schedule visits: partial blocks, then full ones."""
         reads = _Reads(self, number)
@@ -280,6 +295,7 @@ class Builder:
             "mask_mod": inlined.mask,
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
+            **self.softmax_inputs(),
         }
         given = self.call.inputs.tile_map
         if given is not None and p.blocks is not None:  # lengths become the ends of the present tile
@@ -355,11 +371,6 @@ def _or_next(chosen: Chosen) -> list[str]:
         f"from {decorator.__module__} import {decorator.__name__}\n",
         f"@{decorator.__name__}({arguments})",
     ]
-
-
-def sinks_of(builder: Builder) -> Tensor | None:
-    sinks = builder.call.inputs.sinks
-    return None if sinks is None else builder.tensor("sinks", realized(sinks))
 
 
 def softmax_values(builder: Builder, inlined: Inlined) -> dict[str, Any]:

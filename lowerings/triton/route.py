@@ -20,7 +20,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonRoute:
     name = "triton"
     serves = frozenset(
-        ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", "sinks")
+        {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
+        | {"sinks", "dropout", "in_blocks"}
     )
     forms = frozenset(FORMS)
 

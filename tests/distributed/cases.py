@@ -25,6 +25,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float64
     score: bool = True
     sinks: bool = False  # those of a column of the table
+    dropout: float = 0.0
     bshd: bool = False  # queries, keys and values lie in memory as [B, S, H, D]
 
     def tensors(self) -> list[Tensor]:
@@ -115,6 +116,7 @@ def attend(
     out, aux = attention(
         query, key, value, case.score_mod(table, gate), mask, enable_gqa=True,
         return_aux=AuxRequest(lse=True, max_scores=True), sinks=table[:, 7] if case.sinks else None,
+        dropout_p=case.dropout, rng_state=(torch.tensor(5 << 40), torch.tensor(3)),
     )  # fmt: skip
     grads = torch.autograd.grad((out, aux.lse), leaves, (grad_out, grad_lse), allow_unused=True)
     results = (out, aux.lse, aux.max_scores, *grads)

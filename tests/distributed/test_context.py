@@ -191,9 +191,6 @@ def refused(group, what):
         elif what == "attn_mask":
             with cp:
                 torch.nn.functional.scaled_dot_product_attention(query, key, value, torch.ones(1))
-        elif what == "dropout":
-            with cp:
-                torch.nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
         elif what == "local capture":
             gate = torch.randn(query.size(2), dtype=torch.float64)
             flex_attention(query, key, value, lambda s, b, h, q, kv: s + gate[q], block_mask=mask, **more)
@@ -256,7 +253,6 @@ def refused(group, what):
         ("other plans", "ranks call with different plans: rank 0 "),
         ("other values", "ranks call with different plans: rank 0 "),
         ("attn_mask", "attn_mask: got a tensor inside of"),
-        ("dropout", "dropout_p: got 0.1 inside of"),
         (
             "local capture",
             r"score_mod looks up `gate` by positions in the whole sequence, 300 tokens, but it has \d+ ",

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flex_inductor import flex_attention
+from flex_inductor import AuxRequest, flex_attention
 from flex_inductor.distributed.context import context_parallel
-from flex_inductor.masks.planned import Wants
 from tests.distributed.cases import Case, attend, mesh_of
 from tests.memory import peak_allocated
 
@@ -57,7 +56,7 @@ def counted(group, case, method, balance):
         out, lse = flex_attention(*leaves, block_mask=mask, enable_gqa=True, return_lse=True)
     with Counted() as backward:
         torch.autograd.grad((out, lse), leaves, (grad, grad_lse))
-    sent = mask.bytes_sent(query, key, value, Wants(lse=True, max_scores=False))
+    sent = mask.bytes_sent(query, key, value, AuxRequest(lse=True))
     return (
         (forward.bytes, backward.bytes),
         sent,

@@ -165,13 +165,41 @@ def test_new_lengths_in_a_graph():
     assert not [n for graph in counter.graphs for n in graph.graph.nodes if "block_lists" in str(n.target)]
 
 
+STATE = (torch.tensor(9), torch.tensor(4))
+
+
+def test_probabilities_say_what_dropout_leaves_out():
+    """Signed as FlashAttention 2 has them: the output follows from those that are not below 0."""
+    q, k, v = given(9, 12)
+    arguments = {
+        "causal": True,
+        "softcap": 2.0,
+        "dropout_p": 0.25,
+        "rng_state": STATE,
+        "return_attn_probs": True,
+    }
+    out, lse, signed = flash.flash_attn_func(q, k, v, **arguments)
+    plain = flash.flash_attn_func(q, k, v, causal=True, softcap=2.0, return_attn_probs=True)
+    assert torch.equal(lse, plain[1]) and signed.shape == (BATCH, HEADS, 9, 12)
+    assert (signed < 0).any()
+    values = v.transpose(1, 2).repeat_interleave(HEADS // KV_HEADS, 1)
+    torch.testing.assert_close((signed.abs() @ values).transpose(1, 2), plain[0])
+    torch.testing.assert_close((signed.clamp(min=0) / 0.75 @ values).transpose(1, 2), out)
+    cu_q, cu_k = torch.tensor([0, 9, 12], dtype=torch.int32), torch.tensor([0, 12, 17], dtype=torch.int32)
+    packed = [torch.cat([tensor[0], tensor[1, :n]]) for tensor, n in ((q, 3), (k, 5), (v, 5))]
+    out, _, signed = flash.flash_attn_varlen_func(*packed, cu_q, cu_k, 9, 12, **arguments)
+    assert signed.shape == (2, HEADS, 9, 12) and not signed[1, :, 3:].any() and not signed[1, :, :, 5:].any()
+    for n, (queries, keys) in enumerate(((slice(0, 9), slice(0, 12)), (slice(9, 12), slice(12, 17)))):
+        values = packed[2][keys].transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0)
+        rows, columns = queries.stop - queries.start, keys.stop - keys.start
+        want = signed[n, :, :rows, :columns].clamp(min=0) / 0.75 @ values
+        torch.testing.assert_close(out[queries].transpose(0, 1), want)
+
+
 def test_wrong_calls():
     q, k, v = given(5, 5)
     for arguments, text in (
-        (
-            {"dropout_p": 0.1},
-            r"^dropout_p: expected 0, got 0\.1; dropout of attention weights is not there yet",
-        ),
+        ({"dropout_p": 1}, r"^dropout_p: expected a number from 0 to less than 1, got 1"),
         ({"window_size": 4}, r"^window_size: expected a pair \(left, right\) of token counts"),
     ):
         with pytest.raises(FlexError, match=text):

@@ -95,7 +95,10 @@ class Made:
         mask = self.mask_mod and create_block_mask(
             self.mask_mod, None, None, queries, call.length, device=device
         )
-        self.options = {"score_mod": mod, "block_mask": mask, "enable_gqa": call.gqa}
+        self.options: dict[str, Any] = {"score_mod": mod, "block_mask": mask, "enable_gqa": call.gqa}
+        if call.variant == "dropout":
+            state = tuple(torch.tensor(number, device=device) for number in (1, 2))
+            self.options |= {"dropout_p": 0.1, "rng_state": state}
 
     def results(self, attend: Callable, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The output and the gradients that are wanted, with inputs of this dtype."""

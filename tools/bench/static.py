@@ -23,7 +23,7 @@ from .harness import Result
 
 LENGTH = 1024
 HEAD_DIMS = (64, 128, 256)
-VARIANTS = ("causal", "alibi", "softcap", "documents", "bias")
+VARIANTS = ("causal", "alibi", "softcap", "documents", "bias", "dropout")
 DEFAULT = ("sm_90", "sm_80")
 TARGETS = (*DEFAULT, "sm_100", "gfx942")
 

@@ -21,6 +21,7 @@ from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
 from ...mod_ir.split import Programs
 from ...softmax import with_sinks
+from ...softmax.dropout import keeps_of_tile, scale_of
 from ...visits.band import Band
 from ..call import QKV, Inputs, is_guarded
 from ..layout import empty_like_layout
@@ -33,7 +34,8 @@ MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 
 
-SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", "sinks")
+SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
+SERVES |= {"sinks", "dropout", "in_blocks"}
 
 
 class _Tile(NamedTuple):
@@ -80,6 +82,7 @@ def forward(
             shrink = torch.exp(peak - safe_peak)
             weight = (score - safe_peak).exp_()
             total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
+            weight = run.dropped(tile, weight)
             acc = acc.mul_(shrink).add_(run.per_query_head(weight, run.value(tile), live))
             peak = new_peak
         result, row_lse = acc / torch.where(total == 0, 1.0, total), (peak + total.log()).squeeze(-1)
@@ -128,8 +131,9 @@ def backward(
             if dead is not None:
                 weight.masked_fill_(dead, 0.0)
             if d_value is not None:
-                run.add_per_kv_head(d_value, tile, weight, d_out, live)
-            d_score = run.per_query_head(d_out, run.value(tile).transpose(-1, -2)).sub_(delta).mul_(weight)
+                run.add_per_kv_head(d_value, tile, run.dropped(tile, weight), d_out, live)
+            d_weight = run.dropped(tile, run.per_query_head(d_out, run.value(tile).transpose(-1, -2)))
+            d_score = d_weight.sub_(delta).mul_(weight)
             if leaves is not None:
                 d_score = leaves.add(run, tile, raw, d_score, live)
             if dead is not None:
@@ -287,6 +291,13 @@ class _Run:
         captures = self.inputs.mask_captures
         (live,) = run_lanes(mask, self.indices(tile), partial, captures, self.mask_invariants)
         return _unexpanded(live)
+
+    def dropped(self, tile: _Tile, weight: Tensor) -> Tensor:
+        """The weights that dropout leaves, or their gradients, scaled."""
+        given = self.inputs.dropout
+        if given is None:
+            return weight
+        return torch.where(keeps_of_tile(given, tile.lanes), weight * scale_of(given).to(weight.dtype), 0.0)
 
     def zeros(self, tile: _Tile, width: int) -> Tensor:
         shape = (_length(tile.b), _length(tile.h), _length(tile.m), width)

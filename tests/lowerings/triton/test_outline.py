@@ -294,7 +294,7 @@ for step in range(0, last):
     mask_1 = each_alone(kv_idx)
     mask_2 = mask_0 >= mask_1
     v = load_tile(value_head)
-    d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
+    d_weight = tl.dot(d_out, tl.trans(v))
     add_per_score(sum_0 + (score_2), contribution, live, COALESCED)
     dq = tl.dot(d_score.to(k.dtype), k, dq)
 # Full blocks of keys.
@@ -309,7 +309,7 @@ for step in range(0, last):
     score_3 = per_score(captured_0 + (score_2))
     score_4 = score + score_3
     v = load_tile(value_head)
-    d_score = weight * (tl.dot(d_out, tl.trans(v)) - row_delta[:, None])
+    d_weight = tl.dot(d_out, tl.trans(v))
     add_per_score(sum_0 + (score_2), contribution, live, COALESCED)
     dq = tl.dot(d_score.to(k.dtype), k, dq)
 store_tile(d_query, dq * 0.125)""",
@@ -339,7 +339,7 @@ for head in range(0, 1):
         mask_2 = mask_0 >= mask_1
         d_out = load_tile(d_out_head)
         dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)
-        d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
+        d_weight = tl.dot(v, tl.trans(d_out))
         dk_acc = tl.dot(d_score.to(q.dtype), q, dk_acc)
     # Full blocks of queries.
     last = tl.load(full_counts) * TILES
@@ -356,7 +356,7 @@ for head in range(0, 1):
         score_4 = score + score_3
         d_out = load_tile(d_out_head)
         dv_acc = tl.dot(weight.to(d_out.dtype), d_out, dv_acc)
-        d_score = weight * (tl.dot(v, tl.trans(d_out)) - row_delta[None, :])
+        d_weight = tl.dot(v, tl.trans(d_out))
         dk_acc = tl.dot(d_score.to(q.dtype), q, dk_acc)
 store_tile(d_key, dk_acc * 0.125)
 store_tile(d_value, dv_acc)""",

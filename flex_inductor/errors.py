@@ -641,10 +641,10 @@ def forward_over_forward() -> FlexNotImplementedError:
     )
 
 
-def derivative_with(what: str) -> FlexNotImplementedError:
+def derivative_of_narrow() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        f"attention with {what} has neither forward-mode nor second derivatives (torch.func.jvp, grad of grad). Leave "
-        "it out, or take the gradient alone."
+        "attention to keys and values of 8 bits has no derivatives (torch.func.jvp, grad). Convert them to the query's "
+        "dtype."
     )
 
 

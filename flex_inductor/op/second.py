@@ -124,8 +124,8 @@ _SECOND = {"backward_vjp": trace_backward_vjp, "backward_jvp": trace_backward_jv
 
 def _computed(name: str, source: Source, given: _Given) -> list[Tensor]:
     call, inputs = given.call, given.call.inputs
-    if inputs.dropout is not None or inputs.kv_scales:
-        raise errors.derivative_with("dropout" if inputs.kv_scales == () else "keys and values of 8 bits")
+    if inputs.kv_scales:
+        raise errors.derivative_of_narrow()
     check_served(inputs, SERVES)
     graphs: list[Any] = []
     if call.score_mod is not None:

@@ -316,18 +316,3 @@ def test_vmap_is_refused_by_name():
     query = torch.randn(3, 1, 2, 8, 16)
     with pytest.raises(FlexError, match=r"dropout_p: torch.func.vmap is not served with dropout"):
         torch.func.vmap(lambda q: flex_attention(q, q, q, dropout_p=0.1, rng_state=state()))(query)
-
-
-def test_further_derivatives_are_refused_by_name():
-    query = torch.randn(1, 2, 8, 16, requires_grad=True)
-
-    def call(query):
-        return flex_attention(query, query, query, dropout_p=0.1, rng_state=state())
-
-    (grad,) = torch.autograd.grad(call(query).square().sum(), query, create_graph=True)
-    torch.testing.assert_close(grad, torch.autograd.grad(call(query).square().sum(), query)[0])
-    message = r"^attention with dropout has neither forward-mode nor second derivatives"
-    with pytest.raises(FlexError, match=message):
-        torch.autograd.grad(grad.sum(), query)
-    with pytest.raises(FlexError, match=message):
-        torch.func.jvp(call, (query.detach(),), (query.detach(),))

@@ -180,3 +180,5 @@ def test_wide_keys_have_no_scales_and_narrow_ones_no_gradients():
         flex_attention(query, narrow, narrow)
     with torch.no_grad():
         assert flex_attention(query, narrow, narrow).isfinite().all()
+    with pytest.raises(FlexError, match="attention to keys and values of 8 bits has no derivatives"):
+        torch.func.jvp(lambda q: flex_attention(q, narrow, narrow), (query.detach(),), (query.detach(),))

@@ -94,6 +94,17 @@ def test_finite_differences_with_sinks_and_logsumexp(mask):
     checks(attend, (*qkv(), *captures(), numbers(HEADS)))
 
 
+def test_finite_differences_with_dropout():
+    rng_state = torch.tensor(7), torch.tensor(0)
+
+    def attend(q, k, v, slopes, table):
+        dropout = {"dropout_p": 0.4, "rng_state": rng_state}
+        mod = learned(slopes, table)
+        return flex_attention(q, k, v, mod, MASKS["runs"](), enable_gqa=True, **dropout)
+
+    checks(attend, (*qkv(), *captures()))
+
+
 def test_finite_differences_of_a_window():
     q, k, v = (numbers(2, LENGTH, 2, 3) for _ in range(3))
     checks(lambda *qkv: flash_attn_func(*qkv, causal=True, window_size=(2, 0)), (q, k, v))

@@ -28,7 +28,7 @@ from ..layout import empty_like_layout
 from ..library import define
 from .chunked import Accumulators, function_of, run_lanes, run_of
 
-SERVES = ("score_captures", "mask_captures", "schedule", "tile_map", "scattered", "sinks")
+SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "dropout", "in_blocks"}
 
 
 class _Tile(NamedTuple):
@@ -73,7 +73,7 @@ class _Walk:
 
     def upstream(self, tile: _Tile, grad_out: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """t, e and d_raw."""
-        t = tile.alive(self.products(tile, grad_out, self.value) - self.of_rows(tile, delta).unsqueeze(-1))
+        t = tile.alive(self.of_weights(tile, grad_out, self.value) - self.of_rows(tile, delta).unsqueeze(-1))
         e = tile.weight * t
         return t, e, self.joint(self.run, tile, e, score=tile.raw, grad_score=e)
 
@@ -84,6 +84,13 @@ class _Walk:
         """Of each row with each key."""
         transposed = self.run.of_kv(keys, tile.at).transpose(-1, -2)
         return tile.alive(self.run.per_query_head(self.of_rows(tile, rows), transposed))
+
+    def dropped(self, tile: _Tile, lanes: Tensor) -> Tensor:
+        return self.run.dropped(tile.at, lanes)
+
+    def of_weights(self, tile: _Tile, grad_out: Tensor, value: Tensor) -> Tensor:
+        """The gradients of weights."""
+        return self.dropped(tile, self.products(tile, grad_out, value))
 
     def sum_to_rows(self, into: Tensor, tile: _Tile, lanes: Tensor, keys: Tensor) -> None:
         """into += lanes @ keys."""
@@ -139,8 +146,8 @@ def forward_jvp(qkv, rows, along, _rows_along, call):
     of_out, of_lse = (empty.zero_() for empty in empty_forward_jvp(qkv, rows, along, (), call))
     for tile in walk.tiles(*rows):
         change = tile.weight * tile.bent
-        walk.sum_to_rows(of_out, tile, change, walk.value)
-        walk.sum_to_rows(of_out, tile, tile.weight, along[2])
+        walk.sum_to_rows(of_out, tile, walk.dropped(tile, change), walk.value)
+        walk.sum_to_rows(of_out, tile, walk.dropped(tile, tile.weight), along[2])
         of_lse[tile.at.b, tile.at.h, tile.at.m] += change.sum(-1)
     return [of_out, of_lse]
 
@@ -163,12 +170,12 @@ def backward_vjp(qkv, rows, along, _rows_along, call):
         at = tile.at
         t, e, d_raw = walk.upstream(tile, grad_out, delta)
         to_t = tile.weight * tile.bent
-        to_score = tile.weight * (walk.products(tile, grad_out, along[2]) + tile.bent * t)
+        to_score = tile.weight * (walk.of_weights(tile, grad_out, along[2]) + tile.bent * t)
         d_lse[at.b, at.h, at.m] -= to_score.sum(-1)
         d_delta[at.b, at.h, at.m] -= to_t.sum(-1)
-        walk.sum_to_rows(d_grad_out, tile, tile.weight, along[2])
-        walk.sum_to_rows(d_grad_out, tile, to_t, walk.value)
-        walk.sum_to_keys(d_value, tile, to_t, grad_out)
+        walk.sum_to_rows(d_grad_out, tile, walk.dropped(tile, tile.weight), along[2])
+        walk.sum_to_rows(d_grad_out, tile, walk.dropped(tile, to_t), walk.value)
+        walk.sum_to_keys(d_value, tile, walk.dropped(tile, to_t), grad_out)
         second = walk.second(leaves, tile, e, to_score)
         walk.sum_products(d_query, d_key, tile, second, d_raw)
     captures = [] if leaves is None else leaves.gradients()
@@ -192,10 +199,12 @@ def backward_jvp(qkv, rows, along, rows_along, call):
     for tile in walk.tiles(lse):
         t, e, d_raw = walk.upstream(tile, grad_out, delta)
         weight_along = tile.weight * tile.alive(tile.bent - walk.of_rows(tile, lse_along).unsqueeze(-1))
-        t_along = walk.products(tile, grad_out_along, walk.value) + walk.products(tile, grad_out, along[2])
+        t_along = walk.of_weights(tile, grad_out_along, walk.value) + walk.of_weights(
+            tile, grad_out, along[2]
+        )
         t_along = tile.alive(t_along - walk.of_rows(tile, delta_along).unsqueeze(-1))
-        walk.sum_to_keys(d_value, tile, weight_along, grad_out)
-        walk.sum_to_keys(d_value, tile, tile.weight, grad_out_along)
+        walk.sum_to_keys(d_value, tile, walk.dropped(tile, weight_along), grad_out)
+        walk.sum_to_keys(d_value, tile, walk.dropped(tile, tile.weight), grad_out_along)
         second = walk.second(leaves, tile, e, weight_along * t + tile.weight * t_along)
         walk.sum_products(d_query, d_key, tile, second, d_raw)
     captures = [] if leaves is None else leaves.gradients()

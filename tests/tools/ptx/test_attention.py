@@ -119,7 +119,7 @@ def test_call(case):
 
 
 AXES = {
-    "descriptors": ("grouped", "forward", ["sm_90"]),
+    "descriptors": ("grouped", "forward", ["sm_90", "sm_100"]),
     "coalesced": ("bias", "backward_dq", ["sm_80", "sm_90"]),
 }
 ON_AXES = [(axis, target, dtype) for axis in AXES for target in AXES[axis][2] for dtype in DTYPES]

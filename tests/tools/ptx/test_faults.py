@@ -110,6 +110,12 @@ def test_broken(name):
     assert "matmul: " in str(caught.value) and "kernels.py:" in str(caught.value)
 
 
+def test_copies_without_a_fence():
+    matmul("sm_90", without(r"fence\.proxy\.async[^;]*;"), fences="stores")
+    with pytest.raises(ValueError, match="fences: expected all or stores, got 'none'"):
+        matmul("sm_90", without(r"fence\.proxy\.async[^;]*;"), fences="none")
+
+
 def test_two_blocks_write_one_place():
     with pytest.raises(ptx.Fault, match="by two blocks") as caught:
         ptx.run(kernels.last, (4,), torch.zeros(1, dtype=torch.int32), target="sm_80")

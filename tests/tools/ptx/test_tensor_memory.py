@@ -253,6 +253,13 @@ def test_broken(name):
 
 
 @pytest.mark.slow
+def test_stores_need_their_fence():
+    change, _, message = BROKEN["no fence of the async proxy"]
+    with pytest.raises(ptx.Fault, match=message):
+        product(128, torch.float16, (64, 64), (1, 1), change=change, fences="stores")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["late", "early", "random"])
 def test_with_bulk_copies(when):
     a, b = torch.randn(100, 96, dtype=torch.float16), torch.randn(72, 96, dtype=torch.float16)

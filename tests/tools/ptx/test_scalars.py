@@ -251,3 +251,14 @@ def test_shuffles(kind, by, source):
     found = apply(f"shfl.sync.{kind}.b32 $0, $1, {by}, {clamp}, -1;", torch.empty(1024, dtype=torch.int32), x)
     from_lane = torch.where(lanes >= by, lanes - by, lanes) if source is None else source(lanes)
     same(found, x[torch.arange(1024) // 32 * 32 + from_lane])
+
+
+def test_lanes_that_come_later_are_waited_for():
+    """Half of the lanes take a way that lies behind the shuffle in the text."""
+    x = integers()
+    words = """{ .reg .pred q; setp.lt.u32 q, %t, 16; @!q bra LATER;
+        BACK: shfl.sync.idx.b32 $0, $1, 20, 31, -1; bra DONE;
+        LATER: add.s32 $1, $1, 1; bra BACK;
+        DONE: }"""
+    found = apply(words, torch.empty(1024, dtype=torch.int32), x)
+    same(found, x[torch.arange(1024) // 32 * 32 + 20] + 1)

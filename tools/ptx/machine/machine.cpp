@@ -133,10 +133,16 @@ uint32_t newest(const Warp& warp, const Operand& from) {
 
 void step(Warp& warp) {
   Launch& launch = *warp.launch;
-  int counter = INT_MAX;
-  each(warp.live, [&](int lane) { counter = std::min(counter, warp.counters[lane]); });
+  // Lanes that are furthest behind go first, but at an instruction for all of them they wait for the others.
+  int counter = 0;
   uint32_t lanes = 0;
-  each(warp.live, [&](int lane) { lanes |= uint32_t(warp.counters[lane] == counter) << lane; });
+  for (uint32_t left = warp.live; left; left &= ~lanes) {
+    counter = INT_MAX;
+    each(left, [&](int lane) { counter = std::min(counter, warp.counters[lane]); });
+    lanes = 0;
+    each(left, [&](int lane) { lanes |= uint32_t(warp.counters[lane] == counter) << lane; });
+    if (lanes == warp.live || counter >= int(launch.program.size()) || !launch.program[counter].with.has("sync")) break;
+  }
   if (counter >= int(launch.program.size())) {
     warp.live &= ~lanes;
     return;

@@ -37,7 +37,7 @@ def varlen_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # not 0.0, of which Dynamo may make a symbol
     rng_state: RngState | None = None,
     head_offset: int = 0,
     q_scale: Tensor | None = None,

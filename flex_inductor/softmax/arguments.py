@@ -26,7 +26,7 @@ class Softmax(NamedTuple):
     """The arguments as the user gave them."""
 
     sinks: Tensor | None = None  # [H]
-    dropout_p: float = 0.0
+    dropout_p: float = 0
     rng_state: RngState | None = None
     head_offset: int = 0
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, masking_utils
 
 from flex_inductor import FlexError, create_block_mask
 from flex_inductor.integrations import transformers as integration
+from flex_inductor.softmax import Softmax
 from tests.integrations.families import CAUSAL, FAMILIES, LENGTH, WINDOW, inputs, model_of, tokens
 
 NAME = integration.NAME
@@ -316,9 +317,10 @@ def test_few_queries_are_as_the_op_has_them(queries, biased, softcap, with_sinks
     mask[0, :, 0] = False  # sees nothing
     biases = [torch.randn(1, 8, queries, 40)] if biased else []
     sinks = torch.randn(8) if with_sinks else None
-    rest = (mask, biases, 0.25, softcap, sinks)
+    rest = (mask, biases, 0.25, softcap)
     assert integration._is_small(query, key, value, mask, sinks, *biases)
-    few, op = integration._few_queries(query, key, value, *rest), integration._call(query, key, value, *rest)
+    few = integration._few_queries(query, key, value, *rest, sinks)
+    op = integration._call(query, key, value, *rest, Softmax(sinks))
     assert few[0, :, 0].abs().max() == 0
     torch.testing.assert_close(few, op, rtol=0, atol=2e-6)
 

@@ -149,7 +149,7 @@ bool the_first_failure_is_kept() {
 
 bool keys_are_multiplied_where_they_lie() {
   const int64_t D = 21, D_PAD = round_up(D, E);
-  auto keys = numbers<Element>(16 * D + E);
+  auto keys = numbers<Stored>(16 * D + E);
   std::vector<float> queries(ROWS * D_PAD), scores(ROWS * TILE_LD, HOLE);
   for (int64_t r = 0; r < ROWS; ++r)
     for (int64_t d = 0; d < D; ++d) queries[r * D_PAD + d] = number(r * 5 + d);
@@ -171,8 +171,8 @@ bool keys_are_multiplied_where_they_lie() {
 
 bool values_are_added_up() {
   const int64_t V = 19, V_PAD = round_up(V, COLUMNS * W), keys = 7;
-  auto values = numbers<Element>(keys * V + COLUMNS * W);
-  std::vector<const Element*> rows(keys);
+  auto values = numbers<Stored>(keys * V + COLUMNS * W);
+  std::vector<const Stored*> rows(keys);
   for (int64_t n = 0; n < keys; ++n) rows[n] = values.data() + n * V;
   auto weights = numbers<float>(2 * TILE_LD), sums = numbers<float>(2 * V_PAD), before = sums;
   const float shrink[] = {0.5f, 2.f};
@@ -184,11 +184,27 @@ bool values_are_added_up() {
       EXPECT(sums[r * V_PAD + v] == wanted);
     }
   before = sums;
-  values[V] = Element(INF);
+  values[V] = Stored(INF);
   EXPECT(!add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true));
   EXPECT(sums == before);  // nothing is stored
   return true;
 }
+
+#if FLEX_NARROW
+bool every_narrow_number_is_widened_and_scaled() {
+  std::vector<Narrow> all;
+  for (int i = 0; i < 256; ++i) all.emplace_back(uint8_t(i), Narrow::from_bits());
+  std::vector<Packed> found(256);
+  copy_elements(all.data(), 1, 256, found.data());
+  const float scale = 0.5f;
+  scale_rows(found.data(), 256, 1, 256, &scale, 0);
+  for (int i = 0; i < 256; ++i) {
+    const float wanted = float(all[i]) * scale, got = float(found[i]);
+    EXPECT(got == wanted || (std::isnan(got) && std::isnan(wanted)));
+  }
+  return true;
+}
+#endif
 }  // namespace
 
 #define CHECK(name) {#name, name}
@@ -201,6 +217,9 @@ static const Check CHECKS[] = {
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
     CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
     CHECK(keys_are_multiplied_where_they_lie), CHECK(values_are_added_up),
+#if FLEX_NARROW
+    CHECK(every_narrow_number_is_widened_and_scaled),
+#endif
 };
 
 extern "C" const char* name_of(int i) { return i < int(std::size(CHECKS)) ? CHECKS[i].name : nullptr; }

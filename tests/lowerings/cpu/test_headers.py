@@ -14,13 +14,16 @@ SOURCE = Path(__file__).with_name("headers.cpp")
 HEADERS = Path(flex_inductor.templates.__file__).parent / "cpu"
 
 
-@pytest.mark.parametrize("element", ["float", "at::BFloat16", "at::Half"])
-def test_the_headers(element, tmp_path):
+@pytest.mark.parametrize(
+    "element, narrow", [("float", 0), ("float", 4), ("at::BFloat16", 0), ("at::BFloat16", 5), ("at::Half", 0)]
+)
+def test_the_headers(element, narrow, tmp_path):
     macros = {
         "FLEX_ELEMENT": element,
         "FLEX_IS_FLOAT": int(element == "float"),
         "FLEX_IS_BF16": int(element == "at::BFloat16"),
         "FLEX_HAS_AMX": 0,
+        "FLEX_NARROW": narrow,
     }
     source = tmp_path / "headers.cpp"
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
@@ -34,4 +37,4 @@ def test_the_headers(element, tmp_path):
     found = {}
     while name := library.name_of(len(found)):
         found[name.decode()] = library.holds(len(found))
-    assert len(found) == 9 and found == dict.fromkeys(found, True)
+    assert len(found) == 9 + bool(narrow) and found == dict.fromkeys(found, True)

@@ -140,7 +140,7 @@ def test_every_route_tiling_and_number_of_threads_keeps_the_same(compile, block,
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("compile", [eager, compiled(route="cpu")])
+@pytest.mark.parametrize("compile", [eager, pytest.param(compiled(route="cpu"), marks=pytest.mark.long)])
 def test_packed_sequences_and_shards_of_heads_keep_the_same(compile):
     lengths = [30, 1, 90]
     sequences = Sequences.from_lengths(lengths)
@@ -240,7 +240,7 @@ def test_torchs_generator_repeats_a_run():
     assert not torch.equal(again, runs[2])
 
 
-@pytest.mark.parametrize("compile", [eager, compiled(route="cpu")])
+@pytest.mark.parametrize("compile", [eager, pytest.param(compiled(route="cpu"), marks=pytest.mark.long)])
 def test_checkpointing_repeats_its_bits(compile):
     query, key, value = (torch.randn(1, 2, 60, 16, requires_grad=True) for _ in range(3))
 

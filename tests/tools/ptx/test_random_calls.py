@@ -9,6 +9,7 @@ TARGETS = ("sm_80", "sm_90")
 FEW = (1, pytest.param(12, marks=pytest.mark.slow))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", FEW)
 @pytest.mark.parametrize("target", TARGETS)
 def test_padded(target, examples):
@@ -20,6 +21,7 @@ def test_padded(target, examples):
     check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("examples", FEW)
 @pytest.mark.parametrize("target", TARGETS)
 def test_packed(target, examples):

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
-from flex_inductor.masks import causal
+from flex_inductor.masks import causal, sliding_window
 from flex_inductor.tools import execute
 from tests.marks import slow_but
 from tests.support import assert_accurate
@@ -133,6 +133,25 @@ def test_axis(case):
     assert any(launch.config.get(axis.upper()) == 1 for launch in launches)
     executed = {i.name for launch in launches for i, count in launch.counts.instructions if count.warps}
     assert axis != "descriptors" or any("cp.async.bulk.tensor" in instruction for instruction in executed)
+
+
+@pytest.mark.long
+def test_a_window_whose_size_changes():
+    """Its numbers are tensors, which d(key) and d(value) read in a loop over heads."""
+    torch._dynamo.reset()
+    inputs = [torch.randn(1, heads, 100, 16, requires_grad=True) for heads in (4, 2, 2)]
+
+    def attend(q, k, v, size):
+        mask = create_block_mask(sliding_window(size), None, None, 100, 100, "cpu", compact=True)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    run = execute.compiled(attend, "sm_80", dynamic=True)
+    for size in (20, 30):
+        found = (
+            [out, *torch.autograd.grad(out.sum(), inputs)]
+            for out in (f(*inputs, size) for f in (run, attend))
+        )
+        torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
 def check(name, target, dtype, options=None):

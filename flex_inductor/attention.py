@@ -13,12 +13,23 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from . import compat, errors, upward
 from .masks.planned import PlannedMask, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
-from .narrow import DTYPES as NARROW
-from .narrow import Scales, is_narrow
 from .op import Inputs, attention
 from .op.hop import refusal
 from .options import call_options, check_kernel_options
-from .softmax import REQUESTS, AuxOutput, AuxRequest, RngState, Softmax, answer, asked, dropout_mask
+from .softmax import (
+    NARROW,
+    REQUESTS,
+    AuxOutput,
+    AuxRequest,
+    RngState,
+    Scales,
+    Softmax,
+    answer,
+    asked,
+    dropout_mask,
+    is_narrow,
+)
+from .softmax import errors as softmax_errors
 
 upward.register_lowerings()
 
@@ -110,9 +121,9 @@ def flex_attention(
     if isinstance(block_mask, PlannedMask):
         for name in ("dropout_mask", "head_max_scores"):
             if getattr(wanted, name):
-                refused(errors.request_of_a_part(name))
-        if is_narrow(key):
-            refused(errors.narrow_part(key.dtype))
+                refused(softmax_errors.request_of_a_part(name))
+        if is_narrow(key) or any(scale is not None for scale in scales):
+            refused(softmax_errors.narrow_part())
         results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
         kept = None
     else:
@@ -180,10 +191,12 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
         raise errors.mixed("device", query.device, key.device, value.device)
     if query.device.type == "meta":
         raise errors.meta_tensors()
-    mixed = key.dtype != value.dtype or (query.dtype != key.dtype and not is_narrow(key))
-    if is_narrow(key) and query.dtype == torch.float64:
-        mixed = True
-    if mixed and (is_narrow(key) or not torch.is_autocast_enabled(query.device.type)):
+    if is_narrow(key):  # the query may be wider, but for float64
+        mixed = key.dtype != value.dtype or query.dtype == torch.float64
+    else:
+        mixed = query.dtype != key.dtype or query.dtype != value.dtype
+        mixed = mixed and not torch.is_autocast_enabled(query.device.type)
+    if mixed:
         raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
     if query.size(-1) != key.size(-1):
         raise errors.head_dims_differ(query, key)

@@ -403,3 +403,27 @@ def served_by(*routes: str) -> Iterator[None]:
     chosen = [decision.chosen for decision in found]
     expected = list(routes) if len(routes) > 1 else list(routes) * max(1, len(found))
     assert chosen == expected, f"served by {chosen}, not {expected}\n" + "\n\n".join(map(str, found))
+
+
+def logits(build, query, key, captures, block_mask):
+    """Dense scores [B, H, M, N], after score_mod and mask."""
+    b, h, m, n = (torch.arange(size) for size in (*query.shape[:3], key.size(2)))
+    grid = b.view(-1, 1, 1, 1), h.view(-1, 1, 1), m.view(-1, 1), n
+    scores = query @ key.repeat_interleave(query.size(1) // key.size(1), 1).mT * query.size(-1) ** -0.5
+    if build is not None:
+        scores = build(*captures)(scores, *grid)
+    return scores if block_mask is None else scores.masked_fill(~block_mask.mask_mod(*grid), -torch.inf)
+
+
+class Cube(torch.autograd.Function):
+    """A score_mod may bring its own derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad

@@ -21,10 +21,8 @@ MAY_IMPORT = {
     "visits": (),
     "verify": ("op", "visits", "mod_ir", "errors", "compat"),
     "softmax": ("errors",),
-    "narrow": ("errors",),
     "op": (
         "softmax",
-        "narrow",
         "visits",
         "mod_ir",
         "errors",
@@ -35,7 +33,7 @@ MAY_IMPORT = {
         "upward",
     ),
     "masks": ("op", "visits", "mod_ir", "errors", "compat"),
-    "sequences": ("softmax", "narrow", "attention", "masks", "op", "visits", "errors", "options"),
+    "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "options"),
     "integrations": ("softmax", "attention", "masks", "op", "errors", "kept", "options"),
     "distributed": (
         "attention",
@@ -53,7 +51,6 @@ MAY_IMPORT = {
     ),
     "attention": (
         "softmax",
-        "narrow",
         "masks",
         "op",
         "mod_ir",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mask_helpers import assert_same_block_mask
 from op.calls import close, leaf
+from support import Cube
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 from flex_inductor import create_block_mask, flex_attention, masks
@@ -34,19 +35,7 @@ def in_a_thread(work):
     return results[0]
 
 
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * grad * x**2
-
-
-cubed = Cubed.apply
+cubed = Cube.apply
 
 
 def shifted(table, cube):

@@ -21,7 +21,7 @@ from flex_inductor.mod_ir.trace import trace_value
 from flex_inductor.op import Inputs, call_text
 from flex_inductor.reference import reference
 from flex_inductor.verify import check
-from flex_inductor.verify.exact import Mod
+from flex_inductor.verify.mods import Mod
 from tests import inspected
 from tests.kernel_in_torch import Call, Kernel
 

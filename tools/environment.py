@@ -33,11 +33,15 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
 
 
 def compiled_on_cpu(
-    fn: Callable, load: Callable[[str, str], Any], target: str | None = None, **options: Any
+    fn: Callable,
+    load: Callable[[str, str], Any],
+    target: str | None = None,
+    records: bool = True,
+    **options: Any,
 ) -> Callable:
     """`torch.compile(fn, backend="flex_inductor", **options)` with the kernels that `load` gives for CPU tensors.
 
-    They are those of the `target`, or small ones for the interpreter.
+    They are those of the `target`, or small ones for the interpreter. `records`: decisions are logged and written down.
     """
     import torch
 
@@ -46,7 +50,7 @@ def compiled_on_cpu(
     from .resources import gpu_target
 
     observer = Observer()
-    observer.target = target
+    observer.target, observer.records = target, records
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:  # of the backward too, when it is first needed
         from torch._inductor.compile_fx import compile_fx_inner

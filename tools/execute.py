@@ -35,14 +35,16 @@ def compiled(
     launches: list[Launch] | None = None,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
+    records: bool = False,
     **checks: Any,
 ) -> Callable:
     """`torch.compile(fn, backend="flex_inductor")`, to be executed with the options `checks` of `ptx.run_text`.
 
-    `launches` gets every kernel and its counts; `dynamic` and `options` are those of torch.compile.
+    `launches` gets every kernel and its counts; `dynamic` and `options` are those of torch.compile. `records`: see
+    `environment.compiled_on_cpu`.
     """
     load = loader(target, launches, **checks)
-    return compiled_on_cpu(fn, load, target, dynamic=dynamic, options=options)
+    return compiled_on_cpu(fn, load, target, records, dynamic=dynamic, options=options)
 
 
 def loader(target: str, launches: list[Launch] | None = None, **checks: Any) -> Callable[[str, str], Any]:

@@ -39,9 +39,7 @@ from .vmap import fold_backward
 class Source(NamedTuple):
     """What the further derivatives of a call are made from."""
 
-    score_mod: (
-        Callable | None
-    )  # as traced for the joint graph: the call's own graph has lost what the mod detaches
+    score_mod: Callable | None  # as for the joint graph: the call's own has lost what it detaches
     of_shards: bool = False  # has none: what ranks send each other has no second derivative
 
 

@@ -17,6 +17,7 @@ from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
 from ..mod_ir.checks import lane_graph
 from ..mod_ir.names import WrappedMod, capture_names
 from ..mod_ir.trace import trace_value
+from ..softmax.errors import dropout_in_vmap
 from .call import AttentionCall, BackwardCall, Inputs, wanted_gradients
 
 aten = torch.ops.aten
@@ -74,7 +75,7 @@ class _FoldedMods:
         if inputs.tile_map is not None:
             raise errors.sequences_in_vmap()
         if inputs.dropout is not None:
-            raise errors.dropout_in_vmap()
+            raise dropout_in_vmap()
         if not {*inputs.given()} <= _FOLDED:
             raise errors.planned_in_vmap()
         self.score = _FoldedMod(fold, inputs.score_captures, dims.score_captures, separate)

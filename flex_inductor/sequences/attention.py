@@ -13,10 +13,9 @@ from .. import errors as call_errors
 from ..attention import check_options, check_tensors, mark_sizes, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
-from ..narrow import Scales
 from ..op import Inputs, attention
 from ..options import call_options
-from ..softmax import AuxOutput, AuxRequest, RngState, Softmax, answer, asked, dropout_mask
+from ..softmax import AuxOutput, AuxRequest, RngState, Scales, Softmax, answer, asked, dropout_mask
 from ..visits.places import COLUMNS, TileMap
 from . import errors
 from .mask import SequenceMask

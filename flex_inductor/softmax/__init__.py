@@ -1,18 +1,25 @@
-"""What a call asks of the softmax itself, and what it returns of it. Dynamo traces this room."""
+"""Arguments beside mods: of the softmax itself, of narrow keys and values, and of what a call returns.
+
+Dynamo traces this room.
+"""
 
 from .arguments import RngState, Softmax, gradient_of_sinks, weight_of_sinks, with_sinks
+from .narrow import NARROW, Scales, is_narrow
 from .requests import REQUESTS, AuxOutput, AuxRequest, answer, asked, dropout_mask
 
 __all__ = [
+    "NARROW",
     "REQUESTS",
     "AuxOutput",
     "AuxRequest",
     "RngState",
+    "Scales",
     "Softmax",
     "answer",
     "asked",
     "dropout_mask",
     "gradient_of_sinks",
+    "is_narrow",
     "weight_of_sinks",
     "with_sinks",
 ]

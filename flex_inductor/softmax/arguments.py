@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import errors
-from . import dropout
+from . import dropout, errors
 
 RngState = tuple[Tensor, Tensor]  # seed and offset
 

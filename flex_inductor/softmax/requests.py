@@ -19,9 +19,7 @@ class AuxRequest(NamedTuple):
     max_scores: bool = False
     rng_state: bool = False  # of dropout; None where nothing is dropped
     dropout_mask: bool = False  # which weights dropout keeps, for tests: it takes a byte for each score
-    head_max_scores: bool = (
-        False  # the largest score of each head over all batches and rows, as QK-clip needs it
-    )
+    head_max_scores: bool = False  # each head's largest score over all batches and rows, for QK-clip
 
     @property
     def maxima(self) -> bool:

@@ -11,8 +11,9 @@ from ..mod_ir.arguments import INDEX_DTYPE
 from ..op.call import Inputs
 from ..visits import Bounds
 from ..visits.places import BATCH, COUNT, HEAD, INDEX, ROW, SEQUENCE
-from .exact import Exact, Mod
+from .exact import Exact
 from .lanes import Visited
+from .mods import Mod
 
 
 class Side(NamedTuple):

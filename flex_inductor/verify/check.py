@@ -25,7 +25,8 @@ from ..op.call import QKV, check_served
 from ..op.library import define
 from ..visits.places import COUNT
 from .by_sequence import OneSequence, Side, groups_of
-from .exact import Bounded, Exact, Leaves, Mod, Region, offsets
+from .exact import Bounded, Exact, Leaves, Region, offsets
+from .mods import Mod
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # tiles of each kind in larger calls

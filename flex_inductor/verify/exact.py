@@ -23,21 +23,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .. import compat
 from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
-from ..mod_ir.program import AXES, LaneProgram
-from ..mod_ir.serialise import GraphFunction
+from ..mod_ir.program import AXES
 from ..visits import BlockRuns, Bounds
 from .dropout import factors
-from .lanes import Visited, on_lanes
+from .lanes import Visited
+from .mods import Mod, apart
 
 LANES, KEYS = 1 << 17, 512  # of a tile: in float64 it fits a cache, and half of a causal mask is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
 # Errors of products: so many standard deviations. One rounding has a standard deviation of at most 0.6 of its bound.
 SPREAD = 6
-NEIGHBOURS = 16  # keys: the worst of these lanes tells how well a mod computes in fp32
 TINY = 2.0**-120  # a weight below may be 0
 
 
@@ -82,9 +80,7 @@ class Units(NamedTuple):
         fp32 = query.is_cuda and query.dtype == torch.float32
         if fp32 and compat.allows_tf32():
             return Units(scores, 2.0**-10, 2.0**-11, least)
-        if (
-            key.dtype != query.dtype and finfo.bits == 16
-        ):  # keys and values are narrow: their products with scales round
+        if key.dtype != query.dtype and finfo.bits == 16:  # narrow keys and values, which scales round
             return Units(scores, finfo.eps / 2, finfo.eps, least)
         return Units(scores, 0.0, finfo.eps / 2, least)
 
@@ -98,56 +94,6 @@ class _Scores(NamedTuple):
     value: Tensor
     low: Tensor
     high: Tensor
-
-
-class Mod:
-    """A mod in two ways: everything in float64, and in the dtypes it is written in."""
-
-    def __init__(self, text: str, captures: Sequence[Tensor]):
-        self.plain = LaneProgram.from_text(text)
-        self.wide = _widened(self.plain)
-        self.wide_captures = tuple(c.double() if c.is_floating_point() else c for c in captures)
-        self.plain_captures = tuple(captures)
-        self.wide_invariants = self.wide.prologue(*self.wide_captures)
-        self.plain_invariants = self.plain.prologue(*self.plain_captures)
-
-    def exact(self, lanes: dict[str, Tensor], live: Tensor | None) -> tuple[Tensor, ...]:
-        return on_lanes(self.wide, lanes, live, self.wide_captures, self.wide_invariants)
-
-    def rounded(
-        self, lanes: dict[str, Tensor], live: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        lanes = {name: t.to(dtype) if t.is_floating_point() else t for name, t in lanes.items()}
-        return on_lanes(self.plain, lanes, live, self.plain_captures, self.plain_invariants)
-
-    def error(
-        self, lanes: dict[str, Tensor], live: Tensor, dtype: torch.dtype, exact: Sequence[Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each value: in `dtype`, and how far it is off there or in the lanes beside it."""
-        for value, plain in zip(exact, self.rounded(lanes, live, dtype), strict=True):
-            if not value.is_floating_point():
-                yield plain, plain
-                continue
-            plain = plain.double()
-            shape = (..., *(None,) * (value.dim() - 4))  # rows beside the lanes
-            yield plain, 2 * _worst_near(_apart(plain, value).where(live[shape], 0.0))
-
-
-def _widened(program: LaneProgram) -> LaneProgram:
-    parts: Any = {part: _widened_graph(getattr(program, part)) for part in ("prologue", "lane", "epilogue")}
-    return program._replace(**parts)
-
-
-def _widened_graph(graph: Any) -> GraphFunction:
-    def wide(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-    steps = [
-        step._replace(args=tree_map(wide, step.args), kwargs=tree_map(wide, step.kwargs))
-        for step in graph.steps
-    ]
-    constants = [c.double() if c.is_floating_point() else c for c in graph.constants]
-    return GraphFunction(graph.inputs, constants, steps, graph.output)
 
 
 class Exact:
@@ -327,7 +273,7 @@ class Exact:
                 + OPERATIONS * self.units.scores * _size(lse)
             )
             peak = peak.squeeze(-1)
-            ends = [_apart(end.amax(-1), peak) for end in (scores.low, scores.high)]
+            ends = [apart(end.amax(-1), peak) for end in (scores.low, scores.high)]
             results["max_scores"].value[at] = peak
             results["max_scores"].error[at] = torch.maximum(*ends)
         return results
@@ -482,7 +428,7 @@ class Leaves:
             shape = (..., *(None,) * (value.dim() - 4))
             by_grad, of_it = _size(by_grad), part_shared[shape]
             ulps = OPERATIONS * exact.units.scores * (_size(value) + _size(grad)[shape])
-            off = torch.maximum(_apart(first, value), _apart(second, value)) + (1 - of_it) * by_grad + ulps
+            off = torch.maximum(apart(first, value), apart(second, value)) + (1 - of_it) * by_grad + ulps
             parts = (value, plain, of_it * by_grad + error, off)
             bounded.append(tuple(t.double().where(live[shape], 0.0) for t in parts))
         rest = bounded[1:]
@@ -547,7 +493,7 @@ class Leaves:
         for i, capture in wanted.items():
             grad = value[i].double().expand(capture.shape)
             off = torch.stack([_size(probe[i]).expand(capture.shape) for probe in probes]).amax(0)
-            off = off + 2 * _apart(rounded[i].double().expand(capture.shape), grad)
+            off = off + 2 * apart(rounded[i].double().expand(capture.shape), grad)
             results[i] = Bounded(grad, off)
         return results
 
@@ -580,19 +526,6 @@ def _finite(tensor: Tensor) -> Tensor:
 def _size(tensor: Tensor) -> Tensor:
     """Magnitudes, 0 for numbers that are not finite: bounds do not cover those."""
     return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
-
-
-def _apart(left: Tensor, right: Tensor) -> Tensor:
-    """The distance; 0 for NaN, and between infinities of one sign."""
-    return (left - right).abs().nan_to_num(0.0, math.inf, math.inf)
-
-
-def _worst_near(lanes: Tensor) -> Tensor:
-    if lanes.dim() != 4:
-        return lanes
-    keys = lanes.size(-1)
-    padded = torch.nn.functional.pad(lanes, (0, -keys % NEIGHBOURS)).unflatten(-1, (-1, NEIGHBOURS))
-    return padded.amax(-1, keepdim=True).expand(padded.shape).flatten(-2)[..., :keys]
 
 
 def _signs(like: Tensor, seed: int) -> Tensor:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, judge, served_by
+from support import MASKS, MODS, Sizes, judge, logits, served_by
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -43,15 +43,8 @@ def test_philox_gives_its_published_numbers():
 
 
 def dense(build, query, key, value, captures, block_mask):
-    b, h, m, n = (torch.arange(size) for size in (*query.shape[:3], key.size(2)))
-    grid = b.view(-1, 1, 1, 1), h.view(-1, 1, 1), m.view(-1, 1), n
-    repeats = query.size(1) // key.size(1)
-    key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
-    scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
-    if build is not None:
-        scores = build(*captures)(scores, *grid)
-    if block_mask is not None:
-        scores = scores.masked_fill(~block_mask.mask_mod(*grid), -torch.inf)
+    scores = logits(build, query, key, captures, block_mask)
+    value = value.repeat_interleave(query.size(1) // value.size(1), 1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0) * kept(scores.shape).to(scores.dtype)
     return weights.to(value.dtype) @ value, scores.logsumexp(-1), scores.amax(-1)
 
@@ -242,6 +235,7 @@ def test_torchs_generator_repeats_a_run():
 
 @pytest.mark.parametrize("compile", [eager, pytest.param(compiled(route="cpu"), marks=pytest.mark.long)])
 def test_checkpointing_repeats_its_bits(compile):
+    torch._dynamo.reset()  # which stops compiling a function that was compiled often, here flex_attention
     query, key, value = (torch.randn(1, 2, 60, 16, requires_grad=True) for _ in range(3))
 
     def run(*qkv, again):

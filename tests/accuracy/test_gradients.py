@@ -7,23 +7,9 @@ import torch
 
 from flex_inductor import flex_attention
 from flex_inductor.op.eager import chunked
-from tests.support import MASKS, MODS, Sizes, attention_of, run
+from tests.support import MASKS, MODS, Cube, Sizes, attention_of, run
 
 TINY = Sizes(batch=1, heads=2, kv_heads=1, queries=5, keys=6, head_dim=3, value_dim=2)
-
-
-class _Cube(torch.autograd.Function):
-    """A score_mod may bring its own derivative."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
 
 
 GRADCHECK_MODS = {
@@ -50,7 +36,7 @@ GRADCHECK_MODS = {
     ),
     "own derivative": (
         lambda s: (torch.randn(s.queries, dtype=torch.float64),),
-        lambda bias: lambda score, b, h, q_idx, kv_idx: score + _Cube.apply(bias[q_idx] + 0.1 * score),
+        lambda bias: lambda score, b, h, q_idx, kv_idx: score + Cube.apply(bias[q_idx] + 0.1 * score),
     ),
 }
 

@@ -182,3 +182,13 @@ def test_wide_keys_have_no_scales_and_narrow_ones_no_gradients():
         assert flex_attention(query, narrow, narrow).isfinite().all()
     with pytest.raises(FlexError, match="attention to keys and values of 8 bits has no derivatives"):
         torch.func.jvp(lambda q: flex_attention(q, narrow, narrow), (query.detach(),), (query.detach(),))
+
+
+def test_over_ranks_they_and_their_scales_are_refused_by_name():
+    from flex_inductor.distributed.methods import PlannedMask
+
+    planned, query = object.__new__(PlannedMask), torch.randn(1, 2, 5, 16)
+    narrow = query.to(E4M3)
+    for given in ((narrow, narrow), (query, query)):
+        with pytest.raises(FlexError, match="keys and values of 8 bits, and their scales, are not served"):
+            flex_attention(query, *given, block_mask=planned, k_scale=torch.ones(()))

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from memory import peak_allocated
-from support import served_by
+from support import Cube, served_by
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -224,18 +224,6 @@ def hvp(q, to, mod=None, **given):
 def dense_hvp(q, to, mod):
     f = F.grad(lambda q: (mod(q @ q.mT / 2).softmax(-1) @ q).sin().sum())
     return F.grad(lambda q: (f(q) * to).sum())(q)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * grad
 
 
 class Once(Cube):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, judge, served_by
+from support import MASKS, MODS, Sizes, judge, logits, served_by
 from torch.autograd import gradcheck
 
 from flex_inductor import (
@@ -24,15 +24,8 @@ FEW = SIZES._replace(queries=2, keys=300)
 def dense(build, query, key, value, captures, block_mask):
     """The logits of each row and its sink, as one softmax."""
     *captures, sinks = captures
-    b, h, m, n = (torch.arange(size) for size in (*query.shape[:3], key.size(2)))
-    grid = b.view(-1, 1, 1, 1), h.view(-1, 1, 1), m.view(-1, 1), n
-    repeats = query.size(1) // key.size(1)
-    key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
-    scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
-    if build is not None:
-        scores = build(*captures)(scores, *grid)
-    if block_mask is not None:
-        scores = scores.masked_fill(~block_mask.mask_mod(*grid), -torch.inf)
+    scores = logits(build, query, key, captures, block_mask)
+    value = value.repeat_interleave(query.size(1) // value.size(1), 1)
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     all_scores = torch.cat([scores, column], -1)
     out = torch.softmax(all_scores, -1)[..., :-1] @ value

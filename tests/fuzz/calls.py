@@ -36,7 +36,7 @@ def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:
     if route in CARDS:
         from flex_inductor.tools import execute
 
-        return execute.compiled(attend, route, dynamic=True)
+        return execute.compiled(attend, route, dynamic=True, records=True)
     return torch.compile(
         attend, backend=flex_inductor, fullgraph=True, dynamic=True, options={"verify": verify}
     )

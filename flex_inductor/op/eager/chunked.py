@@ -20,8 +20,7 @@ from ...mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
 from ...mod_ir.split import Programs
-from ...narrow import is_narrow
-from ...softmax import with_sinks
+from ...softmax import is_narrow, with_sinks
 from ...softmax.dropout import keeps_of_tile, scale_of
 from ...visits.band import Band
 from ..call import QKV, Inputs, is_guarded

@@ -7,27 +7,19 @@ from tests.fuzz import a_fixed_few, packed, plain
 
 TARGETS = ("sm_80", "sm_90")
 FEW = (1, pytest.param(12, marks=pytest.mark.slow))
+KINDS = {"padded": (plain, plain.several_values), "packed": (packed, packed.several_batches)}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("examples", FEW)
 @pytest.mark.parametrize("target", TARGETS)
-def test_padded(target, examples):
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_calls(kind, target, examples):
+    calls, several_of = KINDS[kind]
+
     @a_fixed_few(examples)
-    @given(program=plain.programs(target), several=plain.several_values(target, 2))
+    @given(program=calls.programs(target), several=several_of(target, 2))
     def check(program, several):
-        plain.check(target, program, several)
-
-    check()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("examples", FEW)
-@pytest.mark.parametrize("target", TARGETS)
-def test_packed(target, examples):
-    @a_fixed_few(examples)
-    @given(program=packed.programs(target), several=packed.several_batches(target, 2))
-    def check(program, several):
-        packed.check(target, program, several)
+        calls.check(target, program, several)
 
     check()

@@ -1,4 +1,4 @@
-"""Dropout, by Triton's interpreter. See test_interpreted.py."""
+"""Sinks and dropout, by Triton's interpreter. See test_interpreted.py."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from support import served_by
 
 from flex_inductor import Sequences, flex_attention, varlen_attention
 from flex_inductor.tools import interpret
-from tests.accuracy.test_dropout import P, judged, kept, shown, state
+from tests.accuracy import test_dropout, test_sinks
+from tests.accuracy.test_dropout import P, kept, shown, state
 
 
 @pytest.mark.parametrize(
@@ -18,9 +19,10 @@ from tests.accuracy.test_dropout import P, judged, kept, shown, state
         ("few, in parts", ["decode", "combine"]),
     ],
 )
-def test_as_right_as_dense_attention(call, kernels, kinds):
+@pytest.mark.parametrize("of", [test_sinks, test_dropout], ids=["sinks", "dropout"])
+def test_as_right_as_dense_attention(of, call, kernels, kinds):
     with served_by("triton", "triton"):
-        judged(call, lambda attend: interpret.compiled(attend, dynamic=False))
+        of.judged(call, lambda attend: interpret.compiled(attend, dynamic=False))
     assert kinds[: len(kernels)] == kernels
 
 

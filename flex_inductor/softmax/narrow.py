@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits, and queries: what multiplies them. Dynamo traces this file."""
+"""Keys and values of 8 bits, and queries: what multiplies them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from . import errors
 
-DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def is_narrow(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.dtype in DTYPES
+    return isinstance(tensor, Tensor) and tensor.dtype in NARROW
 
 
 class Scales(NamedTuple):

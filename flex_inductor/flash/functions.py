@@ -71,7 +71,7 @@ def flash_attn_func(
         kernel_options=splits_option(num_splits),
         sinks=sinks,
     )
-    request = AuxRequest(lse=True, dropout_mask=return_attn_probs and dropout_p > 0)
+    request = AuxRequest(lse=True, dropout_mask=return_attn_probs and bool(dropout_p))
     out, aux = attend(q, k, v, dropout_p=dropout_p, rng_state=rng_state, return_aux=request)
     probabilities = None
     if request.dropout_mask:
@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
         kernel_options=splits_option(num_splits),
         sinks=sinks,
     )
-    request = AuxRequest(lse=True, dropout_mask=return_attn_probs and dropout_p > 0)
+    request = AuxRequest(lse=True, dropout_mask=return_attn_probs and bool(dropout_p))
     if paged and request.dropout_mask:
         refused(errors.probabilities_of_pages())
     out, aux = attend(q, k, v, dropout_p=dropout_p, rng_state=rng_state, return_aux=request)

@@ -132,7 +132,8 @@ def problem_class(problem: AttentionProblem, kernel: str) -> str:
     visited = "".join(f" {share:.3g}" for share in p.options.visited or ())
     outputs = ",".join(p.outputs)
     mods = hashlib.sha256(p.programs.text().encode()).hexdigest()[:16]
-    dtype = str(p.dtype).removeprefix("torch.")
+    dtypes = dict.fromkeys((p.dtype, p.kv_dtype))
+    dtype = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{kernel} {dtype} H{p.H}:{p.K} {dims}{blocks}{visited} [{outputs}] mods {mods}"
 
 

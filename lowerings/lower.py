@@ -56,6 +56,7 @@ def _lower(op_call: AttentionCall | BackwardCall, direction: str, outputs: tuple
         direction=direction,
         device=call.query.get_device_or_error(),
         dtype=call.query.get_dtype(),
+        kv_dtype=call.key.get_dtype(),
         **_sizes(call),
         aligned=all(map(_aligned, tensors.values())),
         schedule=schedule.form if schedule else None,

@@ -23,7 +23,8 @@ class AttentionProblem:
 
     direction: str  # "forward" or "backward"
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the query
+    kv_dtype: torch.dtype
     B: Size
     B_kv: Size
     H: Size
@@ -59,8 +60,9 @@ class AttentionProblem:
         """The call in a line."""
         heads = f"{self.H}" if self.H == self.K else f"{self.H}:{self.K}"
         dims = f"{self.D}" if self.D == self.V else f"{self.D}/{self.V}"
+        keys = "" if self.kv_dtype == self.dtype else f" with keys in {_name(self.kv_dtype)}"
         parts = [
-            f"{self.direction} {str(self.dtype).removeprefix('torch.')} on {self.device.type}",
+            f"{self.direction} {_name(self.dtype)}{keys} on {self.device.type}",
             f"B{self.B} H{heads} M{self.M} N{self.N} D{dims}",
         ]
         for name in ("score", "mask"):
@@ -73,3 +75,7 @@ class AttentionProblem:
             mapped = "" if self.map_tiles is None else " where a map says"
             parts.append(f"blocks {self.blocks[0]}x{self.blocks[1]}{form}{mapped}")
         return ", ".join(parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -17,6 +17,8 @@ from torch._inductor.utils import sympy_subs
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from flex_inductor.softmax import NARROW
+
 from ..observing import observer
 from .configs import Config
 from .fitting import Chosen
@@ -198,7 +200,10 @@ class KernelCall(ir.ExternKernel):
             viewed = isinstance(tensor, ir.ReinterpretView)
             owner = tensor.data if viewed else tensor
             offset = tensor.layout.offset if viewed else sympy.S.Zero
-            signature.append(TensorArg(name, owner.get_name(), tensor.get_dtype(), offset))
+            dtype = tensor.get_dtype()
+            # As bytes, which every card can load.
+            dtype = torch.uint8 if dtype in NARROW else dtype
+            signature.append(TensorArg(name, owner.get_name(), dtype, offset))
         signature += [SizeArg(name, size) for size, name in self.arguments.sizes.items()]
         signature += [ConstexprArg(name) for name in self.configs[0].constants(self.axes)]
         argdefs = [ArgName(argument.name) for argument in signature]

@@ -57,6 +57,20 @@ _COLUMNS = {
 }
 
 
+class Narrow(NamedTuple):
+    """Keys and values of 8 bits in the form of templates: what multiplies them, [B or 1, K, N]."""
+
+    format: str  # Triton's name
+    key: Tensor
+    value: Tensor
+    key_by_head: bool  # whether one number serves all keys of a head
+    value_by_head: bool
+    scales_values: bool  # whether numbers for each value multiply it, not its weights
+
+
+_FORMATS = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
+
+
 class Text(NamedTuple):
     """A mod in the form of the template."""
 
@@ -236,6 +250,21 @@ class Builder:
         tensors = {n: None if t is None else self.tensor(n, realized(t)) for n, t in given.items()}
         return {**tensors, "in_groups": self._in_groups()}
 
+    def narrow(self) -> Narrow | None:
+        if not self.call.inputs.kv_scales:
+            return None
+        key, value = (
+            self.tensor(f"scales_of_{name}", realized(scale))
+            for name, scale in zip(("keys", "values"), self.call.inputs.kv_scales, strict=True)
+        )
+        by_head = [
+            scale.stride[2] == "0" and (not self.mapped or "1" == scale.size[0] or scale.stride[0] == "0")
+            for scale in (key, value)
+        ]
+        # A weight times its scale may leave float16, and a value times its scale does only if what it stands for does.
+        scales_values = not by_head[1] and self.problem.dtype == torch.float16
+        return Narrow(_FORMATS[self.problem.kv_dtype], key, value, *by_head, scales_values)
+
     def _in_groups(self) -> bool:
         """Whether blocks begin at whole groups of dropout's rule: 16 queries, 32 keys."""
         p = self.problem
@@ -296,6 +325,7 @@ class Builder:
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
             **self.softmax_inputs(),
+            "narrow": self.narrow(),
         }
         given = self.call.inputs.tile_map
         if given is not None and p.blocks is not None:  # lengths become the ends of the present tile

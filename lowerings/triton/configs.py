@@ -73,6 +73,10 @@ class Device(NamedTuple):
         return self.arch == "interpreter" or (self.nvidia and int(self.arch[3:]) >= 90)
 
     @property
+    def converts_e4m3(self) -> bool:
+        return not self.nvidia or int(self.arch[3:]) >= 89
+
+    @property
     def shared_operands(self) -> bool:
         """Whether tensor cores read their operands from shared memory, not from registers."""
         return self.family in ("hopper", "blackwell")

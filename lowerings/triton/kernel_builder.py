@@ -61,11 +61,13 @@ class Narrow(NamedTuple):
     """Keys and values of 8 bits in the form of templates: what multiplies them, [B or 1, K, N]."""
 
     format: str  # Triton's name
+    wide: str  # of the query
     by_bits: str | None  # what they become where the card has no conversion
     key: Tensor
     value: Tensor
     key_by_head: bool  # whether one number serves all keys of a head
     value_by_head: bool
+    once: bool  # whether conversions wait to be shared by warps
     scales_values: bool  # whether numbers for each value multiply it, not its weights
 
 
@@ -264,10 +266,11 @@ class Builder:
         ]
         # A weight times its scale may leave float16, and a value times its scale does only if what it stands for does.
         scales_values = not by_head[1] and self.problem.dtype == torch.float16
+        wide = str(self.problem.dtype).removeprefix("torch.")
         device, by_bits = current_device(self.problem.device), None
         if self.problem.kv_dtype == torch.float8_e4m3fn and not device.converts_e4m3:
-            by_bits = "bfloat16" if self.problem.dtype == torch.bfloat16 else "float16"
-        return Narrow(_FORMATS[self.problem.kv_dtype], by_bits, key, value, *by_head, scales_values)
+            by_bits = "bfloat16" if wide == "bfloat16" else "float16"
+        return Narrow(_FORMATS[self.problem.kv_dtype], wide, by_bits, key, value, *by_head, device.nvidia and not device.shared_operands, scales_values)
 
     def _in_groups(self) -> bool:
         """Whether blocks begin at whole groups of dropout's rule: 16 queries, 32 keys."""

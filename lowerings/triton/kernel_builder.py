@@ -67,7 +67,7 @@ class Narrow(NamedTuple):
     value: Tensor
     key_by_head: bool  # whether one number serves all keys of a head
     value_by_head: bool
-    once: bool  # whether conversions wait to be shared by warps
+    rows_from_memory: int  # from how many queries in a tile on products read keys from shared memory
     scales_values: bool  # whether numbers for each value multiply it, not its weights
 
 
@@ -270,7 +270,7 @@ class Builder:
         device, by_bits = current_device(self.problem.device), None
         if self.problem.kv_dtype == torch.float8_e4m3fn and not device.converts_e4m3:
             by_bits = "bfloat16" if wide == "bfloat16" else "float16"
-        return Narrow(_FORMATS[self.problem.kv_dtype], wide, by_bits, key, value, *by_head, device.nvidia and not device.shared_operands, scales_values)
+        return Narrow(_FORMATS[self.problem.kv_dtype], wide, by_bits, key, value, *by_head, 64 if device.shared_operands else LARGEST_TILE + 1, scales_values)
 
     def _in_groups(self) -> bool:
         """Whether blocks begin at whole groups of dropout's rule: 16 queries, 32 keys."""

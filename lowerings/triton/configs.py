@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -140,6 +141,7 @@ class Shape(NamedTuple):
     rows: int | None = None  # of a tile of queries, where the call sets them: all lie in one block
     exact: bool = False  # fp32 products that tensor cores cannot do: threads multiply and add
     mapped: bool = False  # tiles lie where a map says
+    narrow: bool = False  # keys and values have 8 bits in memory
 
     @property
     def widest(self) -> int:
@@ -160,6 +162,9 @@ def forward_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int
     # Without stages one tile leaves room for the other.
     width = shape.D + shape.V if config.stages > 1 else shape.widest
     shared = (m * shape.D + _walked(config, shape, device) * n * width) * shape.bytes
+    if shape.narrow:  # while one is copied, another becomes wide: both, where products run into the next step
+        wide = shape.D + shape.V if device.family == "blackwell" else shape.widest
+        shared = (m * shape.D + n * wide) * shape.bytes + (config.stages - 1) * n * width
     if shape.exact or _divides_columns(config, max(n, shape.V), device):
         shared += m * n * shape.bytes  # the weights, for the other product
     shared += _aside(config, m, max(n, shape.V), device)
@@ -372,8 +377,10 @@ def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[in
     # Found by compiling: products are unrolled, and the longer the code the more values the compiler keeps.
     keys, values = PRODUCTS[cost]
     lanes = config.block_m * config.block_n // threads
+    # Operands too where narrow keys and values are stored as wide ones before.
+    held = int(1.2 * shape.widest * math.sqrt(lanes)) if shape.narrow and config.stages > 1 else 0
     multiplied = lanes * (keys * shape.D + values * shape.V)
-    return shared, 48 + multiplied // 24 + lanes * (shape.tile_loads + shape.score_loads + shape.tile_values)
+    return shared, 48 + held + multiplied // 24 + lanes * (shape.tile_loads + shape.score_loads + shape.tile_values)
 
 
 def describe(config: Config) -> str:

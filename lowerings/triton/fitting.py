@@ -101,7 +101,10 @@ def shape_of(problem: AttentionProblem, kind: str, counts: Mapping[str, int] | N
         aligned=problem.aligned,
         exact=dot_precision(problem.dtype) == "ieee" and current_device(problem.device).nvidia,
         mapped=problem.map_tiles is not None,
+        narrow=problem.kv_dtype.itemsize == 1,
     )
+    if shape.narrow:  # their scales
+        shape = shape._replace(line_loads=shape.line_loads + 2)
     return shape._replace(rows=packed(problem, shape).rows) if kind == "decode" else shape
 
 

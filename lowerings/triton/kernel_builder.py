@@ -67,6 +67,7 @@ class Narrow(NamedTuple):
     value: Tensor
     key_by_head: bool  # whether one number serves all keys of a head
     value_by_head: bool
+    register: str | None  # in assembly; the interpreter has none
     rows_from_memory: int  # from how many queries in a tile on products read keys from shared memory
     scales_values: bool  # whether numbers for each value multiply it, not its weights
 
@@ -266,11 +267,13 @@ class Builder:
         ]
         # A weight times its scale may leave float16, and a value times its scale does only if what it stands for does.
         scales_values = not by_head[1] and self.problem.dtype == torch.float16
+        device = current_device(self.problem.device)
+        register = {"amd": "v", "interpreter": None}.get(device.family, "r")
         wide = str(self.problem.dtype).removeprefix("torch.")
-        device, by_bits = current_device(self.problem.device), None
+        by_bits = None
         if self.problem.kv_dtype == torch.float8_e4m3fn and not device.converts_e4m3:
             by_bits = "bfloat16" if wide == "bfloat16" else "float16"
-        return Narrow(_FORMATS[self.problem.kv_dtype], wide, by_bits, key, value, *by_head, 64 if device.shared_operands else LARGEST_TILE + 1, scales_values)
+        return Narrow(_FORMATS[self.problem.kv_dtype], wide, by_bits, key, value, *by_head, register, 64 if device.shared_operands else LARGEST_TILE + 1, scales_values)
 
     def _in_groups(self) -> bool:
         """Whether blocks begin at whole groups of dropout's rule: 16 queries, 32 keys."""

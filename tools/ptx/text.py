@@ -168,8 +168,9 @@ def _read_body(kernel: Kernel, text: str, start: int, files: dict[str, str]) -> 
             _rename_labels(kernel.instructions[begins.pop() :], labels.pop())
         elif kind == "directive":
             if len(scopes) > 1 and part.startswith(".reg"):
-                for name in part.rstrip("; \n").split(None, 2)[2].split(","):
-                    scopes[-1][name.strip()] = f"{name.strip()}@{line}"
+                for name, count in re.findall(r"([$%\w]+)(?:<(\d+)>)?", part.split(None, 2)[2]):
+                    for each in [f"{name}{i}" for i in range(int(count))] if count else [name]:
+                        scopes[-1][each] = f"{each}@{line}"
         elif kind == "instruction":
             kernel.instructions.append(_instruction(part[:-1], line, (source, within), scopes))
         line += part.count("\n")

@@ -120,6 +120,18 @@ inline Action bind_scalar(const Instruction& in, Launch& launch) {
       return true;
     };
   }
+  if (in.name == "lop3" && in.with.all.size() == 1 && operands.size() == 5) {  // by a table of what three bits give
+    return [&in](Warp& warp, uint32_t lanes) {
+      auto of = [&](int i) { return warp.at(in.operands[i].slots[0]); };
+      each(lanes, [&](int lane) {
+        Bits found = 0;
+        for (int i = 0; i < 8; ++i)
+          if (of(4)[lane] >> i & 1) found |= (i & 4 ? of(1)[lane] : ~of(1)[lane]) & (i & 2 ? of(2)[lane] : ~of(2)[lane]) & (i & 1 ? of(3)[lane] : ~of(3)[lane]);
+        of(0)[lane] = found & 0xffffffffu;
+      });
+      return true;
+    };
+  }
   Scalar compute = scalar(in.name, in.with, launch.approximately);
   if (!compute || operands.empty() || operands[0].slots.empty()) return {};
   if ((in.name == "max" || in.name == "min") && operands.size() == 4)  // of three

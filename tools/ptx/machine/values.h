@@ -117,7 +117,7 @@ bool with_type(const std::string& type, Function&& function) {
 }
 
 inline int bytes_of(const std::string& type) {
-  int found = type == "pred" ? 1 : type == "f32x2" ? 8 : type.size() > 4 && type.compare(type.size() - 4, 4, "16x2") == 0 ? 4 : 0;
+  int found = type == "pred" ? 1 : type == "e4m3x2" || type == "e5m2x2" ? 2 : type == "f32x2" ? 8 : type.size() > 4 && type.compare(type.size() - 4, 4, "16x2") == 0 ? 4 : 0;
   with_type(type, [&](auto x) { return found = sizeof x; });
   return found;
 }
@@ -362,6 +362,15 @@ std::function<bool(Bits, Bits)> comparison(const std::string& name) {
   return {};
 }
 
+// Two numbers of 8 bits as two halves. e4m3 has no infinity, and one NaN.
+inline Bits of_narrow_pair(Bits both, bool e4m3) {
+  auto one = [e4m3](Bits x) {
+    if (!e4m3) return x << 8;
+    return put(Half((x & 127) == 127 ? NAN : 256 * unrounded((x & 128) << 1 | (x & 127), 5, 3)));
+  };
+  return one(both & 255) | one(both >> 8 & 255) << 16;
+}
+
 // The same in each half of a register.
 inline Scalar in_halves(Scalar one, int bits) {
   if (!one) return {};
@@ -451,6 +460,8 @@ inline Scalar scalar(const std::string& name, const Modifiers& with, Approximati
   }
   if (converts) {
     if (types.size() != 2 || (with.has("rz") && types[1][0] != 'f')) return {};
+    if (const bool e4m3 = type == "e4m3x2"; e4m3 || type == "e5m2x2")
+      return types[0] == "f16x2" ? Scalar([e4m3](Bits a, Bits, Bits) { return of_narrow_pair(a, e4m3); }) : Scalar();
     const bool pair = types[0] == "bf16x2" || types[0] == "f16x2";
     const std::string to = pair ? types[0].substr(0, types[0].size() - 2) : types[0];
     Scalar found;

@@ -26,7 +26,7 @@ from ..call import LoweredCall
 from ..decision import Choice
 from ..lanes import Mods
 from ..problem import AttentionProblem
-from . import autotuner
+from . import autotuner, narrow
 from .configs import LARGEST_TILE, Config, current_device
 from .fitting import Chosen, dot_precision, one_block, padded
 from .kernel import Arguments, KernelCall, Launch, Tensor, empty, launch
@@ -55,24 +55,6 @@ class MapTables(NamedTuple):
 _COLUMNS = {
     name: getattr(places, name.upper()) for name in ("batch", "row", "sequence", "head", "index", "count")
 }
-
-
-class Narrow(NamedTuple):
-    """Keys and values of 8 bits in the form of templates: what multiplies them, [B or 1, K, N]."""
-
-    format: str  # Triton's name
-    wide: str  # of the query
-    by_bits: str | None  # what they become where the card has no conversion
-    key: Tensor
-    value: Tensor
-    key_by_head: bool  # whether one number serves all keys of a head
-    value_by_head: bool
-    register: str | None  # in assembly; the interpreter has none
-    rows_from_memory: int  # from how many queries in a tile on products read keys from shared memory
-    scales_values: bool  # whether numbers for each value multiply it, not its weights
-
-
-_FORMATS = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
 
 
 class Text(NamedTuple):
@@ -254,27 +236,6 @@ class Builder:
         tensors = {n: None if t is None else self.tensor(n, realized(t)) for n, t in given.items()}
         return {**tensors, "in_groups": self._in_groups()}
 
-    def narrow(self) -> Narrow | None:
-        if not self.call.inputs.kv_scales:
-            return None
-        key, value = (
-            self.tensor(f"scales_of_{name}", realized(scale))
-            for name, scale in zip(("keys", "values"), self.call.inputs.kv_scales, strict=True)
-        )
-        by_head = [
-            scale.stride[2] == "0" and (not self.mapped or "1" == scale.size[0] or scale.stride[0] == "0")
-            for scale in (key, value)
-        ]
-        # A weight times its scale may leave float16, and a value times its scale does only if what it stands for does.
-        scales_values = not by_head[1] and self.problem.dtype == torch.float16
-        device = current_device(self.problem.device)
-        register = {"amd": "v", "interpreter": None}.get(device.family, "r")
-        wide = str(self.problem.dtype).removeprefix("torch.")
-        by_bits = None
-        if self.problem.kv_dtype == torch.float8_e4m3fn and not device.converts_e4m3:
-            by_bits = "bfloat16" if wide == "bfloat16" else "float16"
-        return Narrow(_FORMATS[self.problem.kv_dtype], wide, by_bits, key, value, *by_head, register, 64 if device.shared_operands else LARGEST_TILE + 1, scales_values)
-
     def _in_groups(self) -> bool:
         """Whether blocks begin at whole groups of dropout's rule: 16 queries, 32 keys."""
         p = self.problem
@@ -335,7 +296,7 @@ class Builder:
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
             **self.softmax_inputs(),
-            "narrow": self.narrow(),
+            "narrow": narrow.of(p, self.call, self.tensor),
         }
         given = self.call.inputs.tile_map
         if given is not None and p.blocks is not None:  # lengths become the ends of the present tile

@@ -105,49 +105,82 @@ def test_in_cpu_kernels(queries, dtype, narrow, scales):
         )  # fmt: skip
 
 
+def every_number(compile, narrow, dtype=torch.float32, columns=16):
+    """256 values, of which one row sees each: they come out as they are. So do NaN and infinity in the first columns."""
+    value = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(narrow).view(1, 1, 16, 16)
+    query, key = torch.zeros(1, 1, 16, 16, dtype=dtype), torch.zeros(1, 1, 16, 16).to(narrow)
+    attend = compile(
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i == j, s, -math.inf))
+    )
+    finite = torch.where(value.float().isfinite(), value.float(), 0.0)
+    assert torch.equal(attend(query, key, finite.to(narrow)), finite.to(dtype))
+    for row in (value[:, :, at : at + 1, :columns] for at in (7, 15)):
+        found = attend(query[:, :, :1], key[:, :, :1], row)
+        torch.testing.assert_close(found, row.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("narrow", [E4M3, E5M2])
 def test_every_number_of_8_bits(narrow):
-    """256 values, of which one row sees each: they come out as they are, NaN and infinity too."""
-    value = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(narrow).view(1, 1, 16, 16)
-    query = torch.zeros(1, 1, 16, 16)
-    attend = torch.compile(
-        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i == j, s, -math.inf)),
-        backend="flex_inductor",
-    )
-    got = attend(
-        query,
-        torch.zeros(1, 1, 16, 16).to(narrow),
-        torch.where(value.float().isfinite(), value.float(), 0.0).to(narrow),
-    )
-    assert torch.equal(got, torch.where(value.float().isfinite(), value.float(), 0.0))
-    found = attend(query[:, :, :1], torch.zeros(1, 1, 1, 16).to(narrow), value[:, :, 7:8])
-    assert torch.equal(found.isnan(), value[:, :, 7:8].float().isnan())
+    every_number(functools.partial(torch.compile, backend="flex_inductor"), narrow)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_pages(compiled):
-    """A pool of pages of 16 tokens with a scale for each token, and for each head."""
-    lengths, pages = [40, 7], torch.tensor([[3, 0, 5], [1, -1, -1]], dtype=torch.int32)
-    pools = [torch.randn(6, 16, 2, 32).to(E4M3) for _ in range(2)]
-    sequences = Sequences(
-        torch.tensor([0, 1, 3], dtype=torch.int32),
-        used_k=torch.tensor(lengths, dtype=torch.int32),
-        pages=pages,
-        page_size=16,
-    )
-    query, k_scale, v_scale = torch.randn(3, 4, 32), torch.rand(6, 16, 2) + 0.5, torch.rand(2) + 0.5
+LENGTHS = [40, 7]
+PAGES = torch.tensor([[3, 0, 5], [1, -1, -1]], dtype=torch.int32)
+PLACES = {  # arguments of Sequences, the shape of keys before heads, the keys of a sequence, scales by head
+    "packed": (
+        {"cu_k": torch.tensor([0, 40, 47], dtype=torch.int32)},
+        (47,),
+        lambda t, n: t[:40] if n == 0 else t[40:],
+        {"v_scale"},
+    ),
+    "cached": (
+        {"used_k": torch.tensor(LENGTHS).int()},
+        (2, 50),
+        lambda t, n: t[n, : LENGTHS[n]],
+        {"k_scale"},
+    ),
+    "paged": (
+        {"used_k": torch.tensor(LENGTHS).int(), "pages": PAGES, "page_size": 16},
+        (6, 16),
+        lambda t, n: t[PAGES[n].clamp(min=0)].flatten(0, 1)[: LENGTHS[n]],
+        {},
+    ),
+}
 
-    def run(query):
-        return varlen_attention(query, *pools, sequences, enable_gqa=True, k_scale=k_scale, v_scale=v_scale)
 
-    out = (torch.compile(run, backend="flex_inductor") if compiled else run)(query)
-    wide = [(pools[0].double() * k_scale.double()[..., None]), pools[1].double() * v_scale.double()[:, None]]
-    for n, rows in enumerate((slice(0, 1), slice(1, 3))):
-        key, value = (t[pages[n].clamp(min=0)].flatten(0, 1)[: lengths[n]].transpose(0, 1) for t in wide)
-        key, value = (t.repeat_interleave(2, 0) for t in (key, value))
-        scores = query[rows].double().transpose(0, 1) @ key.mT / math.sqrt(32)
-        want = (scores.softmax(-1) @ value).transpose(0, 1)
-        torch.testing.assert_close(out[rows].double(), want, rtol=0, atol=1e-5)
+def in_sequences(compile, place, queries=(1, 2), dtype=torch.float32):
+    """With a scale for each token but for what has one for each head."""
+    given, shape, keys_of, by_head = PLACES[place]
+    stored = [torch.randn(*shape, 2, 32).to(E4M3) for _ in range(2)]
+    scales = {
+        name: torch.rand(2 if name in by_head else (*shape, 2)) + 0.5 for name in ("k_scale", "v_scale")
+    }
+    offsets = torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32)
+    sequences, query = Sequences(offsets, **given), torch.randn(sum(queries), 4, 32).to(dtype)
+    run = compile(lambda query: varlen_attention(query, *stored, sequences, enable_gqa=True, **scales))
+    out = run(query)
+    wide = [
+        t.double() * scale.double()[..., None] for t, scale in zip(stored, scales.values(), strict=True)
+    ]
+    for n in range(2):
+        rows = slice(*offsets[n : n + 2])
+        tensors = query[rows].double(), *(keys_of(t, n) for t in wide)
+        gold, plain = (_dense_rows(*(t.to(kind) for t in tensors)) for kind in (torch.float64, dtype))
+        assert (out[rows].double() - gold).abs().max() <= 1.1 * (plain - gold).abs().max() + 2e-6
+
+
+def _dense_rows(query, key, value):
+    """[T, H, D], in which every query sees every key."""
+    query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+    key, value = (t.repeat_interleave(2, 0) for t in (key, value))
+    return ((query @ key.mT / math.sqrt(32)).softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "place, compiled", [("paged", False), ("paged", True), pytest.param("cached", True, marks=pytest.mark.slow)]
+)
+def test_sequences(place, compiled):
+    in_sequences(functools.partial(torch.compile, backend="flex_inductor" if compiled else "eager"), place)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.masks import causal, sliding_window
 from flex_inductor.tools import execute
+from tests.accuracy import test_narrow
 from tests.marks import slow_but
 from tests.support import assert_accurate
 
@@ -116,6 +117,29 @@ CASES = [
 )
 def test_call(case):
     check(*case)
+
+
+NARROW = [
+    (target, dtype, narrow)
+    for target in ("sm_80", "sm_90", "sm_100")
+    for dtype in DTYPES
+    for narrow in (torch.float8_e4m3fn, torch.float8_e5m2)
+]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(NARROW, ("sm_80", torch.bfloat16, torch.float8_e4m3fn)), ids=str
+)
+def test_every_number_of_8_bits(case):
+    """sm_80 widens e4m3 by its bits."""
+    target, dtype, narrow = case
+    test_narrow.every_number(lambda call: execute.compiled(call, target), narrow, dtype)
+
+
+@pytest.mark.parametrize("case", slow_but(NARROW, ("sm_90", torch.bfloat16, torch.float8_e5m2)), ids=str)
+def test_keys_and_values_of_8_bits(case):
+    target, *dtypes = case
+    test_narrow.judged(lambda call: execute.compiled(call, target), 70, *dtypes, "row")
 
 
 AXES = {

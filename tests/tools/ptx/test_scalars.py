@@ -7,6 +7,7 @@ from flex_inductor.tools import ptx
 
 SIZES = {
     torch.int32: "b32",
+    torch.int16: "b16",
     torch.float32: "b32",
     torch.int64: "b64",
     torch.bfloat16: "b16",
@@ -94,6 +95,21 @@ def test_small_floats(dtype, name):
         same(found, {"add": torch.add, "mul": torch.mul, "max": torch.maximum}[operation](a, b))
     pair = apply(f"cvt.rn.{name}x2.f32 $0, $1, $2;", torch.empty(1024, dtype=torch.int32), x, x.roll(1))
     same(pair.view(dtype).view(-1, 2), torch.stack([x.roll(1), x], 1).to(dtype))
+
+
+@pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_pairs_of_numbers_of_8_bits(name, dtype):
+    pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)[: 1 << 13].repeat(2)
+    pairs[1 << 13 :] ^= -1
+    found = apply(f"cvt.rn.f16x2.{name}x2 $0, $1;", torch.empty(1 << 14, dtype=torch.int32), pairs)
+    same(found.view(torch.float16), pairs.view(dtype).to(torch.float16))
+
+
+@pytest.mark.parametrize("table, of", [(0xC0, lambda a, b, c: a & b), (0xF8, lambda a, b, c: a | (b & c)), (0x96, lambda a, b, c: a ^ b ^ c)])
+def test_any_function_of_three_bits(table, of):
+    x = integers()
+    given = x, x.roll(1), x.roll(2)
+    same(apply(f"lop3.b32 $0, $1, $2, $3, {table};", torch.empty(1024, dtype=torch.int32), *given), of(*given))
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "min", "max"])
@@ -201,7 +217,7 @@ def test_integers():
         "barrier.cluster.arrive.aligned;",
         "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$0}, {$1,$1}, {$1,$1}, {$0,$0}, $1, 0x0;",
         "shfl.sync.spin.b32 $0, $1, 1, 31, -1;",
-        "lop3.b32 $0, $1, $1, $1, 0x80;",
+        "lop3.and.b32 $0, $1, $1, $1, 0x80;",
     ],
 )
 def test_what_would_change_a_result_is_not_passed_over(instruction):

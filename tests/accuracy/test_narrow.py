@@ -105,18 +105,14 @@ def test_in_cpu_kernels(queries, dtype, narrow, scales):
         )  # fmt: skip
 
 
-def every_number(compile, narrow, dtype=torch.float32, columns=16):
-    """256 values, of which one row sees each: they come out as they are. So do NaN and infinity in the first columns."""
-    value = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(narrow).view(1, 1, 16, 16)
-    query, key = torch.zeros(1, 1, 16, 16, dtype=dtype), torch.zeros(1, 1, 16, 16).to(narrow)
-    attend = compile(
-        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i == j, s, -math.inf))
-    )
-    finite = torch.where(value.float().isfinite(), value.float(), 0.0)
-    assert torch.equal(attend(query, key, finite.to(narrow)), finite.to(dtype))
-    for row in (value[:, :, at : at + 1, :columns] for at in (7, 15)):
-        found = attend(query[:, :, :1], key[:, :, :1], row)
-        torch.testing.assert_close(found, row.to(dtype), rtol=0, atol=0, equal_nan=True)
+def every_number(compile, narrow, dtype=torch.float32, columns=64):
+    """256 values come out as they are where all keys have the same. NaN and infinity are in the last columns."""
+    values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(narrow).view(4, 1, 1, 1, 64)
+    query, key = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 16, 16).to(narrow)
+    attend = compile(lambda *qkv: flex_attention(*qkv))
+    for value in values[..., :columns]:
+        found = attend(query, key, value.expand(1, 1, 16, -1).contiguous())
+        torch.testing.assert_close(found, value.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("narrow", [E4M3, E5M2])

@@ -42,7 +42,7 @@ def test_as_right_as_wide_keys(call, kinds):
 def test_every_number_of_8_bits(narrow):
     """But infinity and NaN, of which Triton's interpreter makes numbers: ptx/test_attention.py has them."""
     with served_by("triton"):
-        test_narrow.every_number(compiled, narrow, columns=12)
+        test_narrow.every_number(compiled, narrow, columns=60)
 
 
 IN_SEQUENCES = [(p, *of) for p in test_narrow.PLACES for of in (((1, 2), torch.float32), ((33, 20), torch.float16))]

@@ -45,6 +45,7 @@ def test_loops_have_no_local_memory(case):
     assert compiled.metadata.shared <= known_device(target).shared_bytes
 
 
+@pytest.mark.slow
 def test_warps_share_what_they_widen():
     """sm_80's products take operands from registers, and 8 warps all keys: alone each would convert 128 numbers a lane
     of a tile of 64 keys, of which it converts 16."""

@@ -108,10 +108,10 @@ def test_in_cpu_kernels(queries, dtype, narrow, scales):
 def every_number(compile, narrow, dtype=torch.float32, columns=64):
     """256 values come out as they are where all keys have the same. NaN and infinity are in the last columns."""
     values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(narrow).view(4, 1, 1, 1, 64)
-    query, key = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 16, 16).to(narrow)
+    query, key = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 64, 16).to(narrow)
     attend = compile(lambda *qkv: flex_attention(*qkv))
     for value in values[..., :columns]:
-        found = attend(query, key, value.expand(1, 1, 16, -1).contiguous())
+        found = attend(query, key, value.expand(1, 1, 64, -1).contiguous())
         torch.testing.assert_close(found, value.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 

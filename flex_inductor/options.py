@@ -76,12 +76,17 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
         raise errors.bad_option("kernel_options", "BACKEND", backend, f"one of {', '.join(_BACKENDS)}")
 
 
+# The sum of a row's scores times their weights, and the kv_idx of its largest score: the first, -1 where it sees none.
+MORE = ("mean_scores", "max_indices")
+
+
 class CallOptions(NamedTuple):
     """The constants of one call. Everything that sets one is in this file."""
 
     hints: tuple[tuple[str, Any], ...] = ()  # the call's kernel_options
     lse: bool = True  # whether the caller reads it
     max_scores: bool = True
+    more: tuple[str, ...] = ()  # results for each row beside these, in the order of MORE
     build: str = ""  # the build's hash: every compile cache misses on new code
     route: str = ""  # what the backend adds: its own options,
     configs: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
@@ -96,9 +101,12 @@ class CallOptions(NamedTuple):
         return dict(self.hints)
 
 
-def call_options(kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool) -> CallOptions:
+def call_options(
+    kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool, more: tuple[str, ...] = ()
+) -> CallOptions:
     """Those of a call of flex_attention."""
-    return CallOptions(tuple((kernel_options or {}).items()), lse, max_scores, fingerprint.FINGERPRINT)
+    hints = tuple((kernel_options or {}).items())
+    return CallOptions(hints, lse, max_scores, more, fingerprint.FINGERPRINT)
 
 
 def torch_call_options(options: dict[str, Any]) -> CallOptions:

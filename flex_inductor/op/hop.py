@@ -77,12 +77,12 @@ def _keys(device: torch.device) -> int:
 
 
 class Attention(_Op):
-    """(out, logsumexp, max_scores), the last two per row and in natural logarithm."""
+    """(out, logsumexp, max_scores, and what options.more names); all but the first per row and in natural logarithm."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_attention", cacheable=True)
 
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         if supported.UNTESTED and not _len_torch_dispatch_stack():
             upward.self_check("eager")
         call = lift_captures(AttentionCall.read(*args))

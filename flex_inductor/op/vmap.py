@@ -85,9 +85,11 @@ class _FoldedMods:
         )
         if inputs.sinks is not None:
             self.inputs = self.inputs._replace(sinks=fold.rows(inputs.sinks, dims.sinks))
+        if inputs.grad_mean is not None:
+            self.inputs = self.inputs._replace(grad_mean=fold.tensor(inputs.grad_mean, dims.grad_mean))
 
 
-_FOLDED = {"score_captures", "mask_captures", "schedule", "sinks"}
+_FOLDED = {"score_captures", "mask_captures", "schedule", "sinks", "grad_mean"}
 
 
 class _Fold:

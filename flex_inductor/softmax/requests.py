@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
 
+from ..options import MORE
 from . import dropout
-from .arguments import RngState, Softmax
+from .arguments import RngState, Softmax, weight_of_sinks
 
 
 class AuxRequest(NamedTuple):
@@ -20,11 +22,24 @@ class AuxRequest(NamedTuple):
     rng_state: bool = False  # of dropout; None where nothing is dropped
     dropout_mask: bool = False  # which weights dropout keeps, for tests: it takes a byte for each score
     head_max_scores: bool = False  # each head's largest score over all batches and rows, for QK-clip
+    entropy: bool = False  # of each row's weights; a sink's weight is one of them
+    max_indices: bool = False  # the kv_idx of each row's largest score, the first of several; -1 where a row sees no key
 
     @property
     def maxima(self) -> bool:
         """Whether rows' largest scores are needed."""
         return self.max_scores or self.head_max_scores
+
+    @property
+    def reads_lse(self) -> bool:
+        """Whether rows' logsumexps are needed."""
+        return self.lse or self.entropy
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """The op's further results for each row."""
+        needed = {"mean_scores": self.entropy, "max_indices": self.max_indices}
+        return tuple(name for name in MORE if needed[name])
 
 
 class AuxOutput(NamedTuple):
@@ -35,9 +50,12 @@ class AuxOutput(NamedTuple):
     rng_state: RngState | None = None
     dropout_mask: Tensor | None = None  # bool [B, H, M, N]
     head_max_scores: Tensor | None = None  # [H]
+    entropy: Tensor | None = None  # [B, H, M]
+    max_indices: Tensor | None = None  # int64 [B, H, M]
 
 
 REQUESTS = (of_torch.AuxRequest, AuxRequest)
+OF_ROWS = ("lse", "max_scores", "entropy", "max_indices")  # have a number for each row
 
 
 def asked(request: Any, return_lse: bool) -> AuxRequest:
@@ -53,13 +71,35 @@ def over_rows(max_scores: Any) -> Tensor:
     return torch.nn.functional.pad(of_head, (0, 1), value=-torch.inf).amax(1)
 
 
-def answer(request: Any, return_lse: bool, out: Tensor, found: AuxOutput, packed: bool = False) -> Any:
-    """What the user gets. Rows of `packed` sequences are in one batch, which the user does not see."""
+def entropy(lse: Tensor, mean: Tensor, sinks: Tensor | None) -> Tensor:
+    """That of rows [B, H, M] with these mean scores; the mean has nothing of `sinks` [H]."""
+    if sinks is not None:
+        of_rows = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
+        mean = mean + weight_of_sinks(sinks, lse) * of_rows
+    return torch.where(lse > -torch.inf, lse - mean, 0.0)
+
+
+def answer(
+    request: Any,
+    return_lse: bool,
+    results: Sequence[Any],
+    softmax: Softmax,
+    kept: Tensor | None = None,
+    packed: bool = False,
+) -> Any:
+    """What the user gets from the op's results. Rows of `packed` sequences are in one batch, which the user does not
+    see. `kept` is dropout's mask."""
     wanted = asked(request, return_lse)
+    out, lse, max_scores, *_ = results
+    more = dict(zip(wanted.more, results[3:], strict=True))
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, max_indices=more.get("max_indices"))
+    if wanted.entropy:
+        found = found._replace(entropy=entropy(lse, more["mean_scores"], softmax.sinks))
     if wanted.head_max_scores:
         found = found._replace(head_max_scores=over_rows(found.max_scores))
     if packed:
-        rows = {name: getattr(found, name).squeeze(0) for name in ("lse", "max_scores")}
+        out = out.squeeze(0).transpose(0, 1)
+        rows = {name: of_rows.squeeze(0) for name in OF_ROWS if (of_rows := getattr(found, name)) is not None}
         found = found._replace(**rows)
     if request is None:
         return (out, found.lse) if return_lse else out

@@ -74,8 +74,8 @@ def over_rows(max_scores: Any) -> Tensor:
 def entropy(lse: Tensor, mean: Tensor, sinks: Tensor | None) -> Tensor:
     """That of rows [B, H, M] with these mean scores; the mean has nothing of `sinks` [H]."""
     if sinks is not None:
-        of_rows = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
-        mean = mean + weight_of_sinks(sinks, lse) * of_rows
+        scores = sinks.where(sinks > -torch.inf, 0.0).to(lse.dtype).unsqueeze(-1)
+        mean = mean + weight_of_sinks(sinks, lse) * scores
     return torch.where(lse > -torch.inf, lse - mean, 0.0)
 
 

@@ -23,7 +23,7 @@ from flex_inductor.reference import reference
 from flex_inductor.verify import check
 from flex_inductor.verify.mods import Mod
 from tests import inspected
-from tests.kernel_in_torch import Call, Kernel
+from tests.kernel_in_torch import FORWARD, Call, Kernel
 
 
 @pytest.fixture
@@ -135,7 +135,9 @@ FAULTS = {
     **{f"{name} block": PRODUCTS[name] for name in PRODUCTS if name != "dO V^T"},
     **{f"{name} row": PRODUCTS[name] for name in ("PV", "P^T dO", "dS K", "dS^T Q")},
     "lse": "lse",
-    "max_scores": "max_scores",
+    **{name: name for name in FORWARD[1:] if name != "lse"},
+    "mean's gradient": "d_q",
+    "mean's gradient stale": "d_q",
     "weights": "d_q",
     "weights block": "d_q",
     "delta": "d_q",
@@ -147,9 +149,6 @@ FAULTS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-FORWARD = ("out", "lse", "max_scores")
-
-
 @functools.cache
 def call_of(dtype):
     call = Call.of(DTYPES[dtype])
@@ -158,7 +157,7 @@ def call_of(dtype):
 
 def said(dtype, fault=""):
     """What verify says of a kernel with `fault`; a wrong backward is given the right forward."""
-    call, arguments, backward, (out, lse, _) = call_of(dtype)
+    call, arguments, backward, (out, lse, *_) = call_of(dtype)
     kernel = Kernel(call, fault)
     try:
         if not fault or FAULTS[fault] in FORWARD:

@@ -196,3 +196,22 @@ def test_export_keeps_what_is_asked_for():
 
     exported = torch.export.export(Model(), (query,)).module()
     torch.testing.assert_close(exported(query), Model()(query))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_score_mod_that_masks(compile):
+    """A weight of 0 times a score of -inf is 0, whatever the gradient."""
+    query = torch.randn(1, 2, 40, 16, requires_grad=True)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score, -math.inf)
+
+    def call(query):
+        return flex_attention(query, query, query, score_mod, return_aux=REQUEST)[1].entropy
+
+    got = (compiled(call) if compile else call)(query)
+    scores = (query @ query.mT / 4).masked_fill(torch.ones(40, 40).triu(1).bool(), -math.inf)
+    want = entropy_of(scores)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    grads = (torch.autograd.grad(entropy.mul(-9.0).sum(), query) for entropy in (got, want))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)

@@ -151,9 +151,9 @@ def backward(
             if d_value is not None:
                 run.add_per_kv_head(d_value, tile, run.dropped(tile, weight), d_out, live)
             d_weight = run.dropped(tile, run.per_query_head(d_out, run.value(tile).transpose(-1, -2)))
-            if inputs.grad_mean is not None:
-                d_weight = d_weight + inputs.grad_mean[rows.b, rows.h, rows.m].unsqueeze(-1) * _finite(score)
             d_score = d_weight.sub_(delta).mul_(weight)
+            if inputs.grad_mean is not None:
+                d_score += weight * _finite(score) * inputs.grad_mean[rows.b, rows.h, rows.m].unsqueeze(-1)
             if leaves is not None:
                 d_score = leaves.add(run, tile, raw, d_score, live)
             if dead is not None:

@@ -56,9 +56,7 @@ class _AttentionFunction(torch.autograd.Function):
             needed[1:] = [True, True]
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
         wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
-        given = inputs._replace(
-            stand_ins=(), sinks=None, partial=inputs.partial or wide, grad_mean=grad_mean
-        )
+        given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide, grad_mean=grad_mean)
         scale: Any = call.scale
         # d mean / d score is weight * (1 + score - mean): kernels add weight * score.
         of_lse = grad_lse if grad_mean is None else _added(grad_lse, grad_mean * (1 - mean))
@@ -78,7 +76,12 @@ class _AttentionFunction(torch.autograd.Function):
             d_query = d_query.to(query.dtype)
         if inputs.sinks is not None:
             needs: Any = filled(ctx.call, ctx.needs_input_grad[3:]).inputs.sinks
-            of_rows = (out, lse, grad_out, grad_lse if grad_mean is None else _added(grad_lse, -mean * grad_mean))
+            of_rows = (
+                out,
+                lse,
+                grad_out,
+                grad_lse if grad_mean is None else _added(grad_lse, -mean * grad_mean),
+            )
             d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs else None)
         return None, None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
@@ -117,9 +120,7 @@ def _may_be_differentiated() -> bool:
     )
 
 
-def _differentiable(
-    call: AttentionCall, wanted: Sequence[bool], of_shards: bool
-) -> tuple[Tensor, ...]:
+def _differentiable(call: AttentionCall, wanted: Sequence[bool], of_shards: bool) -> tuple[Tensor, ...]:
     """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need a gradient."""
     joint, score_mod = None, None
     if call.score_mod is not None:

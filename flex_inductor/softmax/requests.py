@@ -23,7 +23,9 @@ class AuxRequest(NamedTuple):
     dropout_mask: bool = False  # which weights dropout keeps, for tests: it takes a byte for each score
     head_max_scores: bool = False  # each head's largest score over all batches and rows, for QK-clip
     entropy: bool = False  # of each row's weights; a sink's weight is one of them
-    max_indices: bool = False  # the kv_idx of each row's largest score, the first of several; -1 where a row sees no key
+    max_indices: bool = (
+        False  # the kv_idx of each row's largest score, the first of several; -1 where a row sees no key
+    )
 
     @property
     def maxima(self) -> bool:

@@ -314,7 +314,9 @@ class Exact:
     def backward(
         self,
         region: Region,
-        upstream: tuple[Tensor, ...],  # out, lse, their gradients and mean scores'; None for those that are zero
+        upstream: tuple[
+            Tensor, ...
+        ],  # out, lse, their gradients and mean scores'; None for those that are zero
         wants: str,
         leaves: Leaves | None,  # to add to; None without a score_mod
     ) -> dict[str, Bounded]:

@@ -17,6 +17,7 @@ from . import decode
 from .fitting import chosen
 from .kernel_builder import Builder, further, softmax_values, unwritten, walked
 
+
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple[Any, ...], list[Choice]]:
     names = ("out", "lse", "max_scores", *problem.options.more)
     fakes = dict(zip(names, V.graph.current_node.meta["val"], strict=True))

@@ -118,7 +118,7 @@ def flex_attention(
         )
 
     if isinstance(block_mask, PlannedMask):
-        for name in ("dropout_mask", "head_max_scores"):
+        for name in ("dropout_mask", "head_max_scores", "column_sums"):
             if getattr(wanted, name):
                 refused(softmax_errors.request_of_a_part(name))
         if is_narrow(key) or any(scale is not None for scale in scales):

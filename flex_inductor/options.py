@@ -77,7 +77,9 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
 
 
 # The sum of a row's scores times their weights, and the kv_idx of its largest score: the first, -1 where it sees none.
-MORE = ("mean_scores", "max_indices")
+# COLUMN_SUMS, the sum of the weights that a key takes, is a call of the backward op.
+COLUMN_SUMS = "column_sums"
+MORE = ("mean_scores", "max_indices", COLUMN_SUMS)
 
 
 class CallOptions(NamedTuple):

@@ -103,7 +103,7 @@ def varlen_attention(
     if softmax.dropout_p and sequences.cu_k is sequences.cu_q and sequences.used_k is sequences.used_q:
         of_softmax["in_blocks"] = True  # positions of queries are their places
     wanted = asked(return_aux, return_lse)
-    results = attention(
+    *results, last = attention(
         query,
         key,
         value,
@@ -113,8 +113,11 @@ def varlen_attention(
         Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **of_softmax, **of_rows),
         call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
     )
+    if wanted.column_sums:
+        last = last.squeeze(0).transpose(0, 1) if key.size(0) == 1 else last.transpose(1, 2)
+        last = last.view(by_token)
     kept = _dropout_mask(softmax, sequences, query) if wanted.dropout_mask else None
-    return answer(return_aux, return_lse, results, softmax, kept, packed=True)
+    return answer(return_aux, return_lse, (*results, last), softmax, kept, packed=True)
 
 
 def _dropout_mask(softmax: Softmax, sequences: Sequences, query: Tensor) -> Tensor | None:

@@ -43,6 +43,9 @@ def nested_attention(
     if isinstance(beside, Tensor):
         return _nested(out, query), _nested(beside, query)
     of_rows = {name: _nested(getattr(beside, name), query) for name in OF_ROWS if hasattr(beside, name)}
+    sums = getattr(beside, "column_sums", None)
+    if sums is not None:
+        of_rows["column_sums"] = _nested(sums.transpose(0, 1), key)
     return _nested(out, query), beside._replace(**of_rows)
 
 

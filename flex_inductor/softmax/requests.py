@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
 
-from ..options import MORE
+from ..options import COLUMN_SUMS, MORE
 from . import dropout
 from .arguments import RngState, Softmax, weight_of_sinks
 
@@ -22,10 +22,9 @@ class AuxRequest(NamedTuple):
     rng_state: bool = False  # of dropout; None where nothing is dropped
     dropout_mask: bool = False  # which weights dropout keeps, for tests: it takes a byte for each score
     head_max_scores: bool = False  # each head's largest score over all batches and rows, for QK-clip
+    column_sums: bool = False  # of each key's weights, over the rows and heads that share it; no gradient
     entropy: bool = False  # of each row's weights; a sink's weight is one of them
-    max_indices: bool = (
-        False  # the kv_idx of each row's largest score, the first of several; -1 where a row sees no key
-    )
+    max_indices: bool = False  # the kv_idx of each row's largest score: the first, -1 where a row sees none
 
     @property
     def maxima(self) -> bool:
@@ -35,12 +34,16 @@ class AuxRequest(NamedTuple):
     @property
     def reads_lse(self) -> bool:
         """Whether rows' logsumexps are needed."""
-        return self.lse or self.entropy
+        return self.lse or self.entropy or self.column_sums
 
     @property
     def more(self) -> tuple[str, ...]:
         """The op's further results for each row."""
-        needed = {"mean_scores": self.entropy, "max_indices": self.max_indices}
+        needed = {
+            "mean_scores": self.entropy,
+            "max_indices": self.max_indices,
+            COLUMN_SUMS: self.column_sums,
+        }
         return tuple(name for name in MORE if needed[name])
 
 
@@ -52,6 +55,7 @@ class AuxOutput(NamedTuple):
     rng_state: RngState | None = None
     dropout_mask: Tensor | None = None  # bool [B, H, M, N]
     head_max_scores: Tensor | None = None  # [H]
+    column_sums: Tensor | None = None  # like key without its last dimension
     entropy: Tensor | None = None  # [B, H, M]
     max_indices: Tensor | None = None  # int64 [B, H, M]
 
@@ -94,7 +98,8 @@ def answer(
     wanted = asked(request, return_lse)
     out, lse, max_scores, *_ = results
     more = dict(zip(wanted.more, results[3:], strict=True))
-    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, max_indices=more.get("max_indices"))
+    beside = {name: more.get(name) for name in (COLUMN_SUMS, "max_indices")}
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, **beside)
     if wanted.entropy:
         found = found._replace(entropy=entropy(lse, more["mean_scores"], softmax.sinks))
     if wanted.head_max_scores:

@@ -67,7 +67,7 @@ class _Part(NamedTuple):
         return Region(b, h, [m], [n])._replace(**part)
 
 
-SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered"}
+SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
 SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
 
 

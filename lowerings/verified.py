@@ -26,8 +26,8 @@ def verified(problem: AttentionProblem, call: LoweredCall, outputs: Any) -> Any:
         out, *rows = outputs
         names = ("lse", "max_scores", *problem.options.more)
         read = [i for i in range(len(rows)) if i + 1 in results_read()]
-        given = [rows[i] for i in read], [names[i] for i in read]
-        return checked(torch.ops.flex_inductor.verified_forward.default, out, *given), *rows
+        of_rows = [rows[i] for i in read], [names[i] for i in read]
+        return checked(torch.ops.flex_inductor.verified_forward.default, out, *of_rows), *rows
     *d_qkv, d_captures = outputs
     grads = [grad for grad in (*d_qkv, *d_captures) if grad is not None]
     given = (call.out, call.lse, call.grad_out, call.grad_lse)

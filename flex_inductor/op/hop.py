@@ -118,11 +118,11 @@ def _column_sums(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
         stand_ins=(), sinks=None, dropout=None, in_blocks=False, kv_scales=(), partial=True
     )
     alone = with_score_graph(prepare(alone))
-    _, _, sums, _ = attention_backward(
+    grads: Any = attention_backward(
         query, key, value, of_rows, lse.detach(), of_rows, None,
         alone.score_mod, None, alone.mask_mod, alone.scale, ("value",), alone.inputs, alone.options,
     )  # fmt: skip
-    return sums.squeeze(-1)
+    return grads[2].squeeze(-1)
 
 
 class Refusal(HigherOrderOperator):

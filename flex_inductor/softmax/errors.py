@@ -57,8 +57,8 @@ def rng_state_device(got: torch.device, expected: torch.device) -> FlexValueErro
 
 def derivative_of_entropy() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "return_aux: entropy has a gradient, but no forward mode (torch.func.jvp) and no second derivative. Ask for it in "
-        "a call of its own, under torch.no_grad()."
+        "return_aux: entropy has a gradient, but no forward mode (torch.func.jvp) and no second derivative. Ask for "
+        "it in a call of its own, under torch.no_grad()."
     )
 
 

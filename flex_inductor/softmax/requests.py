@@ -106,13 +106,13 @@ def answer(
         found = found._replace(head_max_scores=over_rows(found.max_scores))
     if packed:
         out = out.squeeze(0).transpose(0, 1)
-        rows = {name: of_rows.squeeze(0) for name in OF_ROWS if (of_rows := getattr(found, name)) is not None}
-        found = found._replace(**rows)
+        named = {name: rows for name in OF_ROWS if (rows := getattr(found, name)) is not None}
+        found = found._replace(**{name: rows.squeeze(0) for name, rows in named.items()})
     if request is None:
         return (out, found.lse) if return_lse else out
     values: list[Any] = [value if want else None for value, want in zip(found, wanted, strict=True)]
-    kept = AuxOutput(*values)
-    return out, of_torch.AuxOutput(*kept[:2]) if isinstance(request, of_torch.AuxRequest) else kept
+    answered = AuxOutput(*values)
+    return out, of_torch.AuxOutput(*answered[:2]) if isinstance(request, of_torch.AuxRequest) else answered
 
 
 def dropout_mask(

@@ -76,19 +76,13 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
         raise errors.bad_option("kernel_options", "BACKEND", backend, f"one of {', '.join(_BACKENDS)}")
 
 
-# The sum of a row's scores times their weights, and the kv_idx of its largest score: the first, -1 where it sees none.
-# COLUMN_SUMS, the sum of the weights that a key takes, is a call of the backward op.
-COLUMN_SUMS = "column_sums"
-MORE = ("mean_scores", "max_indices", COLUMN_SUMS)
-
-
 class CallOptions(NamedTuple):
     """The constants of one call. Everything that sets one is in this file."""
 
     hints: tuple[tuple[str, Any], ...] = ()  # the call's kernel_options
     lse: bool = True  # whether the caller reads it
     max_scores: bool = True
-    more: tuple[str, ...] = ()  # results for each row beside these, in the order of MORE
+    more: tuple[str, ...] = ()  # results for each row beside these, in the order of softmax.MORE
     build: str = ""  # the build's hash: every compile cache misses on new code
     route: str = ""  # what the backend adds: its own options,
     configs: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()

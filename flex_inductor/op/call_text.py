@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from ..mod_ir import serialise
 from ..mod_ir.program import LaneProgram
 from ..mod_ir.split import Programs, SecondPrograms
-from ..options import MORE, CallOptions, call_options
+from ..options import CallOptions, call_options
+from ..softmax import MORE
 from .call import Inputs
 
 

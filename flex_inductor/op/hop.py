@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors, supported, upward
-from ..options import COLUMN_SUMS
+from ..softmax import COLUMN_SUMS
 from .call import AttentionCall, BackwardCall, tensors_of
 from .eager import known
 from .prepare import lift_captures, prepare, with_score_graph

@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
-from flex_inductor.options import MORE
+from flex_inductor.softmax import MORE
 from flex_inductor.visits import places
 from flex_inductor.visits.text import TRITON, Language, Walk, walks
 

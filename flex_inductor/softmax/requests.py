@@ -12,8 +12,8 @@ from torch.nn.attention import flex_attention as of_torch
 from . import dropout
 from .arguments import RngState, Softmax, weight_of_sinks
 
-# The op's further results: the sum of a row's scores times their weights, and the kv_idx of its largest score, the first
-# or -1 where it sees none. COLUMN_SUMS, the sum of the weights that a key takes, is a call of the backward op.
+# The op's further results: the sum of a row's scores times their weights, and the kv_idx of its largest score, or -1
+# where it sees none. COLUMN_SUMS, the sum of the weights that a key takes, is a call of the backward op.
 COLUMN_SUMS = "column_sums"
 MORE = ("mean_scores", "max_indices", COLUMN_SUMS)
 

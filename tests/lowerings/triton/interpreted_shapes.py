@@ -182,7 +182,7 @@ def test_inside_a_model():
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("call", slow_but(test_latent.CALLS, "latent, token"))
+@pytest.mark.parametrize("call", slow_but(test_latent.CALLS, "wide, token"))
 def test_latent_keys(call):
     with served_by("triton"):
         test_latent.judged(call, functools.partial(interpret.compiled, dynamic=False))

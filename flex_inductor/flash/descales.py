@@ -1,4 +1,4 @@
-"""FlashAttention-3's descales: what queries, keys and values of 8 bits are multiplied by, for each sequence and KV head.
+"""FlashAttention-3's descales: what multiplies queries, keys and values of 8 bits, for each sequence and KV head.
 
 Those of keys multiply the queries, those of values the output: sequences with other descales may share a page.
 """

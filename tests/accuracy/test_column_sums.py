@@ -44,7 +44,9 @@ def biased(run, dtype=torch.float32, **given):
     torch.testing.assert_close(aux.column_sums, of_weights(weights, 2).float(), rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
+)
 def test_with_all_that_there_is(dtype):
     biased(lambda call: call, dtype)
     with served_by("cpu", "cpu"):
@@ -53,7 +55,7 @@ def test_with_all_that_there_is(dtype):
         biased(functools.partial(compiled, options={"route": "chunked"}), dtype)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_packed_cached_and_paged(compile):
     """Tokens that no sequence has, or uses, have nothing."""
     run = compiled if compile else lambda call: call

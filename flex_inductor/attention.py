@@ -19,7 +19,6 @@ from .options import call_options, check_kernel_options
 from .softmax import (
     NARROW,
     REQUESTS,
-    AuxOutput,
     AuxRequest,
     RngState,
     Scales,
@@ -115,11 +114,11 @@ def flex_attention(
             None if mask_mod is noop_mask else mask_mod,
             1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
             inputs,
-            call_options(kernel_options, lse=wanted.lse, max_scores=wanted.maxima),
+            call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
         )
 
     if isinstance(block_mask, PlannedMask):
-        for name in ("dropout_mask", "head_max_scores"):
+        for name in ("dropout_mask", "head_max_scores", "column_sums"):
             if getattr(wanted, name):
                 refused(softmax_errors.request_of_a_part(name))
         if is_narrow(key) or any(scale is not None for scale in scales):
@@ -144,8 +143,7 @@ def flex_attention(
         inputs = Inputs(schedule=schedule, **softmax.inputs(query), **of_rows)
         results = call(query, key, value, score_mod, mask_mod, inputs)
         kept = _dropout_mask(softmax, query, key) if wanted.dropout_mask else None
-    out, lse, max_scores = results
-    return answer(return_aux, return_lse, out, AuxOutput(lse, max_scores, softmax.rng_state, kept))
+    return answer(return_aux, return_lse, results, softmax, kept)
 
 
 def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None:

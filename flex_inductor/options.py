@@ -82,6 +82,7 @@ class CallOptions(NamedTuple):
     hints: tuple[tuple[str, Any], ...] = ()  # the call's kernel_options
     lse: bool = True  # whether the caller reads it
     max_scores: bool = True
+    more: tuple[str, ...] = ()  # results for each row beside these, in the order of softmax.MORE
     build: str = ""  # the build's hash: every compile cache misses on new code
     route: str = ""  # what the backend adds: its own options,
     configs: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
@@ -96,9 +97,12 @@ class CallOptions(NamedTuple):
         return dict(self.hints)
 
 
-def call_options(kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool) -> CallOptions:
+def call_options(
+    kernel_options: dict[str, Any] | None, *, lse: bool, max_scores: bool, more: tuple[str, ...] = ()
+) -> CallOptions:
     """Those of a call of flex_attention."""
-    return CallOptions(tuple((kernel_options or {}).items()), lse, max_scores, fingerprint.FINGERPRINT)
+    hints = tuple((kernel_options or {}).items())
+    return CallOptions(hints, lse, max_scores, more, fingerprint.FINGERPRINT)
 
 
 def torch_call_options(options: dict[str, Any]) -> CallOptions:

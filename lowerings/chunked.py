@@ -10,6 +10,7 @@ import torch
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op import call_text
 from flex_inductor.op.eager import chunked
+from flex_inductor.options import CallOptions
 from flex_inductor.visits import FORMS
 
 from . import host_ops
@@ -47,5 +48,6 @@ def op_arguments(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple, s
     if problem.programs.mask is not None or problem.schedule is not None:
         mods = Programs(*(program and with_guards(program) for program in mods))
     wants = problem.outputs if problem.direction == "backward" else ()
-    text, tensors = call_text.dump(call.inputs, mods, float(call.scale), wants)
+    options = CallOptions(more=problem.options.more)
+    text, tensors = call_text.dump(call.inputs, mods, float(call.scale), wants, options)
     return (call.query, call.key, call.value), text, tensors

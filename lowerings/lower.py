@@ -32,6 +32,7 @@ warnings.filterwarnings("ignore", message="Please add support for subgraph args 
 def _forward(*args: Any) -> Any:
     call = AttentionCall.read(*args)
     outputs = tuple(name for name in ("lse", "max_scores") if getattr(call.options, name))
+    outputs += call.options.more
     with dynamo_timed("flex_inductor.lower"):
         return _lower(call, "forward", outputs)
 

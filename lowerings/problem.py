@@ -43,7 +43,7 @@ class AttentionProblem:
     inputs: tuple[str, ...]  # the names of the optional inputs that the call has
     score_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
     mask_captures: tuple[tuple[torch.dtype, tuple[Size, ...]], ...]
-    outputs: tuple[str, ...]  # forward: which of lse, max_scores; backward: which of query, key, value
+    outputs: tuple[str, ...]  # forward: which of lse, max_scores, MORE; backward: which of query, key, value
     options: CallOptions
 
     @property

@@ -23,11 +23,11 @@ def verified(problem: AttentionProblem, call: LoweredCall, outputs: Any) -> Any:
 
     qkv, text, tensors = op_arguments(problem, call)
     if problem.direction == "forward":
-        out, lse, max_scores = outputs
-        read = results_read()
-        rows = [stat if i in read else None for i, stat in enumerate((lse, max_scores), 1)]
-        out = checked(torch.ops.flex_inductor.verified_forward.default, out, *rows)
-        return out, lse, max_scores
+        out, *rows = outputs
+        names = ("lse", "max_scores", *problem.options.more)
+        read = [i for i in range(len(rows)) if i + 1 in results_read()]
+        of_rows = [rows[i] for i in read], [names[i] for i in read]
+        return checked(torch.ops.flex_inductor.verified_forward.default, out, *of_rows), *rows
     *d_qkv, d_captures = outputs
     grads = [grad for grad in (*d_qkv, *d_captures) if grad is not None]
     given = (call.out, call.lse, call.grad_out, call.grad_lse)

@@ -23,7 +23,7 @@ from flex_inductor.reference import reference
 from flex_inductor.verify import check
 from flex_inductor.verify.mods import Mod
 from tests import inspected
-from tests.kernel_in_torch import Call, Kernel
+from tests.kernel_in_torch import FORWARD, Call, Kernel
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_large_calls_are_sampled_at_both_ends(row, monkeypatch):
     monkeypatch.setattr(check, "WHOLE_LANES", 0)
     arguments, out, lse = op_arguments()
     state = torch.get_rng_state()
-    checked = torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+    checked = torch.ops.flex_inductor.verified_forward(*arguments, out, [lse], ["lse"])
     assert torch.equal(checked, out) and checked is not out
     assert torch.equal(torch.get_rng_state(), state)
     lse[0, 1, row] += 1e-3
@@ -110,14 +110,14 @@ def test_large_calls_are_sampled_at_both_ends(row, monkeypatch):
     with pytest.raises(
         FlexError, match=rf"^verify: lse is wrong in batch 0, head 1, queries {first} to {first + 127}\."
     ):
-        torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+        torch.ops.flex_inductor.verified_forward(*arguments, out, [lse], ["lse"])
 
 
 def test_what_is_not_a_number_is_wrong():
     arguments, out, lse = op_arguments(128)
     out[0, 1, 5, 3] = torch.nan
     with pytest.raises(FlexError, match=r"At \[0, 1, 5, 3\] the kernel gives nan and"):
-        torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+        torch.ops.flex_inductor.verified_forward(*arguments, out, [lse], ["lse"])
 
 
 def test_bad_option():
@@ -135,7 +135,9 @@ FAULTS = {
     **{f"{name} block": PRODUCTS[name] for name in PRODUCTS if name != "dO V^T"},
     **{f"{name} row": PRODUCTS[name] for name in ("PV", "P^T dO", "dS K", "dS^T Q")},
     "lse": "lse",
-    "max_scores": "max_scores",
+    **{name: name for name in FORWARD[1:] if name != "lse"},
+    "mean's gradient": "d_q",
+    "mean's gradient stale": "d_q",
     "weights": "d_q",
     "weights block": "d_q",
     "delta": "d_q",
@@ -147,9 +149,6 @@ FAULTS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-FORWARD = ("out", "lse", "max_scores")
-
-
 @functools.cache
 def call_of(dtype):
     call = Call.of(DTYPES[dtype])
@@ -158,11 +157,12 @@ def call_of(dtype):
 
 def said(dtype, fault=""):
     """What verify says of a kernel with `fault`; a wrong backward is given the right forward."""
-    call, arguments, backward, (out, lse, _) = call_of(dtype)
+    call, arguments, backward, (out, lse, *_) = call_of(dtype)
     kernel = Kernel(call, fault)
     try:
         if not fault or FAULTS[fault] in FORWARD:
-            torch.ops.flex_inductor.verified_forward(*arguments, *kernel.forward())
+            out_of_kernel, *rows = kernel.forward()
+            torch.ops.flex_inductor.verified_forward(*arguments, out_of_kernel, rows, FORWARD[1:])
         if not fault or FAULTS[fault] not in FORWARD:
             upstream, grads = (out, lse, call.grad_out, call.grad_lse), kernel.backward(out, lse)
             torch.ops.flex_inductor.verified_backward(*backward, *upstream, grads)
@@ -263,9 +263,9 @@ def test_blocks_of_one_head_for_masks_of_each():
                 r"create_block_mask as H\.$"
             )
             with pytest.raises(FlexError, match=text):
-                torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+                torch.ops.flex_inductor.verified_forward(*arguments, out, [lse], ["lse"])
         else:
-            torch.ops.flex_inductor.verified_forward(*arguments, out, lse, None)
+            torch.ops.flex_inductor.verified_forward(*arguments, out, [lse], ["lse"])
 
 
 def test_a_table_that_a_mod_holds():

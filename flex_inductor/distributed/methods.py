@@ -179,8 +179,7 @@ class PlannedMask(planned.PlannedMask):
                 raise errors.local_capture(self.layout.length, self.positions.size(0)) from error
         if self.to_tokens is not None:
             results = self._share_tokens(self.to_tokens, results, wanted)
-        out, lse, max_scores = results
-        return like_query(out), like_query(lse), like_query(max_scores)
+        return tuple(map(like_query, results))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         name, cp_rank, cp_size = self.cp_group
@@ -217,11 +216,11 @@ class PlannedMask(planned.PlannedMask):
 
     def _share_tokens(self, traffic: Traffic, results: Any, wants: AuxRequest) -> Any:
         """The way back. Results that nobody asked for stay as they are."""
-        out, lse, max_scores = results
-        return (
-            self._local(traffic, out),
-            self._local(traffic, lse.unsqueeze(-1)).squeeze(-1) if wants.lse else lse,
-            self._local(traffic, max_scores.unsqueeze(-1)).squeeze(-1) if wants.max_scores else max_scores,
+        out, *of_rows = results
+        asked_for = (wants.reads_lse, wants.max_scores, *(True for _ in wants.more))
+        return self._local(traffic, out), *(
+            self._local(traffic, rows.unsqueeze(-1)).squeeze(-1) if want else rows
+            for rows, want in zip(of_rows, asked_for, strict=True)
         )
 
     def _local(self, traffic: Traffic, tensor: Tensor) -> Tensor:
@@ -251,8 +250,11 @@ class PlannedMask(planned.PlannedMask):
             tokens, outputs = (
                 _others(t.sent, self.heads_group.rank) for t in (self.to_heads, self.to_tokens)
             )
-            forward += sum(rows) * item * tokens + (out + lse * (wants.lse + wants.max_scores)) * outputs
-            backward += sum(rows) * item * outputs + (out + lse * wants.lse) * tokens
+            differentiable = wants.reads_lse + wants.entropy
+            indices = query.size(0) * heads[0] * wants.max_indices * torch.int64.itemsize
+            beside = lse * (differentiable + wants.max_scores) + indices
+            forward += sum(rows) * item * tokens + (out + beside) * outputs
+            backward += sum(rows) * item * outputs + (out + lse * differentiable) * tokens
         if self.cast is not None:
             forward += row * _others(self.cast.traffic.sent, self.cp_group.rank)
             backward += gradient * _others(self.cast.traffic.received, self.cp_group.rank)

@@ -37,7 +37,7 @@ from ..visits.places import TileMap
 from .exchange import agree, named, process_group
 from .plan import Part, inputs, lines_of_batches
 
-Outputs = tuple[Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, ...]
 Block: TypeAlias = list[Tensor]  # keys and values, or their gradients
 
 
@@ -174,24 +174,44 @@ def forward(
     for step, block in way.blocks(call.key, call.value):
         if block is not None and way.visits[step]:
             part = attend(_step(call, block, step))
-            merged = part if merged is None else _merged(merged, part)
+            merged = part if merged is None else _merged(merged, part, call.options.more)
         block = part = None  # before further ones come
+    more = call.options.more
     if merged is None:  # no query here visits any key
-        out, lse, peak = chunked.empty_outputs(call.query, call.value)
-        merged = out.zero_(), lse.fill_(-math.inf), peak.fill_(-math.inf)
-    out, lse, peak = merged
+        merged = chunked.empty_outputs(call.query, call.value, more=more)
+        for name, result in zip(("out", "lse", "max_scores", *more), merged, strict=True):
+            result.fill_(chunked.NOTHING[name])
+    out, lse, *rest = merged
     if call.inputs.sinks is not None:  # once for all ranks
-        out, lse = with_sinks(out, lse, call.inputs.sinks)
-    return empty_like_layout(call.query, out.shape).copy_(out), lse, peak
+        without = lse
+        out, lse = with_sinks(out, without, call.inputs.sinks)
+        rest[1:] = [
+            with_sinks(rows.unsqueeze(-1), without, call.inputs.sinks)[0].squeeze(-1)
+            if name == "mean_scores"
+            else rows
+            for name, rows in zip(more, rest[1:], strict=True)
+        ]
+    return empty_like_layout(call.query, out.shape).copy_(out), lse, *rest
 
 
-def _merged(one: Outputs, other: Outputs) -> Outputs:
+def _merged(one: Outputs, other: Outputs, more: Sequence[str]) -> Outputs:
     """Attention to the keys of both; changes the output of the first."""
-    (out, lse, peak), (part, part_lse, part_peak) = one, other
+    (out, lse, peak, *rows), (part, part_lse, part_peak, *part_rows) = one, other
     total = torch.logaddexp(lse, part_lse)
     base = torch.where(total == -math.inf, 0.0, total)
-    weight, part_weight = ((of - base).exp_().unsqueeze(-1) for of in (lse, part_lse))
-    return out.mul_(weight).addcmul_(part, part_weight), total, torch.maximum(peak, part_peak)
+    weight, part_weight = ((of - base).exp_() for of in (lse, part_lse))
+    further = {
+        "mean_scores": lambda row, of_part: row * weight + of_part * part_weight,
+        "max_indices": lambda row, of_part: torch.where(
+            (part_peak > peak) | ((part_peak == peak) & (of_part < row)), of_part, row
+        ),
+    }
+    return (
+        out.mul_(weight.unsqueeze(-1)).addcmul_(part, part_weight.unsqueeze(-1)),
+        total,
+        torch.maximum(peak, part_peak),
+        *(further[name](row, of_part) for name, row, of_part in zip(more, rows, part_rows, strict=True)),
+    )
 
 
 def backward(ring: Ring, call: BackwardCall, attend: Callable[[BackwardCall], Any] | None = None) -> Any:
@@ -304,11 +324,12 @@ def _compiled(call: Any) -> Any:
 def _ring_forward(query, key, value, tensors, call):
     ring, (score, mask, _), read = _load(call, tensors, query)
     whole = AttentionCall(query, key, value, score, mask, read.scale, read.inputs, read.options)
-    return forward(ring, whole, _compiled)
+    return [*forward(ring, whole, _compiled)]
 
 
-def _ring_forward_fake(query, key, value, *_):
-    return chunked.empty_outputs(query, value)
+def _ring_forward_fake(query, key, value, tensors, call):
+    more = call_text.load(call, tensors, Graphs).options.more
+    return [*chunked.empty_outputs(query, value, more=more)]
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
 from ..visits.window import ALL
 from . import errors
+from .descales import Descales
 from .functions import MaskMod, check, one_table, score_mod_of, splits_option, window_of
 
 
@@ -49,12 +50,17 @@ def flash_attn_with_kvcache(
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Any:
     """Attention of q [B, M, H, D] to a cache [rows, length, Hk, D], or to pages [pages, page_size, Hk, D].
 
     New keys k and values v [B, new, Hk, D] are first written behind the `cache_seqlens` that each sequence has, in
     place, rotated if cos and sin [positions, R] are given, and q with them. With `cu_seqlens_q`, q is packed [T, H, D],
     and so are k and v, by `cu_seqlens_k_new` or else by the same offsets. No values of tensors are read on the host.
+
+    A cache of 8 bits, and such queries, are multiplied by their descale [sequences, Hk].
 
     Returns [B, M, H, V], or with `return_softmax_lse` (out, lse [B, H, M]); of packed q [T, H, V] and [H, T].
     """
@@ -106,6 +112,8 @@ def flash_attn_with_kvcache(
     except FlexError as error:
         refused(error)
     window = window_of(causal, window_size, attention_chunk)
+    descales = Descales(q_descale, k_descale, v_descale)
+    descales.check(q, k_cache, starts.size(0) - 1)
     if new is not None:
         turned = write(
             k_cache, v_cache, *new[:2], sequences, new[2], None, used, rotary, rotary_interleaved,
@@ -114,7 +122,7 @@ def flash_attn_with_kvcache(
         tokens = turned if rotary else tokens
     mask = sequence_mask(sequences, mask_mod, q.size(-2), None, window)
     out, lse = varlen_attention(
-        tokens,
+        descales.on_queries(tokens, starts),
         k_cache,
         v_cache,
         sequences,
@@ -126,6 +134,7 @@ def flash_attn_with_kvcache(
         kernel_options=splits_option(num_splits),
         sinks=sinks,
     )
+    out = descales.on_output(out, starts)
     if not packed:
         out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import FlexNotImplementedError, FlexTypeError, FlexValueError
+from ..errors import FlexNotImplementedError, FlexTypeError, FlexValueError, described
 
 
 def half_of_new(name: str, other: str) -> FlexValueError:
@@ -18,6 +18,19 @@ def half_of_new(name: str, other: str) -> FlexValueError:
 def new_without_lengths() -> FlexValueError:
     return FlexValueError(
         "cache_seqlens: expected the lengths before the new keys, got None. Without them there is no room for k and v."
+    )
+
+
+def descale_of_wide(name: str, dtype: Any) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected none for a tensor of {dtype}, it is for float8_e4m3fn and float8_e5m2. Leave it out, or "
+        "convert the tensor."
+    )
+
+
+def bad_descale(name: str, got: Any, shape: tuple[int, int]) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected a number for each sequence and KV head, {list(shape)}, got {described(got)}. Expand it."
     )
 
 

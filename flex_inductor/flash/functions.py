@@ -22,6 +22,7 @@ from ..sequences.sequences import check_numbers, check_offsets, check_table
 from ..softmax import AuxRequest, RngState
 from ..visits.window import ALL, Window
 from . import errors
+from .descales import Descales
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -45,13 +46,20 @@ def flash_attn_func(
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
     rng_state: RngState | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Any:
     """Attention of [B, M, H, D] with keys [B, N, Hk, D] and values [B, N, Hk, V].
 
     Returns [B, M, H, V], or with `return_attn_probs` (out, lse [B, H, M], probabilities). None without dropout.
-    With it the last are [B, H, M, N] before dropout, for tests, with a minus where it leaves them out.
+    With it the last are [B, H, M, N] before dropout, for tests, with a minus where it leaves them out. What has 8 bits
+    is multiplied by its descale [B, Hk].
     """
     check(q, 4, window_size, attention_chunk)
+    descales = Descales(q_descale, k_descale, v_descale)
+    descales.check(q, k, q.size(0))
+    q = descales.on_queries(q, None)
     shift = k.size(1) - q.size(1)
     window = window_of(causal, window_size, attention_chunk)
     mask: Any = None
@@ -79,7 +87,7 @@ def flash_attn_func(
         with torch.no_grad():
             probabilities = attend(q, k, places.expand(*k.shape[:2], -1, -1))
         probabilities = probabilities.where(aux.dropout_mask, -probabilities)
-    out = out.transpose(1, 2)
+    out = descales.on_output(out.transpose(1, 2), None)
     return (out, aux.lse, probabilities) if return_attn_probs else out
 
 
@@ -122,6 +130,9 @@ def flash_attn_varlen_func(
     mask_mod: MaskMod | None = None,
     sinks: Tensor | None = None,
     rng_state: RngState | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Any:
     """Attention within packed sequences, or with `block_table` to keys in pages [pages, page_size, Hk, D].
 
@@ -131,6 +142,9 @@ def flash_attn_varlen_func(
     check(q, 3, window_size, attention_chunk)
     table = one_table(block_table, page_table)
     check_packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table)
+    descales = Descales(q_descale, k_descale, v_descale)
+    descales.check(q, k, cu_seqlens_q.size(0) - 1)
+    q = descales.on_queries(q, cu_seqlens_q)
     paged = table is not None
     if paged and seqused_k is None and cu_seqlens_k is not None:
         seqused_k = cu_seqlens_k.diff()
@@ -173,6 +187,7 @@ def flash_attn_varlen_func(
         place, there = _padded(cu_seqlens_q, seqused_q, max_seqlen_q, q)
         probabilities = (rows[place] * there[..., None, None]).transpose(1, 2)
         probabilities = probabilities.where(aux.dropout_mask, -probabilities)
+    out = descales.on_output(out, cu_seqlens_q)
     return (out, aux.lse, probabilities) if return_attn_probs else out
 
 

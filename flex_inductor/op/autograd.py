@@ -17,6 +17,7 @@ from ..mod_ir.arguments import score_dtype
 from ..mod_ir.capture import LiftedMod
 from ..mod_ir.checks import joint_graph
 from ..softmax import gradient_of_sinks
+from ..softmax.errors import derivative_of_entropy
 from . import second
 from .call import QKV, AttentionCall, BackwardCall, filled, parts, rows_of
 from .hop import attention, attention_backward
@@ -35,16 +36,18 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call, ctx.joint, ctx.source, *tensors = inputs
-        out, lse, max_scores = output
-        ctx.mark_non_differentiable(max_scores)
+        out, lse, max_scores, *_ = output
+        more = dict(zip(ctx.call.options.more, output[3:], strict=True))
+        ctx.mark_non_differentiable(max_scores, *(more[name] for name in more if name != "mean_scores"))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.save_for_forward(out, lse, *tensors)
+        ctx.save_for_backward(out, lse, more.get("mean_scores"), *tensors)
+        ctx.save_for_forward(out, lse, None, *tensors)
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse, _grad_max):
-        out, lse, *tensors = ctx.saved_tensors
-        if grad_out is None and grad_lse is None:
+    def backward(ctx, grad_out, grad_lse, _grad_max, *grad_more):
+        out, lse, mean, *tensors = ctx.saved_tensors
+        grad_mean = dict(zip(ctx.call.options.more, grad_more, strict=True)).get("mean_scores")
+        if grad_out is None and grad_lse is None and grad_mean is None:
             return (None,) * (3 + len(tensors))
         call: AttentionCall = filled(ctx.call, tensors)
         query, key, value, inputs = *call[:3], call.inputs
@@ -53,10 +56,12 @@ class _AttentionFunction(torch.autograd.Function):
             needed[1:] = [True, True]
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
         wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
-        given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide)
+        given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide, grad_mean=grad_mean)
         scale: Any = call.scale
+        # d mean / d score is weight * (1 + score - mean): kernels add weight * score.
+        of_lse = grad_lse if grad_mean is None else _added(grad_lse, grad_mean * (1 - mean))
         backward = BackwardCall(
-            query, key, value, out, lse, grad_out, grad_lse,
+            query, key, value, out, lse, grad_out, of_lse,
             call.score_mod, ctx.joint, call.mask_mod, scale, wants, given, call.options,
         )  # fmt: skip
         if _may_be_differentiated():
@@ -71,25 +76,37 @@ class _AttentionFunction(torch.autograd.Function):
             d_query = d_query.to(query.dtype)
         if inputs.sinks is not None:
             needs: Any = filled(ctx.call, ctx.needs_input_grad[3:]).inputs.sinks
-            of_rows = (out, lse, grad_out, grad_lse)
+            of_rows = (
+                out,
+                lse,
+                grad_out,
+                grad_lse if grad_mean is None else _added(grad_lse, -mean * grad_mean),
+            )
             d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs else None)
         return None, None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        out, lse, *tensors = ctx.saved_tensors
+        out, lse, _, *tensors = ctx.saved_tensors
+        if "mean_scores" in ctx.call.options.more:
+            raise derivative_of_entropy()
         call, along = filled(ctx.call, tensors), filled(ctx.call, tangents[3:])
-        return *second.forward_jvp(call, ctx.joint, ctx.source, out, lse, along), None
+        found = second.forward_jvp(call, ctx.joint, ctx.source, out, lse, along)
+        return *found, None, *(None for _ in call.options.more)
 
     @staticmethod
     def vmap(info, in_dims, call, joint, source, *tensors):
         dims, call = filled(call, in_dims[3:]), filled(call, tensors)
         folded, joint, score_mod, unfold = fold_forward(call, joint, source.score_mod, dims, info.batch_size)
         outputs = _apply(folded, joint, source._replace(score_mod=score_mod))
-        return tuple(map(unfold, outputs)), (0, 0, 0)
+        return tuple(map(unfold, outputs)), (0,) * len(outputs)
 
 
-def _apply(call: AttentionCall, joint: Any, source: second.Source) -> tuple[Tensor, Tensor, Tensor]:
+def _added(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else one + other
+
+
+def _apply(call: AttentionCall, joint: Any, source: second.Source) -> tuple[Tensor, ...]:
     rest, tensors = parts(call)
     return _AttentionFunction.apply(rest, joint, source, *tensors)
 
@@ -103,9 +120,7 @@ def _may_be_differentiated() -> bool:
     )
 
 
-def _differentiable(
-    call: AttentionCall, wanted: Sequence[bool], of_shards: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiable(call: AttentionCall, wanted: Sequence[bool], of_shards: bool) -> tuple[Tensor, ...]:
     """Run the op under autograd; `wanted` says whether the score and each capture of score_mod may need a gradient."""
     joint, score_mod = None, None
     if call.score_mod is not None:

@@ -16,6 +16,7 @@ from ..mod_ir import serialise
 from ..mod_ir.program import LaneProgram
 from ..mod_ir.split import Programs, SecondPrograms
 from ..options import CallOptions, call_options
+from ..softmax import MORE
 from .call import Inputs
 
 
@@ -81,7 +82,12 @@ def dump(
             "mods": {name: None if mod is None else write(mod) for name, mod in mods._asdict().items()},
             "scale": scale,
             "wants": list(wants),
-            "options": {"hints": dict(options.hints), "lse": options.lse, "max_scores": options.max_scores},
+            "options": {
+                "hints": dict(options.hints),
+                "lse": options.lse,
+                "max_scores": options.max_scores,
+                "more": list(options.more),
+            },
         }
     )
     return text, tensors
@@ -104,14 +110,14 @@ def _read(text: str, kind: Any) -> Any:
         isinstance(wants, list) and all(isinstance(name, str) for name in wants),
         f"gradients are {str(wants)[:80]}",
     )
-    hints, lse, max_scores = serialise.fields(options, "hints", "lse", "max_scores")
+    hints, lse, max_scores, more = serialise.fields(options, "hints", "lse", "max_scores", "more")
     plain = isinstance(hints, dict) and all(type(v) in (bool, int, float, str) for v in hints.values())
-    serialise.expect(
-        plain and {type(lse), type(max_scores)} == {bool}, f"the options are {str(options)[:80]}"
-    )
+    plain = plain and {type(lse), type(max_scores)} == {bool} and isinstance(more, list)
+    serialise.expect(plain and all(name in MORE for name in more), f"the options are {str(options)[:80]}")
     read: Any = serialise.graph_function if kind is Graphs else _program
     found = kind(*(None if mod is None else read(mod) for mod in serialise.fields(mods, *kind._fields)))
-    return Call(inputs, found, mods, scale, tuple(wants), call_options(hints, lse=lse, max_scores=max_scores))
+    of_call = call_options(hints, lse=lse, max_scores=max_scores, more=tuple(more))
+    return Call(inputs, found, mods, scale, tuple(wants), of_call)
 
 
 def _program(data: Any) -> LaneProgram:

@@ -45,7 +45,8 @@ def _eager(*args):
 
     def in_chunks() -> Any:
         mods = programs(call.score_mod, call.mask_mod, guarded=is_guarded(call.mask_mod, call.inputs))
-        return chunked.forward(call.query, call.key, call.value, call.inputs, mods, float(call.scale))
+        scale, more = float(call.scale), call.options.more
+        return chunked.forward(call.query, call.key, call.value, call.inputs, mods, scale, more)
 
     return kernels.run(call, in_chunks)
 
@@ -76,7 +77,7 @@ def _functionalize(op: HigherOrderOperator, ctx, *args):
 @register_fake(attention)
 def _fake(*args):
     call = AttentionCall.read(*args)
-    return chunked.empty_outputs(call.query, call.value, call.inputs.partial)
+    return chunked.empty_outputs(call.query, call.value, call.inputs.partial, call.options.more)
 
 
 @register_fake(attention_backward)

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors, supported, upward
+from ..softmax import COLUMN_SUMS
 from .call import AttentionCall, BackwardCall, tensors_of
 from .eager import known
-from .prepare import lift_captures
+from .prepare import lift_captures, prepare, with_score_graph
 from .saved import save
 
 _functorch: Any = torch._C._functorch  # its stubs are not complete
@@ -77,18 +78,23 @@ def _keys(device: torch.device) -> int:
 
 
 class Attention(_Op):
-    """(out, logsumexp, max_scores), the last two per row and in natural logarithm."""
+    """(out, logsumexp, max_scores, and what options.more names); all but the first per row and in natural logarithm."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_attention", cacheable=True)
 
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
         if supported.UNTESTED and not _len_torch_dispatch_stack():
             upward.self_check("eager")
         call = lift_captures(AttentionCall.read(*args))
         if compat.is_exporting():
             return save(call)
-        return self.given(call)
+        *more, last = call.options.more or (None,)
+        if last != COLUMN_SUMS:
+            return self.given(call)
+        call = call._replace(options=call.options._replace(more=tuple(more)))
+        out, lse, *rest = self.given(call)
+        return out, lse, *rest, _column_sums(call, out, lse)
 
 
 class AttentionBackward(_Op):
@@ -99,6 +105,24 @@ class AttentionBackward(_Op):
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
         return self.given(BackwardCall.read(*args))
+
+
+@torch.no_grad()
+def _column_sums(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
+    """[B or 1, K, N] in fp32: the sum of each key's weights, as the gradient of values of one 1 for ones."""
+    query, key = (tensor.detach().to(out.dtype) for tensor in (call.query, call.key))  # as autocast has it
+    if call.inputs.kv_scales:
+        key = (key * call.inputs.kv_scales[0].unsqueeze(-1)).to(out.dtype)
+    value, of_rows = key.new_ones((*key.shape[:3], 1)), query.new_ones((*query.shape[:3], 1))
+    alone = call._replace(query=query, key=key, value=value).with_inputs(
+        stand_ins=(), sinks=None, dropout=None, in_blocks=False, kv_scales=(), partial=True
+    )
+    alone = with_score_graph(prepare(alone))
+    grads: Any = attention_backward(
+        query, key, value, of_rows, lse.detach(), of_rows, None,
+        alone.score_mod, None, alone.mask_mod, alone.scale, ("value",), alone.inputs, alone.options,
+    )  # fmt: skip
+    return grads[2].squeeze(-1)
 
 
 class Refusal(HigherOrderOperator):

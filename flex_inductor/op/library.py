@@ -10,7 +10,7 @@ import torch
 LIBRARY = torch.library.Library("flex_inductor", "FRAGMENT")
 
 # The schemas of ops that are a whole call: `tensors` and the text `call` hold its mods and inputs.
-FORWARD = "(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call) -> (Tensor, Tensor, Tensor)"
+FORWARD = "(Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call) -> Tensor[]"
 BACKWARD = (
     "(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, "
     "Tensor[] tensors, str call) -> Tensor[]"

@@ -24,7 +24,7 @@ from .prepare import prepare, with_score_graph
 LIBRARY.define(f"saved_attention{FORWARD}")
 
 
-def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+def save(call: AttentionCall) -> tuple[Tensor, ...]:
     """The call as the op that can be saved."""
     call = prepare(call)
     joint: Any = None
@@ -39,7 +39,7 @@ def save(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         call = checked
     score, mask = call[3:5]
     text, given = call_text.dump(call.inputs, Graphs(score, mask, joint), float(call.scale), (), call.options)
-    return torch.ops.flex_inductor.saved_attention(call.query, call.key, call.value, given, text)
+    return tuple(torch.ops.flex_inductor.saved_attention(call.query, call.key, call.value, given, text))
 
 
 @torch.library.impl(LIBRARY, "saved_attention", "CompositeImplicitAutograd")
@@ -48,7 +48,7 @@ def _run(query, key, value, tensors, call):
     (score, mask, joint), inputs = saved.mods, saved.inputs
     if joint is not None:
         score = functools.partial(_ScoreMod.apply, score, joint)
-    return torch.ops.higher_order.flex_inductor_attention(
+    results = torch.ops.higher_order.flex_inductor_attention(
         query,
         key,
         value,
@@ -58,6 +58,7 @@ def _run(query, key, value, tensors, call):
         inputs,
         saved.options,
     )
+    return [*results]
 
 
 def _names(captures: Any) -> list[str]:

@@ -19,6 +19,7 @@ from ..mod_ir.checks import derivative_graph, joint_graph
 from ..mod_ir.derivatives import trace_backward_jvp, trace_backward_vjp, trace_tangent
 from ..mod_ir.split import second_programs
 from ..softmax import weight_of_sinks
+from ..softmax.errors import derivative_of_entropy
 from . import call_text
 from .call import (
     QKV,
@@ -124,6 +125,8 @@ def _computed(name: str, source: Source, given: _Given) -> list[Tensor]:
     call, inputs = given.call, given.call.inputs
     if inputs.kv_scales:
         raise errors.derivative_of_narrow()
+    if inputs.grad_mean is not None:
+        raise derivative_of_entropy()
     check_served(inputs, SERVES)
     graphs: list[Any] = []
     if call.score_mod is not None:

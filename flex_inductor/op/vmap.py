@@ -80,14 +80,15 @@ class _FoldedMods:
             raise errors.planned_in_vmap()
         self.score = _FoldedMod(fold, inputs.score_captures, dims.score_captures, separate)
         self.mask = _FoldedMod(fold, inputs.mask_captures, dims.mask_captures)
-        self.inputs = Inputs(
-            self.score.captures, self.mask.captures, fold.schedule(inputs.schedule, dims.schedule)
-        )
+        schedule = fold.schedule(inputs.schedule, dims.schedule)
+        self.inputs = Inputs(self.score.captures, self.mask.captures, schedule, partial=inputs.partial)
         if inputs.sinks is not None:
             self.inputs = self.inputs._replace(sinks=fold.rows(inputs.sinks, dims.sinks))
+        if inputs.grad_mean is not None:
+            self.inputs = self.inputs._replace(grad_mean=fold.tensor(inputs.grad_mean, dims.grad_mean))
 
 
-_FOLDED = {"score_captures", "mask_captures", "schedule", "sinks"}
+_FOLDED = {"score_captures", "mask_captures", "schedule", "partial", "sinks", "grad_mean"}
 
 
 class _Fold:

@@ -10,6 +10,7 @@ from torch.nested import nested_tensor_from_jagged
 
 from .. import errors as call_errors
 from ..attention import refused, serve_nested
+from ..softmax import OF_ROWS
 from . import errors
 from .attention import varlen_attention
 from .mask import SequenceMask
@@ -41,7 +42,10 @@ def nested_attention(
     out, beside = found
     if isinstance(beside, Tensor):
         return _nested(out, query), _nested(beside, query)
-    of_rows = {name: _nested(getattr(beside, name), query) for name in ("lse", "max_scores")}
+    of_rows = {name: _nested(getattr(beside, name), query) for name in OF_ROWS if hasattr(beside, name)}
+    sums = getattr(beside, "column_sums", None)
+    if sums is not None:
+        of_rows["column_sums"] = _nested(sums.transpose(0, 1), key)
     return _nested(out, query), beside._replace(**of_rows)
 
 

@@ -5,10 +5,13 @@ Dynamo traces this room.
 
 from .arguments import RngState, Softmax, gradient_of_sinks, weight_of_sinks, with_sinks
 from .narrow import NARROW, Scales, is_narrow
-from .requests import REQUESTS, AuxOutput, AuxRequest, answer, asked, dropout_mask
+from .requests import COLUMN_SUMS, MORE, OF_ROWS, REQUESTS, AuxOutput, AuxRequest, answer, asked, dropout_mask
 
 __all__ = [
+    "COLUMN_SUMS",
+    "MORE",
     "NARROW",
+    "OF_ROWS",
     "REQUESTS",
     "AuxOutput",
     "AuxRequest",

@@ -55,6 +55,13 @@ def rng_state_device(got: torch.device, expected: torch.device) -> FlexValueErro
     )
 
 
+def derivative_of_entropy() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "return_aux: entropy has a gradient, but no forward mode (torch.func.jvp) and no second derivative. Ask for "
+        "it in a call of its own, under torch.no_grad()."
+    )
+
+
 def request_of_a_part(name: str) -> FlexNotImplementedError:
     return FlexNotImplementedError(
         f"return_aux: {name} is not there for a sequence that is spread over ranks. Ask for it in one process; the "

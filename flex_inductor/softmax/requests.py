@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
 
 from . import dropout
-from .arguments import RngState, Softmax
+from .arguments import RngState, Softmax, weight_of_sinks
+
+# The op's further results: the sum of a row's scores times their weights, and the kv_idx of its largest score, or -1
+# where it sees none. COLUMN_SUMS, the sum of the weights that a key takes, is a call of the backward op.
+COLUMN_SUMS = "column_sums"
+MORE = ("mean_scores", "max_indices", COLUMN_SUMS)
 
 
 class AuxRequest(NamedTuple):
@@ -20,11 +26,29 @@ class AuxRequest(NamedTuple):
     rng_state: bool = False  # of dropout; None where nothing is dropped
     dropout_mask: bool = False  # which weights dropout keeps, for tests: it takes a byte for each score
     head_max_scores: bool = False  # each head's largest score over all batches and rows, for QK-clip
+    column_sums: bool = False  # of each key's weights, over the rows and heads that share it; no gradient
+    entropy: bool = False  # of each row's weights; a sink's weight is one of them
+    max_indices: bool = False  # the kv_idx of each row's largest score: the first, -1 where a row sees none
 
     @property
     def maxima(self) -> bool:
         """Whether rows' largest scores are needed."""
         return self.max_scores or self.head_max_scores
+
+    @property
+    def reads_lse(self) -> bool:
+        """Whether rows' logsumexps are needed."""
+        return self.lse or self.entropy or self.column_sums
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """The op's further results for each row."""
+        needed = {
+            "mean_scores": self.entropy,
+            "max_indices": self.max_indices,
+            COLUMN_SUMS: self.column_sums,
+        }
+        return tuple(name for name in MORE if needed[name])
 
 
 class AuxOutput(NamedTuple):
@@ -35,9 +59,13 @@ class AuxOutput(NamedTuple):
     rng_state: RngState | None = None
     dropout_mask: Tensor | None = None  # bool [B, H, M, N]
     head_max_scores: Tensor | None = None  # [H]
+    column_sums: Tensor | None = None  # like key without its last dimension
+    entropy: Tensor | None = None  # [B, H, M]
+    max_indices: Tensor | None = None  # int64 [B, H, M]
 
 
 REQUESTS = (of_torch.AuxRequest, AuxRequest)
+OF_ROWS = ("lse", "max_scores", "entropy", "max_indices")  # have a number for each row
 
 
 def asked(request: Any, return_lse: bool) -> AuxRequest:
@@ -53,19 +81,42 @@ def over_rows(max_scores: Any) -> Tensor:
     return torch.nn.functional.pad(of_head, (0, 1), value=-torch.inf).amax(1)
 
 
-def answer(request: Any, return_lse: bool, out: Tensor, found: AuxOutput, packed: bool = False) -> Any:
-    """What the user gets. Rows of `packed` sequences are in one batch, which the user does not see."""
+def entropy(lse: Tensor, mean: Tensor, sinks: Tensor | None) -> Tensor:
+    """That of rows [B, H, M] with these mean scores; the mean has nothing of `sinks` [H]."""
+    if sinks is not None:
+        scores = sinks.where(sinks > -torch.inf, 0.0).to(lse.dtype).unsqueeze(-1)
+        mean = mean + weight_of_sinks(sinks, lse) * scores
+    return torch.where(lse > -torch.inf, lse - mean, 0.0)
+
+
+def answer(
+    request: Any,
+    return_lse: bool,
+    results: Sequence[Any],
+    softmax: Softmax,
+    kept: Tensor | None = None,
+    packed: bool = False,
+) -> Any:
+    """What the user gets from the op's results. Rows of `packed` sequences are in one batch, which the user does not
+    see. `kept` is dropout's mask."""
     wanted = asked(request, return_lse)
+    out, lse, max_scores, *_ = results
+    more = dict(zip(wanted.more, results[3:], strict=True))
+    beside = {name: more.get(name) for name in (COLUMN_SUMS, "max_indices")}
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, **beside)
+    if wanted.entropy:
+        found = found._replace(entropy=entropy(lse, more["mean_scores"], softmax.sinks))
     if wanted.head_max_scores:
         found = found._replace(head_max_scores=over_rows(found.max_scores))
     if packed:
-        rows = {name: getattr(found, name).squeeze(0) for name in ("lse", "max_scores")}
-        found = found._replace(**rows)
+        out = out.squeeze(0).transpose(0, 1)
+        named = {name: rows for name in OF_ROWS if (rows := getattr(found, name)) is not None}
+        found = found._replace(**{name: rows.squeeze(0) for name, rows in named.items()})
     if request is None:
         return (out, found.lse) if return_lse else out
     values: list[Any] = [value if want else None for value, want in zip(found, wanted, strict=True)]
-    kept = AuxOutput(*values)
-    return out, of_torch.AuxOutput(*kept[:2]) if isinstance(request, of_torch.AuxRequest) else kept
+    answered = AuxOutput(*values)
+    return out, of_torch.AuxOutput(*answered[:2]) if isinstance(request, of_torch.AuxRequest) else answered
 
 
 def dropout_mask(

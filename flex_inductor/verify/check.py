@@ -31,6 +31,7 @@ from .mods import Mod
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out
 SAMPLES = 4  # tiles of each kind in larger calls
 TILE = 128  # what a message calls a tile
+UNSEEN = {"lse": -math.inf, "max_scores": -math.inf, "max_indices": -1.0}  # of rows in no tile; others have 0
 
 _places = random.Random(0)  # its own generator: verifying must not change the numbers that others draw
 
@@ -66,8 +67,8 @@ class _Part(NamedTuple):
         return Region(b, h, [m], [n])._replace(**part)
 
 
-SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered"}
-SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales"}
+SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
+SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
 
 
 class _Call(NamedTuple):
@@ -125,8 +126,8 @@ def _call(query: Tensor, key: Tensor, value: Tensor, tensors: Any, text: str, co
 
 @torch.no_grad()
 def _forward(*args: Any) -> Tensor:
-    call, given = _call(*args[:6]), dict(zip(("out", "lse", "max_scores"), args[6:], strict=True))
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    call, (out, rows, names) = _call(*args[:6]), args[6:]
+    given = {"out": out, **dict(zip(names, rows, strict=True))}
     parts, _ = call.parts()
     for part in parts:
         rows = _sampled(part, part.sizes[2])
@@ -138,13 +139,13 @@ def _forward(*args: Any) -> Tensor:
     if call.call.inputs.tile_map is not None:
         for name, tensor in given.items():
             _check_rest(call, name, tensor, call.call.inputs.tile_map.queries)
-    return args[6].clone()
+    return out.clone()
 
 
 @torch.no_grad()
 def _backward(*args: Any) -> list[Tensor]:
     call = _call(*args[:6])
-    upstream, grads = args[6:10], args[10]
+    upstream, grads = (*args[6:10], call.call.inputs.grad_mean), args[10]
     found = iter(grads)
     wants = "".join(
         name for name, whole in zip(("q", "k", "v"), QKV, strict=True) if whole in call.call.wants
@@ -189,7 +190,7 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 _CALL = "Tensor query, Tensor key, Tensor value, Tensor[] tensors, str call, str code"
 define(
     "verified_forward",
-    f"({_CALL}, Tensor out, Tensor? lse, Tensor? max_scores) -> Tensor",
+    f"({_CALL}, Tensor out, Tensor[] rows, str[] names) -> Tensor",
     _forward,
     _forward_fake,
 )
@@ -233,11 +234,11 @@ def _warn_of(call: _Call, captured: Iterable[int]) -> None:
 
 
 def _check_rest(call: _Call, name: str, got: Tensor, lines: Tensor) -> None:
-    """Rows that no tile has are 0, with a logsumexp and a maximum of -inf."""
+    """Rows that no tile has are 0, but for what UNSEEN says."""
     free = torch.ones(got.size(0), got.size(2), dtype=torch.bool, device=got.device)
     side = Side.of(lines, (lines[:, COUNT] > 0).nonzero().flatten())
     free[side.batch, side.row] = False
-    want = -math.inf if name in ("lse", "max_scores") else 0.0
+    want = UNSEEN.get(name, 0.0)
     wrong = (got != want) & (free[:, None, :, None] if got.dim() == 4 else free[:, None])
     for place in wrong.nonzero().tolist()[:1]:
         tile = [(i, i + 1) for i in place[:3]]

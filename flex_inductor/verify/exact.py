@@ -34,6 +34,7 @@ from .mods import Mod, apart
 
 LANES, KEYS = 1 << 17, 512  # of a tile: in float64 it fits a cache, and half of a causal mask is left out
 OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
+OF_ROWS = ("lse", "max_scores", "mean_scores", "max_indices")
 # Errors of products: so many standard deviations. One rounding has a standard deviation of at most 0.6 of its bound.
 SPREAD = 6
 TINY = 2.0**-120  # a weight below may be 0
@@ -45,6 +46,8 @@ class Bounded(NamedTuple):
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
         """The same after rounding to `dtype`."""
+        if not dtype.is_floating_point:
+            return self
         finfo = torch.finfo(dtype)
         return self._replace(error=self.error + 0.6 * finfo.eps * _size(self.value) + finfo.tiny * finfo.eps)
 
@@ -94,6 +97,11 @@ class _Scores(NamedTuple):
     value: Tensor
     low: Tensor
     high: Tensor
+
+    @property
+    def error(self) -> Tensor:
+        """By how much `value` may be off."""
+        return torch.maximum(self.high - self.value, self.value - self.low).nan_to_num(0.0)
 
 
 class Exact:
@@ -231,12 +239,11 @@ class Exact:
     # Forward.
 
     def forward(self, region: Region) -> dict[str, Bounded]:
-        """out, lse and max_scores, meaningful in the region's rows."""
+        """All results, by name, meaningful in the region's rows."""
         rows = self.query.shape[:3]
-        shapes = ((*rows, self.value.size(-1)), rows, rows)
         results = {
             name: Bounded(*(self.query.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
-            for name, shape in zip(("out", "lse", "max_scores"), shapes, strict=True)
+            for name, shape in {"out": (*rows, self.value.size(-1)), **dict.fromkeys(OF_ROWS, rows)}.items()
         }
         for name in ("lse", "max_scores"):
             results[name].value.fill_(-math.inf)
@@ -250,6 +257,7 @@ class Exact:
             weight, off = self._weights(scores, lse)
             value = self.of_keys(self.value, tile)
             shift = off.sum(-1, keepdim=True)  # of the sum that weights are divided by
+            mean = self._mean_scores(tile, scores, weight, off)
             weight, off = self.dropped(tile, weight, off)
             out = _times(weight, value, scores.live)
             size = _size(value)
@@ -276,14 +284,39 @@ class Exact:
             ends = [apart(end.amax(-1), peak) for end in (scores.low, scores.high)]
             results["max_scores"].value[at] = peak
             results["max_scores"].error[at] = torch.maximum(*ends)
+            for name, (found, error) in (
+                ("mean_scores", mean),
+                ("max_indices", self._max_indices(tile, scores)),
+            ):
+                results[name].value[at], results[name].error[at] = found, error
         return results
+
+    def _mean_scores(
+        self, tile: _Tile, scores: _Scores, weight: Tensor, off: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        score, shift = _finite(scores.value), off.sum(-1)
+        mean, terms = (weight * score).sum(-1), (weight * score.abs()).sum(-1)
+        moved = (off * score.abs() + (weight + off) * scores.error).sum(-1) + shift * mean.abs()
+        return mean, moved / (1 - shift).clamp(min=0.05) + self._sums(_length(tile.n)) * terms
+
+    def _max_indices(self, tile: _Tile, scores: _Scores) -> tuple[Tensor, Tensor]:
+        """Any is right where roundings decide which score is the largest."""
+        peak = scores.value.amax(-1, keepdim=True)
+        index = self.indices(tile)["kv_idx"].double().expand(scores.value.shape)
+        first = torch.where(scores.value == peak, index, math.inf).amin(-1)
+        may_be = scores.live & (scores.high >= scores.low.amax(-1, keepdim=True))
+        rounded = (may_be & (scores.low != scores.high)).any(-1) & (may_be.sum(-1) > 1)
+        sees_none = peak.squeeze(-1) == -math.inf
+        return torch.where(sees_none, -1.0, first), torch.where(rounded & ~sees_none, math.inf, 0.0)
 
     # Backward.
 
     def backward(
         self,
         region: Region,
-        upstream: tuple[Tensor, ...],  # out, lse and their gradients, None for those that are zero
+        upstream: tuple[
+            Tensor, ...
+        ],  # out, lse, their gradients and mean scores'; None for those that are zero
         wants: str,
         leaves: Leaves | None,  # to add to; None without a score_mod
     ) -> dict[str, Bounded]:
@@ -349,7 +382,7 @@ class Exact:
 
         Weights come with their error bound, gradients with two: for errors of their own, and of their row.
         """
-        out, lse, grad_out, grad_lse = upstream
+        out, lse, grad_out, grad_lse, grad_mean = upstream
         value = self.of_keys(self.value, tile)
         out = self.rows(out, tile)
         d_out = torch.zeros_like(out) if grad_out is None else self.rows(grad_out, tile)
@@ -364,6 +397,10 @@ class Exact:
             tile, d_out @ value.transpose(-1, -2), self._of_products(d_out, value)
         )
         slope = slope - delta
+        if grad_mean is not None:
+            d_mean, score = self.rows(grad_mean, tile).unsqueeze(-1), _finite(scores.value)
+            slope = slope + d_mean * score
+            slope_off = slope_off + _size(d_mean) * (scores.error + OPERATIONS * eps * _size(score))
         grad = (weight * slope).where(scores.live, 0.0)
         reached = (weight + off).nan_to_num(0.0).where(scores.live, 0.0)
         alone = off * _size(slope) + reached * slope_off + OPERATIONS * eps * _size(grad)

@@ -14,9 +14,6 @@ from ..problem import AttentionProblem
 from . import lanes, template
 from .call import add_node, fixed_layout, inlinable, rendered, tiles, visited
 
-OUTPUTS = ("out", "lse", "max_scores")
-
-
 PACKED_BYTES = 8 << 20  # bytes of keys and values in use at a time
 MOST_DECODE_ROWS = 16
 
@@ -65,7 +62,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             problem,
             call,
             tensors,
-            OUTPUTS,
+            ("out", "lse", "max_scores", *problem.options.more),
             lists,
             bodies,
             **config._asdict(),

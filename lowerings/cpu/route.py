@@ -22,7 +22,7 @@ class CpuRoute:
     name = "cpu"
     serves = frozenset(
         {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-        | {"sinks", "dropout", "in_blocks", "kv_scales"}
+        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
     )
     forms = frozenset(FORMS)
 

@@ -3,6 +3,7 @@ and a second kernel combines the parts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..problem import AttentionProblem
 from .configs import Config, current_device
 from .fitting import Chosen, chosen, few, first_choice, packed, queries_of, refused_config, shape_of
 from .kernel import empty
-from .kernel_builder import LN_2, Builder, softmax_values, tiles, walked
+from .kernel_builder import LN_2, Builder, further, softmax_values, tiles, walked
 
 # Instances that keep a multiprocessor busy.
 INSTANCES_EACH = 2
@@ -74,9 +75,11 @@ def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dic
     heads = packed(problem, shape_of(problem, "decode", inlined.counts)).heads
     made = chosen(problem, "decode", inlined.counts)
     count = splits(problem, made.configs[0], heads)
-    written = outputs if count == 1 else _parts(problem, count)
+    more = further(outputs)
+    written = outputs if count == 1 else _parts(problem, count, more)
     values |= builder.written(written)
     values |= {
+        "more": more,
         "walks": builder.walks("keys", "0"),
         "heads": heads,
         "splits": count,
@@ -89,13 +92,17 @@ def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dic
     return choices
 
 
-def _parts(problem: AttentionProblem, count: int) -> dict[str, Any]:
+def _parts(problem: AttentionProblem, count: int, more: Sequence[str]) -> dict[str, Any]:
     """Buffers for the instances' results."""
     size = [count, _batches(problem), problem.H, queries_of(problem)]
+    of_rows = {"part_peak": torch.float32, "part_total": torch.float32}
+    if "mean_scores" in more:
+        of_rows["part_weighted"] = torch.float32
+    if "max_indices" in more:
+        of_rows["part_largest"] = torch.int32
     return {
         "part_acc": empty([*size, problem.V], None, torch.float32, problem.device),
-        "part_peak": empty(size, None, torch.float32, problem.device),
-        "part_total": empty(size, None, torch.float32, problem.device),
+        **{name: empty(size, None, dtype, problem.device) for name, dtype in of_rows.items()},
     }
 
 
@@ -109,6 +116,7 @@ def _combine(
     values = {
         **builder.values(builder.inline()),
         **builder.written(outputs),
+        "more": further(outputs),
         "splits": count,
         "H": builder.size(problem.H),
         "to_natural": repr(LN_2),

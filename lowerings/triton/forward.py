@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch._inductor.virtualized import V
+
+from flex_inductor.op.eager.chunked import NOTHING
 
 from ..buffers import results_read
 from ..call import LoweredCall
@@ -14,17 +15,13 @@ from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import decode
 from .fitting import chosen
-from .kernel_builder import Builder, softmax_values, unwritten, walked
-
-OUTPUTS = ("out", "lse", "max_scores")
+from .kernel_builder import Builder, further, softmax_values, unwritten, walked
 
 
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple[Any, ...], list[Choice]]:
-    fakes = dict(zip(OUTPUTS, V.graph.current_node.meta["val"], strict=True))
-    outputs = {
-        name: unwritten(problem, fake, fake.dtype, 0.0 if name == "out" else -math.inf)
-        for name, fake in fakes.items()
-    }
+    names = ("out", "lse", "max_scores", *problem.options.more)
+    fakes = dict(zip(names, V.graph.current_node.meta["val"], strict=True))
+    outputs = {name: unwritten(problem, fake, fake.dtype, NOTHING[name]) for name, fake in fakes.items()}
     read = {0, *results_read()}
     written = {name: output if i in read else None for i, (name, output) in enumerate(outputs.items())}
     few = decode.serves(problem)
@@ -36,7 +33,7 @@ def _lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: di
     builder = Builder(problem, call, mods, ("b", "h", "q_idx"))
     batches, queries, _ = walked(problem)
     inlined = builder.inline()
-    values = softmax_values(builder, inlined) | builder.written(outputs)
+    values = softmax_values(builder, inlined) | builder.written(outputs) | {"more": further(outputs)}
     launched = builder.launch(queries, problem.H, batches, "m")
     values["walks"] = builder.walks("keys")
     return builder.add("forward.jinja", chosen(problem, "forward", inlined.counts), values, launched)

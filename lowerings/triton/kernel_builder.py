@@ -18,6 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE
+from flex_inductor.softmax import MORE
 from flex_inductor.visits import places
 from flex_inductor.visits.text import TRITON, Language, Walk, walks
 
@@ -295,6 +296,7 @@ class Builder:
             "mask_mod": inlined.mask,
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
+            "grad_mean": None,
             **self.softmax_inputs(),
             "narrow": narrow.of(p, self.call, self.tensor),
         }
@@ -381,6 +383,11 @@ def softmax_values(builder: Builder, inlined: Inlined) -> dict[str, Any]:
     return builder.values(
         inlined, tensors, scaled=inlined.score is not None or float(builder.call.scale) <= 0
     )
+
+
+def further(outputs: Mapping[str, Any]) -> list[str]:
+    """Which of MORE a kernel writes."""
+    return [name for name in MORE if outputs.get(name) is not None]
 
 
 def walked(problem: AttentionProblem) -> tuple[Any, Any, Any]:

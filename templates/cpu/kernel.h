@@ -76,6 +76,17 @@ inline Finished finished(float peak, float total, float sink) {
   return {share / all, top + std::log(all)};
 }
 
+// A score whose product with a weight of 0 is 0.
+inline Vec finite(Vec score) { return at::vec::maximum(score, Vec(std::numeric_limits<float>::lowest())); }
+
+// The kv_idx of a row's largest score, the first of several, once further keys have `count` scores. `top` is the largest
+// of these or more; `index` is of the largest so far, `peak`, or -1.
+inline void later_largest(const float* scores, int64_t count, float top, int64_t first_index, float peak, int64_t& index) {
+  if (top == -INF || top < peak || (top == peak && index >= 0 && index < first_index)) return;
+  const int64_t at = std::find(scores, scores + count, top) - scores;
+  if (at < count && (top > peak || index < 0 || first_index + at < index)) index = first_index + at;
+}
+
 // An item and how much work it is. Not sorted by std::sort, which takes 0.1 s to compile.
 struct Weighed {
   int64_t weight, item;

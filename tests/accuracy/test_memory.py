@@ -101,7 +101,7 @@ def test_peak_memory(attend, bias, compiled, mask_mod):
     [
         (None, 1 << 16, 8),
         pytest.param("chunked", 1 << 16, 8, marks=pytest.mark.slow),
-        ("cpu", 1 << 14, 2),
+        pytest.param("cpu", 1 << 14, 2, marks=pytest.mark.long),
     ],
 )
 def test_runs_need_no_memory_by_blocks(route, length, block):

@@ -95,7 +95,7 @@ def test_a_row_without_keys_has_the_sink_for_its_logsumexp(backend):
     )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_packed_sequences_with_tokens_in_none(compiled):
     """A sequence without keys, and rows behind the last sequence."""
     sequences = Sequences.from_lengths([30, 1, 50], [40, 7, 0])

@@ -12,7 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from flex_inductor import AuxRequest, create_block_mask, flex_attention
 from flex_inductor.distributed.context import context_parallel
 
-RESULTS = ("out", "lse", "max_scores", "d_query", "d_key", "d_value", "d_table", "d_gate")
+RESULTS = (
+    "out",
+    "lse",
+    "max_scores",
+    "entropy",
+    "max_indices",
+    "d_query",
+    "d_key",
+    "d_value",
+    "d_table",
+    "d_gate",
+)
 
 
 class Case(NamedTuple):
@@ -26,6 +37,7 @@ class Case(NamedTuple):
     score: bool = True
     sinks: bool = False  # those of a column of the table
     dropout: float = 0.0
+    entropy: bool = False  # and the indices of the largest scores
     bshd: bool = False  # queries, keys and values lie in memory as [B, S, H, D]
 
     def tensors(self) -> list[Tensor]:
@@ -115,11 +127,12 @@ def attend(
     leaves = [t.requires_grad_() for t in (query, key, value, table, gate)]
     out, aux = attention(
         query, key, value, case.score_mod(table, gate), mask, enable_gqa=True,
-        return_aux=AuxRequest(lse=True, max_scores=True), sinks=table[:, 7] if case.sinks else None,
+        return_aux=AuxRequest(lse=True, max_scores=True, entropy=case.entropy, max_indices=case.entropy), sinks=table[:, 7] if case.sinks else None,
         dropout_p=case.dropout, rng_state=(torch.tensor(5 << 40), torch.tensor(3)),
     )  # fmt: skip
-    grads = torch.autograd.grad((out, aux.lse), leaves, (grad_out, grad_lse), allow_unused=True)
-    results = (out, aux.lse, aux.max_scores, *grads)
+    upstream = {out: grad_out, aux.lse: grad_lse} | ({aux.entropy: grad_lse.cos()} if case.entropy else {})
+    grads = torch.autograd.grad([*upstream], leaves, [*upstream.values()], allow_unused=True)
+    results = (out, aux.lse, aux.max_scores, aux.entropy, aux.max_indices, *grads)
     return {n: t.detach() for n, t in zip(RESULTS, results, strict=True) if t is not None}
 
 

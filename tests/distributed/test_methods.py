@@ -54,8 +54,8 @@ def check(group, case, method, balance, ranks, is_compiled=False):
         (Case("batches", batch=3, dropout=0.3), "head_tail", 2),
         (Case("none", batch=2, kv_heads=1, length=130), "contiguous", 4),
         (Case("dead", block=(64, 32)), idle, 4),
-        (Case("dead", block=(64, 32), sinks=True, dropout=0.3), idle, 4),
-        (Case(dtype=torch.float32), reversed_cyclic, 2),
+        (Case("dead", block=(64, 32), sinks=True, dropout=0.3, entropy=True), idle, 4),
+        (Case(dtype=torch.float32, entropy=True), reversed_cyclic, 2),
         (Case("window", heads=8, kv_heads=8, block=(16, 64)), "head_tail", 1),
     ],
     ids=lambda x: x.mask if isinstance(x, Case) else getattr(x, "__name__", str(x)),
@@ -70,12 +70,12 @@ def test_as_one_process(group, case, balance, ranks, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_as_one_process(group, method, dtype, ranks):
     """Uneven lengths, captures and lse with their gradients; kernels serve all lengths of a kind of call."""
-    for mask, length, heads, kv_heads, bshd in (
-        ("documents", 203, 12, 12, False),
-        ("documents", 500, 12, 12, False),
-        ("documents", 203, 12, 12, True),
-        ("window", 330, 4, 2, True),
-        ("dead", 390, 4, 2, True),
+    for mask, length, heads, kv_heads, bshd, entropy in (
+        ("documents", 203, 12, 12, False, False),
+        ("documents", 500, 12, 12, False, False),
+        ("documents", 203, 12, 12, True, False),
+        ("window", 330, 4, 2, True, False),
+        ("dead", 390, 4, 2, True, True),
     ):
-        case = Case(mask, length, 2, heads, kv_heads, dtype=dtype, bshd=bshd)
+        case = Case(mask, length, 2, heads, kv_heads, dtype=dtype, bshd=bshd, entropy=entropy)
         check(group, case, method, "head_tail" if mask == "documents" else idle, ranks, is_compiled=True)

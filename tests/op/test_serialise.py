@@ -316,7 +316,7 @@ CALL = {
     "mods": dict.fromkeys(("score", "mask", "joint")),
     "scale": 1.0,
     "wants": [],
-    "options": {"hints": {}, "lse": False, "max_scores": False},
+    "options": {"hints": {}, "lse": False, "max_scores": False, "more": []},
 }
 
 

@@ -32,10 +32,13 @@ CHUNK_ELEMENTS = 1 << 20
 MAX_CHUNK_KEYS = 512
 MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
+LAST = torch.iinfo(torch.int64).max
+# What a row that sees no key has.
+NOTHING = {"out": 0.0, "lse": -math.inf, "max_scores": -math.inf, "mean_scores": 0.0, "max_indices": -1}
 
 
 SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales"}
+SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
 
 
 class _Tile(NamedTuple):
@@ -64,35 +67,50 @@ def forward(
     inputs: Inputs,
     mods: Programs,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, logsumexp and row maximum (both in natural logarithm)."""
-    out, lse, row_max = empty_outputs(query, value, inputs.partial)
+    more: Sequence[str] = (),
+) -> tuple[Tensor, ...]:
+    """Output, logsumexp and row maximum (both in natural logarithm), and what `more` names."""
+    out, lse, row_max, *further = empty_outputs(query, value, inputs.partial, more)
+    known = dict(zip(more, further, strict=True))
     run = run_of(query, key, value, inputs, mods, scale, (value,))
     if inputs.tile_map is not None:  # a map may leave rows out
         out.zero_(), lse.fill_(-math.inf), row_max.fill_(-math.inf)
+        for name, tensor in known.items():
+            tensor.fill_(NOTHING[name])
     for rows in run.row_tiles():
         acc = run.zeros(rows, value.size(-1))
         total = run.zeros(rows, 1)
         peak = torch.full_like(total, -math.inf)
+        weighted, largest = torch.zeros_like(total), torch.full_like(total, -1, dtype=torch.int64)
         for tile, _, score, live in run.score_tiles(rows, run.scaled_query(rows)):
             if live is not None:
                 score = torch.where(live, score, -math.inf)
-            new_peak = torch.maximum(peak, score.amax(-1, keepdim=True))
+            top = score.amax(-1, keepdim=True)
+            if "max_indices" in more:
+                index = torch.where(score == top, run.indices(tile)["kv_idx"].long(), LAST).amin(-1, True)
+                largest = torch.where((top > peak) | ((top == peak) & (index < largest)), index, largest)
+            new_peak = torch.maximum(peak, top)
             safe_peak = torch.where(new_peak == -math.inf, 0.0, new_peak)
             shrink = torch.exp(peak - safe_peak)
             weight = (score - safe_peak).exp_()
             total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
+            if "mean_scores" in more:
+                weighted = weighted.mul_(shrink).add_((weight * _finite(score)).sum(-1, keepdim=True))
             weight = run.dropped(tile, weight)
             acc = acc.mul_(shrink).add_(run.per_query_head(weight, run.value(tile), live))
             peak = new_peak
-        result, row_lse = acc / torch.where(total == 0, 1.0, total), (peak + total.log()).squeeze(-1)
+        sums = torch.cat([acc, weighted], -1)
+        result, row_lse = sums / torch.where(total == 0, 1.0, total), (peak + total.log()).squeeze(-1)
         if inputs.sinks is not None:
             batches = rows.b if inputs.sinks.size(0) > 1 else slice(0, 1)
             result, row_lse = with_sinks(result, row_lse, inputs.sinks[batches, rows.h])
-        out[rows.b, rows.h, rows.m] = result.to(out.dtype)
-        lse[rows.b, rows.h, rows.m] = row_lse
-        row_max[rows.b, rows.h, rows.m] = peak.squeeze(-1)
-    return out, lse, row_max
+        at = rows.b, rows.h, rows.m
+        out[at] = result[..., :-1].to(out.dtype)
+        lse[at] = row_lse
+        row_max[at] = peak.squeeze(-1)
+        for name, tensor in known.items():
+            tensor[at] = result[..., -1] if name == "mean_scores" else largest.squeeze(-1)
+    return out, lse, row_max, *further
 
 
 def backward(
@@ -134,6 +152,8 @@ def backward(
                 run.add_per_kv_head(d_value, tile, run.dropped(tile, weight), d_out, live)
             d_weight = run.dropped(tile, run.per_query_head(d_out, run.value(tile).transpose(-1, -2)))
             d_score = d_weight.sub_(delta).mul_(weight)
+            if inputs.grad_mean is not None:
+                d_score += weight * _finite(score) * inputs.grad_mean[rows.b, rows.h, rows.m].unsqueeze(-1)
             if leaves is not None:
                 d_score = leaves.add(run, tile, raw, d_score, live)
             if dead is not None:
@@ -150,12 +170,20 @@ def backward(
     return grads[0], grads[1], grads[2], captured
 
 
-def empty_outputs(query: Tensor, value: Tensor, partial: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Unfilled output (in the query's memory layout), logsumexp and row maximum."""
+def _finite(score: Tensor) -> Tensor:
+    """Scores whose product with a weight of 0 is 0."""
+    return score.clamp(min=torch.finfo(score.dtype).min)
+
+
+def empty_outputs(
+    query: Tensor, value: Tensor, partial: bool = False, more: Sequence[str] = ()
+) -> tuple[Tensor, ...]:
+    """Unfilled output (in the query's memory layout), logsumexp, row maximum, and what `more` names."""
     rows = query.shape[:3]
     dtype = score_dtype(query.dtype)
     out = empty_like_layout(query, (*rows, value.size(-1)), dtype if partial else None)
-    return out, query.new_empty(rows, dtype=dtype), query.new_empty(rows, dtype=dtype)
+    of_rows = [dtype, dtype, *(torch.int64 if name == "max_indices" else dtype for name in more)]
+    return out, *(query.new_empty(rows, dtype=of_row) for of_row in of_rows)
 
 
 def empty_gradients(

@@ -15,11 +15,12 @@ from . import chunked
 @torch.no_grad()
 def _forward(query, key, value, tensors, call):
     call = call_text.load(call, tensors, Programs)
-    return chunked.forward(query, key, value, call.inputs, call.mods, call.scale)
+    return [*chunked.forward(query, key, value, call.inputs, call.mods, call.scale, call.options.more)]
 
 
 def _forward_fake(query, key, value, tensors, call):
-    return chunked.empty_outputs(query, value, call_text.load(call, tensors, Programs).inputs.partial)
+    call = call_text.load(call, tensors, Programs)
+    return [*chunked.empty_outputs(query, value, call.inputs.partial, call.options.more)]
 
 
 @torch.no_grad()

@@ -63,10 +63,16 @@ MODS = {
 }
 
 
+def marks(number, masked):
+    if masked != (number % 2 == 0):
+        return pytest.mark.slow
+    return pytest.mark.long if number % 3 == 2 else ()
+
+
 @pytest.mark.parametrize(
     "name, masked",
     [
-        pytest.param(name, masked, marks=() if masked == (i % 2 == 0) else pytest.mark.slow)
+        pytest.param(name, masked, marks=marks(i, masked))
         for i, name in enumerate(MODS)
         for masked in (False, True)
     ],

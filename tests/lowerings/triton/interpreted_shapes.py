@@ -1,5 +1,7 @@
 """Generated Triton kernels run by Triton's interpreter: shapes, layouts, scales. See test_interpreted.py."""
 
+import functools
+
 import pytest
 import torch
 from marks import slow_but
@@ -8,6 +10,7 @@ from support import LAYOUTS, MASKS, MODS, Sizes, attention_of, dense_of, judge, 
 from flex_inductor import BlockMask, create_block_mask, decisions, flex_attention
 from flex_inductor.lowerings.triton import kernel
 from flex_inductor.tools import interpret
+from tests.accuracy import test_latent
 
 SHAPES = {
     "one KV batch": (Sizes(kv_batch=1, queries=40, keys=50), "none"),
@@ -177,3 +180,9 @@ def test_inside_a_model():
         got = torch.autograd.grad(interpret.run(loss, x), wanted)
     for mine, want in zip(got, torch.autograd.grad(loss(x), wanted), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("call", slow_but(test_latent.CALLS, "wide, token"))
+def test_latent_keys(call):
+    with served_by("triton"):
+        test_latent.judged(call, functools.partial(interpret.compiled, dynamic=False))

@@ -6,7 +6,7 @@ from support import served_by
 
 from flex_inductor import Sequences, flex_attention, varlen_attention
 from flex_inductor.tools import interpret
-from tests.accuracy import test_dropout, test_sinks
+from tests.accuracy import test_dropout, test_entropy, test_sinks
 from tests.accuracy.test_dropout import P, kept, shown, state
 
 
@@ -50,3 +50,20 @@ def test_packed_sequences_lose_what_they_lose_uncompiled(keys):
     torch.testing.assert_close(got, want)
     grads = (torch.autograd.grad(out.square().sum(), (query, key, value)) for out in (got, want))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("call", test_entropy.CALLS)
+def test_entropy_of_rows(call, kinds):
+    with served_by("triton", "triton"):
+        test_entropy.judged(call, lambda attend: interpret.compiled(attend, dynamic=False))
+
+
+@pytest.mark.parametrize("sizes", [test_entropy.SIZES, test_entropy.FEW], ids=["many", "few"])
+def test_first_of_the_largest(sizes, kinds):
+    with served_by("triton"):
+        test_entropy.largest(lambda call: interpret.compiled(call, dynamic=False), sizes)
+
+
+def test_entropy_of_packed_sequences():
+    with served_by("triton", "triton"):
+        test_entropy.packed(lambda call: interpret.compiled(call, dynamic=False))

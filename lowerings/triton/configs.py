@@ -380,7 +380,9 @@ def _taken(config: Config, cost: Cost, device: Device, shape: Shape) -> tuple[in
     # Operands too where narrow keys and values are stored as wide ones before.
     held = int(1.2 * shape.widest * math.sqrt(lanes)) if shape.narrow and config.stages > 1 else 0
     multiplied = lanes * (keys * shape.D + values * shape.V)
-    return shared, 48 + held + multiplied // 24 + lanes * (shape.tile_loads + shape.score_loads + shape.tile_values)
+    return shared, 48 + held + multiplied // 24 + lanes * (
+        shape.tile_loads + shape.score_loads + shape.tile_values
+    )
 
 
 def describe(config: Config) -> str:

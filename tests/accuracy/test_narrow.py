@@ -155,9 +155,7 @@ def in_sequences(compile, place, queries=(1, 2), dtype=torch.float32):
     sequences, query = Sequences(offsets, **given), torch.randn(sum(queries), 4, 32).to(dtype)
     run = compile(lambda query: varlen_attention(query, *stored, sequences, enable_gqa=True, **scales))
     out = run(query)
-    wide = [
-        t.double() * scale.double()[..., None] for t, scale in zip(stored, scales.values(), strict=True)
-    ]
+    wide = [t.double() * scale.double()[..., None] for t, scale in zip(stored, scales.values(), strict=True)]
     for n in range(2):
         rows = slice(*offsets[n : n + 2])
         tensors = query[rows].double(), *(keys_of(t, n) for t in wide)
@@ -173,7 +171,8 @@ def _dense_rows(query, key, value):
 
 
 @pytest.mark.parametrize(
-    "place, compiled", [("paged", False), ("paged", True), pytest.param("cached", True, marks=pytest.mark.slow)]
+    "place, compiled",
+    [("paged", False), ("paged", True), pytest.param("cached", True, marks=pytest.mark.slow)],
 )
 def test_sequences(place, compiled):
     in_sequences(functools.partial(torch.compile, backend="flex_inductor" if compiled else "eager"), place)

@@ -45,7 +45,9 @@ def test_every_number_of_8_bits(narrow):
         test_narrow.every_number(compiled, narrow, columns=60)
 
 
-IN_SEQUENCES = [(p, *of) for p in test_narrow.PLACES for of in (((1, 2), torch.float32), ((33, 20), torch.float16))]
+IN_SEQUENCES = [
+    (p, *of) for p in test_narrow.PLACES for of in (((1, 2), torch.float32), ((33, 20), torch.float16))
+]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,6 @@ def test_values_at_the_end_of_float16s_range(scale):
     query, key = torch.zeros(1, 1, 33, 16, dtype=torch.float16), torch.zeros(1, 1, 64, 16).to(E5M2)
     value = torch.full((1, 1, 64, 16), 57344.0).to(E5M2)
     for shape in ((1, 1), (1, 1, 64)):
-        run = compiled(
-            lambda *qkv, shape=shape: flex_attention(*qkv, v_scale=torch.full(shape, scale))
-        )
+        run = compiled(lambda *qkv, shape=shape: flex_attention(*qkv, v_scale=torch.full(shape, scale)))
         want = torch.full_like(query, 57344.0 * scale)
         torch.testing.assert_close(run(query, key, value), want, rtol=2**-10, atol=2**-24)

@@ -22,9 +22,7 @@ KERNELS = [
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(
-        KERNELS, ("sm_90", 64, 1024, torch.bfloat16, E4M3), ("sm_90", 128, 1024, torch.bfloat16, E5M2)
-    ),
+    slow_but(KERNELS, ("sm_90", 64, 1024, torch.bfloat16, E4M3), ("sm_90", 128, 1024, torch.bfloat16, E5M2)),
     ids=str,
 )
 def test_loops_have_no_local_memory(case):

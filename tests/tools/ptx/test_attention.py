@@ -127,9 +127,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", slow_but(NARROW, ("sm_80", torch.bfloat16, torch.float8_e4m3fn)), ids=str
-)
+@pytest.mark.parametrize("case", slow_but(NARROW, ("sm_80", torch.bfloat16, torch.float8_e4m3fn)), ids=str)
 def test_every_number_of_8_bits(case):
     """sm_80 widens e4m3 by its bits."""
     target, dtype, narrow = case

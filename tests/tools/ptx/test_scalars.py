@@ -105,11 +105,16 @@ def test_pairs_of_numbers_of_8_bits(name, dtype):
     same(found.view(torch.float16), pairs.view(dtype).to(torch.float16))
 
 
-@pytest.mark.parametrize("table, of", [(0xC0, lambda a, b, c: a & b), (0xF8, lambda a, b, c: a | (b & c)), (0x96, lambda a, b, c: a ^ b ^ c)])
+@pytest.mark.parametrize(
+    "table, of",
+    [(0xC0, lambda a, b, c: a & b), (0xF8, lambda a, b, c: a | (b & c)), (0x96, lambda a, b, c: a ^ b ^ c)],
+)
 def test_any_function_of_three_bits(table, of):
     x = integers()
     given = x, x.roll(1), x.roll(2)
-    same(apply(f"lop3.b32 $0, $1, $2, $3, {table};", torch.empty(1024, dtype=torch.int32), *given), of(*given))
+    same(
+        apply(f"lop3.b32 $0, $1, $2, $3, {table};", torch.empty(1024, dtype=torch.int32), *given), of(*given)
+    )
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "min", "max"])

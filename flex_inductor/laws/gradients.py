@@ -1,0 +1,111 @@
+"""Gradients against differences of the function itself, in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import errors
+from .calls import Call
+from .report import NotApplicable
+
+STEPS = (1e-5, 1e-3)  # the larger one where a function computes in fp32
+RIGHT = 1e-4  # of a derivative's size
+UNKNOWN = 1e-2  # differences that scatter more say nothing
+ELEMENTS = 8  # looked at one by one where a derivative is wrong
+
+Loss = Callable[[Sequence[Tensor]], Tensor]
+
+
+class Difference(NamedTuple):
+    """A derivative as (f(x + h d) - f(x - h d)) / 2h has it."""
+
+    value: float
+    off: float  # how far it may be off: by how much half as fine a step changes it
+
+
+def of_call(call: Call) -> Iterator[str]:
+    """Each tensor's gradient, along a random direction."""
+    if reason := call.not_plain:
+        raise NotApplicable(reason)
+    named, function = call.in_float64()
+    generator = torch.Generator().manual_seed(1)
+    upstream: list[Tensor] = []
+
+    def loss(tensors: Sequence[Tensor]) -> Tensor:
+        results = function(*tensors)
+        if not upstream:
+            upstream.extend(torch.randn(r.shape, generator=generator, dtype=r.dtype) for r in results)
+        out, lse = results
+        # A row that sees nothing has a logsumexp of -inf, and a gradient of 0.
+        lse = torch.where(lse.isfinite(), lse, 0.0)
+        return (out * upstream[0]).sum() + (lse * upstream[1]).sum()
+
+    yield from wrong_gradients(loss, named, generator)
+
+
+def wrong_gradients(
+    loss: Loss, named: Sequence[tuple[str, Tensor]], generator: torch.Generator
+) -> Iterator[str]:
+    """A text for each tensor whose gradient is not that of `loss`."""
+    names, tensors = zip(*named, strict=True)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    with torch.enable_grad():
+        found = torch.autograd.grad(loss(leaves), leaves, allow_unused=True)
+    scattered = []
+    for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        grad = torch.zeros_like(tensor) if found[i] is None else found[i]
+        along = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * _size(tensor)
+        claimed, norm = float((grad * along).sum()), float((grad * along).square().sum().sqrt())
+        best = _best(loss, tensors, i, along)
+        size = max(norm, abs(best.value))
+        if math.isfinite(claimed) and abs(claimed - best.value) <= RIGHT * size + 10 * best.off:
+            if 10 * best.off > max(UNKNOWN * size, 1e-9):
+                scattered.append(errors.scattered(name, best.off, best.value))
+            continue
+        yield errors.gradient(name, claimed, best.value, _worst(loss, tensors, i, grad))
+    if len(scattered) == len(named):
+        raise NotApplicable("; ".join(scattered))
+
+
+def _size(tensor: Tensor) -> float:
+    size = float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+    return size if size > 0 and math.isfinite(size) else 1.0
+
+
+def _best(loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor) -> Difference:
+    found = [_difference(loss, tensors, i, along, step) for step in STEPS]
+    return min(found, key=lambda difference: difference.off)
+
+
+@torch.no_grad()
+def _difference(
+    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, step: float
+) -> Difference:
+    def by(step: float) -> float:
+        ends = [loss([*tensors[:i], tensors[i] + sign * step * along, *tensors[i + 1 :]]) for sign in (1, -1)]
+        return float(ends[0] - ends[1]) / (2 * step)
+
+    fine, coarse = by(step), by(2 * step)
+    return Difference(fine, abs(fine - coarse) if math.isfinite(fine - coarse) else math.inf)
+
+
+def _worst(
+    loss: Loss, tensors: Sequence[Tensor], i: int, grad: Tensor
+) -> tuple[tuple[int, ...], float, float]:
+    """Of some elements, large gradients and any others: the one that is furthest off, what came, what was expected."""
+    flat = grad.abs().nan_to_num(torch.inf).flatten()
+    several = min(ELEMENTS // 2, flat.numel())
+    chosen = {*flat.topk(several).indices.tolist(), *torch.linspace(0, flat.numel() - 1, several).long().tolist()}
+    found = []
+    for element in chosen:
+        along = torch.zeros_like(flat)
+        along[element] = _size(tensors[i])
+        want = _best(loss, tensors, i, along.view_as(grad)).value / _size(tensors[i])
+        at = tuple(int(j) for j in torch.unravel_index(torch.tensor(element), grad.shape))
+        found.append((at, float(grad[at]), want))
+    return max(found, key=lambda one: abs(one[1] - one[2]) if math.isfinite(one[1]) else math.inf)

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_iter
 
 ROUNDINGS = {4: 64, 8: 64}  # of sums in fp32 and fp64, in units of the largest number
 FEW = 4  # of a result in 16 bits: it is summed in fp32 and rounded once
-AXES = ("batch", "head", "row", "column")
+OUT, KEYS = ("batch", "head", "row", "column"), ("batch", "head", "key", "column")
+TOKENS = ("row", "token", "entry")
 
 
 class Moved(NamedTuple):
@@ -22,16 +23,13 @@ class Moved(NamedTuple):
     want: float
     allowed: float
     count: int
+    axes: Sequence[str] = ()  # what the indices count, where that is known
 
     def __str__(self) -> str:
-        names = AXES[: len(self.at)] if len(self.at) in (3, 4) else ()
-        place = (
-            ", ".join(f"{name} {i}" for name, i in zip(names, self.at, strict=True)) if names else str(self.at)
-        )
+        named = zip(self.axes, self.at, strict=False)
+        place = ", ".join(f"{name} {i}" for name, i in named) if self.axes else str(list(self.at))
         others = f", and {self.count - 1:,} others" if self.count > 1 else ""
-        return (
-            f"at {place}: {self.got:.6g} came, {self.want:.6g} was expected, {self.allowed:.2g} apart at most{others}"
-        )
+        return f"at {place}: {self.got:.6g} came, {self.want:.6g} was expected, {self.allowed:.2g} apart at most{others}"
 
 
 def rounding(want: Tensor) -> float:
@@ -42,7 +40,13 @@ def rounding(want: Tensor) -> float:
     return times * torch.finfo(want.dtype).eps * largest
 
 
-def moved(got: Tensor, want: Tensor, where: Tensor | None = None, allowed: float | None = None) -> Moved | None:
+def moved(
+    got: Tensor,
+    want: Tensor,
+    where: Tensor | None = None,
+    allowed: float | None = None,
+    axes: Sequence[str] = (),
+) -> Moved | None:
     """Of the elements that `where`, which broadcasts, names: the one that is furthest from `want`, if it is too far."""
     got, want = got.detach(), want.detach()
     allowed = rounding(want) if allowed is None else allowed
@@ -54,7 +58,7 @@ def moved(got: Tensor, want: Tensor, where: Tensor | None = None, allowed: float
     off = (wide - expected).abs().nan_to_num(torch.inf, torch.inf)
     worst = int(torch.where(wrong, off, -1.0).argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), off.shape))
-    return Moved(at, float(wide[at]), float(expected[at]), allowed, int(wrong.sum()))
+    return Moved(at, float(wide[at]), float(expected[at]), allowed, int(wrong.sum()), axes)
 
 
 def floats(tree: Any) -> list[Tensor]:

@@ -60,8 +60,14 @@ class Documents:
         own = self.of(want)
         assert own is not None
         return {
-            other for other in range(self.count) if other != but and moved(got, want, own == other) is not None
+            other
+            for other in range(self.count)
+            if other != but and moved(got, want, own == other) is not None
         }
+
+    def neighbours(self, document: int, others: set[int]) -> str:
+        """In words, what moved with a document."""
+        return errors.neighbours(self.name(document), [self.name(other) for other in sorted(others)])
 
     def name(self, document: int) -> str:
         row, tokens = (t.tolist() for t in (self.numbers == document).nonzero(as_tuple=True))

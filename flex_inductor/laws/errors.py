@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import FlexError, FlexTypeError, FlexValueError
-
-__all__ = ["FlexError"]
-
-if TYPE_CHECKING:
-    from .compare import Moved
-    from .documents import Documents
+from ..errors import FlexTypeError, FlexValueError
 
 OURS = "Mods cannot cause this: please report it, with the call."
 
@@ -49,9 +43,7 @@ def documents_unknown(keys: Sequence[str]) -> str:
 
 
 def scattered(name: str, off: float, value: float) -> str:
-    return (
-        f"{name}: differences scatter by {off:.2g} around {value:.4g}, as where score_mod computes in fp32 or jumps"
-    )
+    return f"{name}: differences scatter by {off:.2g} around {value:.4g}, as where score_mod computes in fp32 or jumps"
 
 
 # What was looked at, where a law holds.
@@ -72,22 +64,20 @@ def documents_judged(count: int, perturbed: int) -> str:
 # What is wrong.
 
 
-def masked(name: str, at: Moved, keys: Sequence[int], by_mod: bool) -> str:
-    from .compare import numbered
-
+def masked(name: str, at: object, keys: str, by_mod: bool) -> str:
     cure = (
         "score_mod gives -inf for such pairs, which leaves 0 * NaN: rule them out in mask_mod, by create_block_mask."
         if by_mod
         else OURS
     )
-    return f"{name} {at}. Only keys that it does not see held NaN and Inf there: {numbered(keys)}. {cure}"
+    return f"{name} {at}. Only keys that it does not see held NaN and Inf there: {keys}. {cure}"
 
 
-def shift_moves_out(constant: float, at: Moved, largest: float) -> str:
+def shift_moves_out(constant: float, at: object, largest: float) -> str:
     return f"out {at}, after {constant} was added to every score. {_of_size(largest)}"
 
 
-def shift_of_lse(constant: float, at: Moved, largest: float) -> str:
+def shift_of_lse(constant: float, at: object, largest: float) -> str:
     return f"lse {at}, after {constant} was added to every score. {_of_size(largest)}"
 
 
@@ -100,7 +90,7 @@ def _of_size(largest: float) -> str:
     )
 
 
-def permutation(name: str, at: Moved) -> str:
+def permutation(name: str, at: object) -> str:
     return (
         f"{name} {at}, after keys changed their order and mods saw each under its old kv_idx. Have mods depend on "
         f"nothing but their arguments and what they capture. Else: {OURS}"
@@ -129,9 +119,7 @@ def _pair(pair: tuple[int, ...]) -> str:
 
 def _anew(shared: Sequence[str]) -> str:
     sizes = f", with {' and '.join(shared)}, which it has for one alone" if shared else ""
-    return (
-        f"Make the block mask by create_block_mask{sizes}, and anew when something changes that mask_mod reads."
-    )
+    return f"Make the block mask by create_block_mask{sizes}, and anew when something changes that mask_mod reads."
 
 
 def gradient(name: str, claimed: float, value: float, worst: tuple[tuple[int, ...], float, float]) -> str:
@@ -144,29 +132,27 @@ def gradient(name: str, claimed: float, value: float, worst: tuple[tuple[int, ..
     )
 
 
-def document(
-    packed: Documents, document: int, others: set[int], name: str, at: Moved
-) -> str:
+def neighbours(document: str, moved: Sequence[str]) -> str:
+    more = f" and {len(moved) - MOST_NAMES} more" if len(moved) > MOST_NAMES else ""
+    return f"after {document} was replaced. Moved with it: {', '.join(moved[:MOST_NAMES])}{more}."
+
+
+MOST_NAMES = 8
+APART = (
+    "Have mask_mod ask that query and key are of one document (masks.document), and let nothing else mix the tokens of "
+    "several."
+)
+
+
+def model_document(source: str, implementation: str) -> str:
     return (
-        f"{name} {at}, after {packed.name(document)} was replaced. Moved with it: "
-        f"{', '.join(packed.name(other) for other in sorted(others))}. Have mask_mod ask that query and key are of one "
-        "document (masks.document), and let nothing else mix tokens of several."
+        f"{source} says that they are packed, and the model (attn_implementation={implementation!r}) does not keep them "
+        "apart. transformers reads position_ids with use_cache=False and without an attention_mask; cu_seq_lens_q is "
+        'read by flash attention and by attn_implementation="flex_inductor".'
     )
 
 
-def model_document(
-    packed: Documents, document: int, others: set[int], name: str, at: Moved, source: str, implementation: str
-) -> str:
-    return (
-        f"{name} {at}, after {packed.name(document)} was replaced. Moved with it: "
-        f"{', '.join(packed.name(other) for other in sorted(others))}. {source} says that they are packed, and the "
-        f'model (attn_implementation="{implementation}") does not keep them apart. transformers reads position_ids with '
-        "use_cache=False and without an attention_mask; cu_seq_lens_q is read by flash attention and by "
-        'attn_implementation="flex_inductor".'
-    )
-
-
-def compiled(name: str, at: Moved) -> str:
+def compiled(name: str, at: object) -> str:
     return (
         f"{name} {at}: by torch.compile, and without it. Have the function and its mods not ask whether they are being "
         f"compiled, and change nothing outside. Else: {OURS}"
@@ -178,26 +164,26 @@ def compiled_gradient(name: str, is_none: bool) -> str:
     return f"{name}: {came} came by torch.compile, {expected} was expected, as without it. {OURS}"
 
 
-def batch(name: str, at: Moved, size: int) -> str:
+def batch(name: str, at: object, size: int) -> str:
     around = "alone" if size == 1 else f"in a batch of {size}"
     return f"{name} {at}: this entry {around}, and as it was given. {OURS}"
 
 
-def others_replaced(number: int, entry: int, at: Moved) -> str:
+def others_replaced(number: int, entry: int, at: object) -> str:
     return (
         f"output {number} {at}, after all entries of the batch but {entry} were replaced. Something is shared by the "
         "batch, such as a capture that is computed of all entries: compute it for each, and look it up by b."
     )
 
 
-def model_rows(row: int, at: Moved, change: str) -> str:
+def model_rows(row: int, at: object, change: str) -> str:
     return (
         f"logits {at}, after {change}, while row {row} stayed as it was. Something in the model mixes the rows of a "
         "batch, such as a statistic of all or a capacity that they share."
     )
 
 
-def model_padding(name: str, at: Moved) -> str:
+def model_padding(name: str, at: object) -> str:
     return (
         f"{name} {at}, after the tokens at which attention_mask is 0 were replaced by others. The model does not mask its "
         "padding: look for the mask on the way from attention_mask to its attention."

@@ -49,7 +49,7 @@ def check(
             **each,
             "documents": lambda: function.documents(packed),
             "gradients": of_calls.of_all(calls, errors.NO_CALLS, gradients.of_call, errors.DIFFERENCES),
-            "compiled": function.compiled,
+            "compiled": function.eager_equals_compiled,
             "batch": lambda: function.batch(calls),
         }
         return judged(errors.named(inner), {name: found[name] for name in LAWS}, laws)
@@ -125,16 +125,16 @@ class _Function:
             found = iter([*found_outs, *(grad for grad in found_grads if grad is not None)])
             by_name = {name: got for (name, _), got in zip(results, found, strict=True)}
             others: set[int] = set()
-            first = None
+            first: str | None = None
             for name, want, own in judged_at:
                 if at := moved(by_name[name], want, (own != document) & (own >= 0)):
-                    first = first or (name, at)
+                    first = first or f"{name} {at}"
                     others |= packed.moved(by_name[name], want, document)
             if first is not None:
-                wrong.append(errors.document(packed, document, others, *first))
+                wrong.append(f"{first}, {packed.neighbours(document, others)} {errors.APART}")
         return errors.documents_judged(packed.count, min(packed.count, DOCUMENTS)), wrong
 
-    def compiled(self) -> tuple[str, list[str]]:
+    def eager_equals_compiled(self) -> tuple[str, list[str]]:
         """torch.compile changes nothing but roundings."""
         learnt = self._learnt()
         others = [tensor for _, tensor in learnt]

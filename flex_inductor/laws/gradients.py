@@ -83,9 +83,7 @@ def _best(loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor) -> Diffe
 
 
 @torch.no_grad()
-def _difference(
-    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, step: float
-) -> Difference:
+def _difference(loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, step: float) -> Difference:
     def by(step: float) -> float:
         ends = [loss([*tensors[:i], tensors[i] + sign * step * along, *tensors[i + 1 :]]) for sign in (1, -1)]
         return float(ends[0] - ends[1]) / (2 * step)
@@ -100,7 +98,10 @@ def _worst(
     """Of some elements, large gradients and any others: the one that is furthest off, what came, what was expected."""
     flat = grad.abs().nan_to_num(torch.inf).flatten()
     several = min(ELEMENTS // 2, flat.numel())
-    chosen = {*flat.topk(several).indices.tolist(), *torch.linspace(0, flat.numel() - 1, several).long().tolist()}
+    chosen = {
+        *flat.topk(several).indices.tolist(),
+        *torch.linspace(0, flat.numel() - 1, several).long().tolist(),
+    }
     found = []
     for element in chosen:
         along = torch.zeros_like(flat)

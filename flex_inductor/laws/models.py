@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import errors, of_calls
 from .calls import Call, capture
-from .compare import floats, moved, noise_like, spread
+from .compare import TOKENS, floats, moved, noise_like, spread
 from .documents import Documents
 from .functions import DOCUMENTS, ENTRIES, LAWS, compiled, differences
 from .gradients import wrong_gradients
@@ -40,10 +40,12 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
                 "masked": lambda: watched.masked(each["masked"]),
                 "documents": lambda: watched.documents(implementation),
                 "gradients": watched.gradients,
-                "compiled": watched.compiled,
+                "compiled": watched.eager_equals_compiled,
                 "batch": watched.batch_law,
             }
-            return judged(f"{type(model).__name__}, {implementation}", {name: found[name] for name in LAWS}, laws)
+            return judged(
+                f"{type(model).__name__}, {implementation}", {name: found[name] for name in LAWS}, laws
+            )
         finally:
             model.train(training)
 
@@ -127,7 +129,9 @@ class _Model:
         batch = dict(self.batch if batch is None else batch)
         tokens = batch[self.tokens]
         if self.tokens == "inputs_embeds":
-            batch["inputs_embeds"] = torch.where(where.unsqueeze(-1), noise_like(tokens, self.generator), tokens)
+            batch["inputs_embeds"] = torch.where(
+                where.unsqueeze(-1), noise_like(tokens, self.generator), tokens
+            )
             return batch
         known = self.model.get_input_embeddings().num_embeddings
         others = torch.randint(1, max(known, 2), tokens.shape, generator=self.generator)
@@ -144,7 +148,7 @@ class _Model:
             found = self.with_gradients(self.replaced(padding))
             for name, got, want in zip(RESULTS, found, self.baseline, strict=True):
                 if got is not None and want is not None:
-                    if at := moved(got, want, ~padding.unsqueeze(-1)):
+                    if at := moved(got, want, ~padding.unsqueeze(-1), axes=TOKENS):
                         wrong.append(errors.model_padding(name, at))
                         break
         try:
@@ -167,15 +171,16 @@ class _Model:
         for document in spread(packed.count, DOCUMENTS):
             found = self.with_gradients(self.replaced(packed.numbers.expand(self.rows, -1) == document))
             others: set[int] = set()
-            first = None
+            first: str | None = None
             for (name, want), got in zip(results, found, strict=False):
                 own = packed.of(want)
                 assert got is not None and own is not None
-                if at := moved(got, want, (own != document) & (own >= 0)):
-                    first = first or (name, at)
+                if at := moved(got, want, (own != document) & (own >= 0), axes=TOKENS):
+                    first = first or f"{name} {at}"
                     others |= packed.moved(got, want, document)
             if first is not None:
-                wrong.append(errors.model_document(packed, document, others, *first, source, implementation))
+                neighbours = packed.neighbours(document, others)
+                wrong.append(f"{first}, {neighbours} {errors.model_document(source, implementation)}")
         count = min(packed.count, DOCUMENTS)
         return f"By {source}: {errors.documents_judged(packed.count, count)}", wrong
 
@@ -229,7 +234,7 @@ class _Model:
             wrong = list(wrong_gradients(loss, named, self.generator)) or wrong
         return errors.DIFFERENCES, wrong
 
-    def compiled(self) -> tuple[str, Sequence[str]]:
+    def eager_equals_compiled(self) -> tuple[str, Sequence[str]]:
         """torch.compile changes nothing but roundings."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         fn = compiled(self.model)
@@ -241,7 +246,10 @@ class _Model:
         with torch.enable_grad():
             logits = self.run(batch, fn)
             parameters = [p for _, p in named]
-            return [logits.detach(), *torch.autograd.grad(logits, parameters, _upstream(logits), allow_unused=True)]
+            return [
+                logits.detach(),
+                *torch.autograd.grad(logits, parameters, _upstream(logits), allow_unused=True),
+            ]
 
     def _exact(self, named: Sequence[tuple[str, Tensor]]) -> list[Any] | None:
         """In fp64, where the model takes that."""
@@ -277,7 +285,7 @@ class _Model:
                     ("the tokens of all other rows were replaced", self.replaced(others), row),
                 ]
             for change, batch, at in changes:
-                if moves := moved(self.run(batch)[at].unsqueeze(0), logits[row].unsqueeze(0)):
+                if moves := moved(self.run(batch)[at, None], logits[row, None], axes=TOKENS):
                     yield errors.model_rows(row, moves._replace(at=(row, *moves.at[1:])), change)
                     break
 

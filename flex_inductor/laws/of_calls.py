@@ -1,6 +1,6 @@
 """Laws of each call of flex_attention, whatever the function around it does.
 
-    visible  flags [B, H, M, N]: the pairs that the call computes
+visible  flags [B, H, M, N]: the pairs that the call computes
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import errors
 from .calls import Call, of_each_kind
-from .compare import Moved, moved, noise_like, rounding, spread
+from .compare import KEYS, OUT, Moved, moved, noise_like, numbered, rounding, spread
 from .report import Law, NotApplicable
 
 KINDS = 8  # of calls that are looked at
@@ -28,8 +28,12 @@ def laws_of(calls: Sequence[Call], none: str) -> dict[str, Law]:
             calls, none, masked, f"{ROWS} rows of each head, with NaN and Inf in all that they do not see."
         ),
         "shift": of_all(calls, none, shift, f"Scores moved by {SHIFT}."),
-        "permutation": of_all(calls, none, permutation, "Keys in another order, with their scores and their mask."),
-        "schedule": of_all(calls, none, schedule, "Every pair, by mask_mod and by the blocks that are visited."),
+        "permutation": of_all(
+            calls, none, permutation, "Keys in another order, with their scores and their mask."
+        ),
+        "schedule": of_all(
+            calls, none, schedule, "Every pair, by mask_mod and by the blocks that are visited."
+        ),
     }
 
 
@@ -75,10 +79,10 @@ def masked(call: Call) -> Iterator[str]:
         free = ~(seen & filled.repeat_interleave(call.group, 1).unsqueeze(2)).any(-1)
         found_out, found_lse = call.run(key=key, value=value)
         by_mod = bool((call.weightless & filled.repeat_interleave(call.group, 1).unsqueeze(2)).any())
-        if at := moved(found_out, out, free.unsqueeze(-1), rounding(call.value)):
+        if at := moved(found_out, out, free.unsqueeze(-1), rounding(call.value), OUT):
             yield errors.masked("out", at, _keys(filled, at, call.group), by_mod)
             return
-        if at := moved(found_lse, lse, free):
+        if at := moved(found_lse, lse, free, axes=OUT):
             yield errors.masked("lse", at, _keys(filled, at, call.group), by_mod)
             return
     yield from _unseen_gradients(call, seen)
@@ -94,7 +98,7 @@ def _unseen_gradients(call: Call, seen: Tensor) -> Iterator[str]:
     found = _gradients(call, *(_poisoned(tensor, filled) for tensor in (call.key, call.value)))
     by_mod = bool(call.weightless.any())
     for name, got, want in zip(("d query", "d key", "d value"), found, wanted, strict=True):
-        if at := moved(got, want):
+        if at := moved(got, want, axes=OUT if name == "d query" else KEYS):
             group = call.group if name == "d query" else 1
             yield errors.masked(name, at, _keys(filled, at, group), by_mod)
             return
@@ -116,9 +120,9 @@ def _poisoned(tensor: Tensor, filled: Tensor) -> Tensor:
     return torch.where(filled.unsqueeze(-1), numbers[:, None], tensor)
 
 
-def _keys(filled: Tensor, at: Moved, group: int) -> list[int]:
+def _keys(filled: Tensor, at: Moved, group: int) -> str:
     """The keys that were filled for the batch and head of an element."""
-    return filled[at.at[0], at.at[1] // group].nonzero().flatten().tolist()
+    return numbered(filled[at.at[0], at.at[1] // group].nonzero().flatten().tolist())
 
 
 @torch.no_grad()
@@ -134,9 +138,9 @@ def shift(call: Call) -> Iterator[str]:
     sinks = None if call.sinks is None else call.sinks + SHIFT
     found_out, found_lse = call.run(score_mod=score_mod, sinks=sinks)
     largest = float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
-    if at := moved(found_out, out, None, rounding(call.value)):
+    if at := moved(found_out, out, None, rounding(call.value), OUT):
         yield errors.shift_moves_out(SHIFT, at, largest)
-    elif at := moved(found_lse, lse + SHIFT):
+    elif at := moved(found_lse, lse + SHIFT, axes=OUT):
         yield errors.shift_of_lse(SHIFT, at, largest)
 
 
@@ -161,9 +165,9 @@ def permutation(call: Call) -> Iterator[str]:
         score_mod=None if mod is None else score_mod,
         table=call.visible[..., order],
     )
-    if at := moved(found_out, out, None, rounding(call.value)):
+    if at := moved(found_out, out, None, rounding(call.value), OUT):
         yield errors.permutation("out", at)
-    elif at := moved(found_lse, lse):
+    elif at := moved(found_lse, lse, axes=OUT):
         yield errors.permutation("lse", at)
 
 
@@ -184,7 +188,9 @@ def schedule(call: Call) -> Iterator[str]:
     ):
         if wrong.any():
             pair = tuple(int(i) for i in wrong.nonzero()[0])
-            shared = [name for name, grid, size in zip("BH", given.grids, call.sizes, strict=False) if grid < size]
+            shared = [
+                name for name, grid, size in zip("BH", given.grids, call.sizes, strict=False) if grid < size
+            ]
             yield text(pair, blocks, int(wrong.sum()), shared)
 
 
@@ -206,7 +212,7 @@ def alone_and_in_company(call: Call) -> Iterator[str]:
                 ("out", found[0][at], out[b], rounding(call.value)),
                 ("lse", found[1][at], lse[b], None),
             ):
-                if moves := moved(got.unsqueeze(0), want.unsqueeze(0), None, most):
+                if moves := moved(got.unsqueeze(0), want.unsqueeze(0), None, most, OUT):
                     moves = moves._replace(at=(b, *moves.at[1:]))
                     yield errors.batch(name, moves, len(company))
                     return
@@ -223,7 +229,11 @@ def _only(call: Call, entry: int) -> dict[str, object]:
     return {
         "score_mod": None if mod is None else score_mod,
         "table": table.unsqueeze(0).expand(3, -1, -1, -1) if call.is_masked else None,
-        **({"sinks": call.sinks[entry : entry + 1]} if call.sinks is not None and call.sinks.dim() == 2 else {}),
+        **(
+            {"sinks": call.sinks[entry : entry + 1]}
+            if call.sinks is not None and call.sinks.dim() == 2
+            else {}
+        ),
     }
 
 

@@ -13,6 +13,7 @@ from ..errors import FlexError
 from . import errors
 
 HOLDS, BROKEN, NOT_APPLICABLE, NOT_RUN = "holds", "broken", "not applicable", "could not run"
+WIDTH = 120  # of a file
 COLOURS = {HOLDS: "green", BROKEN: "bold red", NOT_APPLICABLE: "yellow", NOT_RUN: "bold magenta"}
 
 
@@ -52,16 +53,18 @@ class Report:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        self.show(file=text)
-        return text.getvalue().rstrip()
+        self.show(text)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-    def show(self, **console: Any) -> None:
-        """Print the report, in colour where the terminal has some. `console` is for rich's Console."""
+    def show(self, file: Any = None) -> None:
+        """Print the report, in colour where a terminal has some."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        screen = Console(highlight=False, **({"width": 110} | console))
+        screen = Console(file=file, highlight=False)
+        if not screen.is_terminal:
+            screen.width = WIDTH
         screen.print(f"Laws of {self.subject}", markup=False)
         table = Table.grid(padding=(0, 2, 0, 0))
         for result in self.results:

@@ -18,12 +18,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="hold a function or a model to the laws of attention",
         description=(
             "Holds a function that calls flex_attention, or a model of transformers, to the laws of attention, on the "
-            "CPU. Without --input the function takes nothing and returns (fn, args), or (model, batch); with --input it "
-            "is itself called, with random numbers of those shapes."
+            "CPU. Without --input the function takes nothing and returns (fn, args), or (model, batch); with --input "
+            "it is itself called, with random numbers of those shapes."
         ),
         epilog=(
             "Exit status: 0 if all laws hold that apply, 1 if one is broken, 2 if one could not run. "
-            "Example: flex-inductor check train.py:attend --input q=2x4x96x32 --input k=... --input v=... --documents 40,56"
+            "Example: flex-inductor check train.py:attend --input q=2x4x96x32 --input k=... --documents 40,56"
         ),
     )
     add = parser.add_argument

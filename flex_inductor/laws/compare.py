@@ -29,7 +29,8 @@ class Moved(NamedTuple):
         named = zip(self.axes, self.at, strict=False)
         place = ", ".join(f"{name} {i}" for name, i in named) if self.axes else str(list(self.at))
         others = f", and {self.count - 1:,} others" if self.count > 1 else ""
-        return f"at {place}: {self.got:.6g} came, {self.want:.6g} was expected, {self.allowed:.2g} apart at most{others}"
+        numbers = f"{self.got:.6g} came, {self.want:.6g} was expected, {self.allowed:.2g} apart at most"
+        return f"at {place}: {numbers}{others}"
 
 
 def rounding(want: Tensor) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,3 +74,20 @@ class Documents:
         row, tokens = (t.tolist() for t in (self.numbers == document).nonzero(as_tuple=True))
         of_row = f"row {row[0]}, " if self.numbers.size(0) > 1 else ""
         return f"document {document} ({of_row}tokens {numbered(tokens)})"
+
+
+def of_batch(batch: Mapping[str, Any], padding: Tensor) -> tuple[str, Documents] | None:
+    """What in a model's batch says where documents begin, and the documents. `padding` are flags [rows, tokens]."""
+    rows, tokens = padding.shape
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        if isinstance(ends := batch.get(name), Tensor):
+            ids = torch.bucketize(torch.arange(rows * tokens), ends.flatten()[1:].long(), right=True)
+            return name, Documents(ids.view(rows, tokens).masked_fill(padding, -1))
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == padding.shape and mask.max() > 1:
+        return "attention_mask", Documents(mask.long() - 1)
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 2 and positions.size(1) == tokens:
+        begins = torch.nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0)).expand(rows, -1)
+        return "position_ids", Documents(begins.long().cumsum(-1).masked_fill(padding, -1))
+    return None

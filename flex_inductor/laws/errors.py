@@ -12,7 +12,7 @@ OURS = "Mods cannot cause this: please report it, with the call."
 # Why a law does not apply.
 
 NO_CALLS = "the function calls no flex_attention"
-PACKED = "a packed or paged call, whose keys lie in tiles: give documents, which are judged by what the function returns"
+PACKED = "a packed or paged call, whose keys lie in tiles: give documents, for the law of that name"
 DROPOUT = "dropout leaves out weights by their places: check without it"
 PART = "a part of a call over several ranks: check it on one"
 NARROW = "keys of 8 bits hold no NaN and no fp64: check with wider ones"
@@ -22,7 +22,7 @@ NO_SCHEDULE = "no block mask: all is visited"
 NO_MASK_MOD = "the block mask has no mask_mod: its blocks are the mask"
 NO_DOCUMENTS = "no documents were given"
 ONE_DOCUMENT = "there is one document, which has no neighbours"
-NO_NUMBERS_BACK = "what the function returns has no gradient"
+NOT_FINITE = "what the function gives in fp64 is not finite"
 NO_PADDING = "the batch has no padding (attention_mask has no 0)"
 ONE_ROW_OF_ALL = "the batch is one row, packed by cu_seq_lens: it takes no other row beside it"
 
@@ -73,12 +73,8 @@ def masked(name: str, at: object, keys: str, by_mod: bool) -> str:
     return f"{name} {at}. Only keys that it does not see held NaN and Inf there: {keys}. {cure}"
 
 
-def shift_moves_out(constant: float, at: object, largest: float) -> str:
-    return f"out {at}, after {constant} was added to every score. {_of_size(largest)}"
-
-
-def shift_of_lse(constant: float, at: object, largest: float) -> str:
-    return f"lse {at}, after {constant} was added to every score. {_of_size(largest)}"
+def shift(name: str, constant: float, at: object, largest: float) -> str:
+    return f"{name} {at}, after {constant:.4g} was added to every score. {_of_size(largest)}"
 
 
 def _of_size(largest: float) -> str:
@@ -127,8 +123,8 @@ def gradient(name: str, claimed: float, value: float, worst: tuple[tuple[int, ..
     return (
         f"d {name}, along a random direction: the backward gives {claimed:.6g}, differences of the function "
         f"{value:.6g}; at {list(at)}: {got:.6g} came, {want:.6g} was expected. Mend the backward of the "
-        "autograd.Function or the detach() on the way; leave this law out (laws=, --law) where the gradient is meant to "
-        "be another."
+        "autograd.Function or the detach() on the way; leave this law out (laws=, --law) where the gradient is to be "
+        "another."
     )
 
 
@@ -146,8 +142,8 @@ APART = (
 
 def model_document(source: str, implementation: str) -> str:
     return (
-        f"{source} says that they are packed, and the model (attn_implementation={implementation!r}) does not keep them "
-        "apart. transformers reads position_ids with use_cache=False and without an attention_mask; cu_seq_lens_q is "
+        f"{source} says that they are packed, and the model (attn_implementation={implementation!r}) does not keep "
+        "them apart. transformers reads position_ids with use_cache=False and no attention_mask; cu_seq_lens_q is "
         'read by flash attention and by attn_implementation="flex_inductor".'
     )
 
@@ -185,8 +181,8 @@ def model_rows(row: int, at: object, change: str) -> str:
 
 def model_padding(name: str, at: object) -> str:
     return (
-        f"{name} {at}, after the tokens at which attention_mask is 0 were replaced by others. The model does not mask its "
-        "padding: look for the mask on the way from attention_mask to its attention."
+        f"{name} {at}, after the tokens at which attention_mask is 0 were replaced by others. The model does not mask "
+        "its padding: look for the mask on the way from attention_mask to its attention."
     )
 
 
@@ -219,14 +215,14 @@ def documents_do_not_fit(tokens: int, rows: int, shapes: Sequence[Any]) -> FlexV
     of_rows = f" in each of {rows} rows" if rows > 1 else ""
     return FlexValueError(
         f"documents: they have {tokens} tokens{of_rows}, and no input has a dimension of that size: "
-        f"{', '.join(str(list(shape)) for shape in shapes)}. Give one id for each token, or lengths that add up to them."
+        f"{', '.join(str(list(shape)) for shape in shapes)}. Give an id for each token, or lengths that add up to them."
     )
 
 
 def not_a_model(model: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"model: expected a model of transformers (with get_input_embeddings and a config), got {type(model).__name__}. "
-        "For a function that calls flex_attention there is flex_inductor.check(fn, inputs)."
+        f"model: expected a model of transformers (with get_input_embeddings and a config), got {type(model).__name__}."
+        " For a function that calls flex_attention there is flex_inductor.check(fn, inputs)."
     )
 
 

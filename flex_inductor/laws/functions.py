@@ -213,7 +213,7 @@ def compiled(fn: Callable) -> Callable:
 
 
 def differences(names: Sequence[str], got: Sequence[Any], want: Sequence[Any], exact: Any) -> list[str]:
-    """What torch.compile makes different. Eager results are off themselves, from those in fp64 where these are known."""
+    """What torch.compile makes different. `exact` are the results in fp64, from which eager ones are off too."""
     wrong = []
     for i, (name, found, expected) in enumerate(zip(names, got, want, strict=False)):
         if found is None or expected is None:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from . import errors
 from .calls import Call
-from .report import NotApplicable
+from .report import NotApplicable, Note
 
 STEPS = (1e-5, 1e-3)  # the larger one where a function computes in fp32
 RIGHT = 1e-4  # of a derivative's size
 UNKNOWN = 1e-2  # differences that scatter more say nothing
-ELEMENTS = 8  # looked at one by one where a derivative is wrong
+SURE = 1e-6  # differences that scatter less need no other step
+ELEMENTS = 4  # looked at one by one where a derivative is wrong
 
 Loss = Callable[[Sequence[Tensor]], Tensor]
 
@@ -55,7 +56,10 @@ def wrong_gradients(
     names, tensors = zip(*named, strict=True)
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     with torch.enable_grad():
-        found = torch.autograd.grad(loss(leaves), leaves, allow_unused=True)
+        value = loss(leaves)
+        if not value.isfinite():
+            raise NotApplicable(errors.NOT_FINITE)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
     scattered = []
     for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
         grad = torch.zeros_like(tensor) if found[i] is None else found[i]
@@ -65,11 +69,12 @@ def wrong_gradients(
         size = max(norm, abs(best.value))
         if math.isfinite(claimed) and abs(claimed - best.value) <= RIGHT * size + 10 * best.off:
             if 10 * best.off > max(UNKNOWN * size, 1e-9):
-                scattered.append(errors.scattered(name, best.off, best.value))
+                scattered.append(Note(errors.scattered(name, best.off, best.value)))
             continue
         yield errors.gradient(name, claimed, best.value, _worst(loss, tensors, i, grad))
     if len(scattered) == len(named):
         raise NotApplicable("; ".join(scattered))
+    yield from scattered
 
 
 def _size(tensor: Tensor) -> float:
@@ -78,8 +83,11 @@ def _size(tensor: Tensor) -> float:
 
 
 def _best(loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor) -> Difference:
-    found = [_difference(loss, tensors, i, along, step) for step in STEPS]
-    return min(found, key=lambda difference: difference.off)
+    fine, coarse = STEPS
+    found = _difference(loss, tensors, i, along, fine)
+    if found.off <= SURE * abs(found.value):
+        return found
+    return min(found, _difference(loss, tensors, i, along, coarse), key=lambda difference: difference.off)
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from torch import Tensor
 from . import errors, of_calls
 from .calls import Call, capture
 from .compare import TOKENS, floats, moved, noise_like, spread
-from .documents import Documents
+from .documents import of_batch
 from .functions import DOCUMENTS, ENTRIES, LAWS, compiled, differences
 from .gradients import wrong_gradients
-from .report import Law, NotApplicable, Report, judged
+from .report import Law, NotApplicable, Note, Report, judged
 
 
 def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | None = None) -> Report:
@@ -138,41 +138,47 @@ class _Model:
         batch["input_ids"] = torch.where(where, (tokens + others) % known, tokens)  # never the same
         return batch
 
-    def masked(self, of_calls_: Law) -> tuple[str, Sequence[str]]:
+    def masked(self, of_its_calls: Law) -> tuple[str, Sequence[str]]:
         """Padding may be any tokens; in calls of flex_attention what is masked may be NaN."""
-        padding, said, wrong, left = self.padding, [], [], []
+        padding, said = self.padding, []
+        wrong: list[str] = []
+        left: list[Note] = []
         if not padding.any():
-            left.append(errors.NO_PADDING)
+            left.append(Note(errors.NO_PADDING))
         else:
             said.append("Padding replaced by other tokens.")
             found = self.with_gradients(self.replaced(padding))
             for name, got, want in zip(RESULTS, found, self.baseline, strict=True):
-                if got is not None and want is not None:
-                    if at := moved(got, want, ~padding.unsqueeze(-1), axes=TOKENS):
-                        wrong.append(errors.model_padding(name, at))
-                        break
+                if got is None or want is None:
+                    continue
+                if at := moved(got, want, ~padding.unsqueeze(-1), axes=TOKENS):
+                    wrong.append(errors.model_padding(name, at))
+                    break
         try:
-            looked_at, texts = of_calls_()
+            looked_at, texts = of_its_calls()
             said.append(looked_at)
             wrong += texts
         except NotApplicable as error:
-            left.append(str(error))
+            left.append(Note(error))
         if not said:
             raise NotApplicable("; ".join(left))
-        return " ".join(said + [f"Not judged: {reason}." for reason in left]), wrong
+        return " ".join(said), [*wrong, *left]
 
     def documents(self, implementation: str) -> tuple[str, Sequence[str]]:
         """A document's logits and gradients know nothing of its neighbours."""
-        source, packed = self.packed()
-        if packed.count - self._rows_with(packed) < 1:
+        found = of_batch(self.batch, self.padding)
+        if found is None:
+            raise NotApplicable(errors.documents_unknown(list(self.batch)))
+        source, packed = found
+        if packed.count <= int((packed.numbers >= 0).any(-1).sum()):
             raise NotApplicable(f"{source}: each row is one document")
         results = [(name, t) for name, t in zip(RESULTS, self.baseline, strict=True) if t is not None]
         wrong = []
         for document in spread(packed.count, DOCUMENTS):
-            found = self.with_gradients(self.replaced(packed.numbers.expand(self.rows, -1) == document))
+            after = self.with_gradients(self.replaced(packed.numbers.expand(self.rows, -1) == document))
             others: set[int] = set()
             first: str | None = None
-            for (name, want), got in zip(results, found, strict=False):
+            for (name, want), got in zip(results, after, strict=False):
                 own = packed.of(want)
                 assert got is not None and own is not None
                 if at := moved(got, want, (own != document) & (own >= 0), axes=TOKENS):
@@ -184,32 +190,10 @@ class _Model:
         count = min(packed.count, DOCUMENTS)
         return f"By {source}: {errors.documents_judged(packed.count, count)}", wrong
 
-    def packed(self) -> tuple[str, Documents]:
-        """What says where documents begin, and the documents."""
-        rows, length, mask = self.rows, self.length, self.batch.get("attention_mask")
-        for name in ("cu_seq_lens_q", "cu_seqlens"):
-            if isinstance(ends := self.batch.get(name), Tensor):
-                ids = torch.bucketize(torch.arange(rows * length), ends.flatten()[1:].long(), right=True)
-                return name, Documents(ids.view(rows, length).masked_fill(self.padding, -1))
-        if isinstance(mask, Tensor) and mask.shape == (rows, length) and mask.max() > 1:
-            return "attention_mask", Documents(mask.long() - 1)
-        positions = self.batch.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 2 and positions.size(1) == length:
-            begins = torch.nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0)).expand(rows, -1)
-            return "position_ids", Documents(begins.long().cumsum(-1).masked_fill(self.padding, -1))
-        raise NotApplicable(errors.documents_unknown(list(self.batch)))
-
-    def _rows_with(self, packed: Documents) -> int:
-        return int((packed.numbers >= 0).any(-1).sum())
-
     def gradients(self) -> tuple[str, Sequence[str]]:
         """Those of all parameters, in fp64."""
-        wide = copy.deepcopy(self.model).double()
+        wide, batch = self.in_float64()
         named = [(name, p.detach()) for name, p in wide.named_parameters()]
-        batch = {
-            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
-            for name, t in self.batch.items()
-        }
         sizes, shapes = [p.numel() for _, p in named], [p.shape for _, p in named]
         upstream: list[Tensor] = []
 
@@ -230,9 +214,17 @@ class _Model:
 
         together = torch.cat([p.flatten() for _, p in named])
         wrong = list(wrong_gradients(loss_of_all, [("all parameters", together)], self.generator))
-        if wrong:  # which of them
-            wrong = list(wrong_gradients(loss, named, self.generator)) or wrong
+        if any(not isinstance(text, Note) for text in wrong):  # of which parameters
+            wrong = [*wrong_gradients(loss, named, self.generator)] or wrong
         return errors.DIFFERENCES, wrong
+
+    def in_float64(self) -> tuple[Any, dict[str, Any]]:
+        """A copy of the model, and its batch."""
+        batch = {
+            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in self.batch.items()
+        }
+        return copy.deepcopy(self.model).double(), batch
 
     def eager_equals_compiled(self) -> tuple[str, Sequence[str]]:
         """torch.compile changes nothing but roundings."""
@@ -253,12 +245,8 @@ class _Model:
 
     def _exact(self, named: Sequence[tuple[str, Tensor]]) -> list[Any] | None:
         """In fp64, where the model takes that."""
-        wide = copy.deepcopy(self.model).double()
+        wide, batch = self.in_float64()
         parameters = dict(wide.named_parameters())
-        batch = {
-            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
-            for name, t in self.batch.items()
-        }
         try:
             return self._with_parameters([(name, parameters[name]) for name, _ in named], wide, batch)
         except Exception:  # such as weights that a layer casts itself

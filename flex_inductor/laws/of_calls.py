@@ -13,11 +13,12 @@ from torch import Tensor
 from . import errors
 from .calls import Call, of_each_kind
 from .compare import KEYS, OUT, Moved, moved, noise_like, numbered, rounding, spread
-from .report import Law, NotApplicable
+from .report import Law, NotApplicable, Note
 
 KINDS = 8  # of calls that are looked at
 ROWS = 8  # of queries, for each of which all that it does not see is filled with NaN
-SHIFT = 1.7  # no power of two, so that every score is rounded anew
+SHIFT = 1.5  # of the largest logsumexp: scores are then rounded as those of twice their size
+LARGE = 1024  # scores up to here are rounded with the weights that they make, larger ones should not be
 POISON = (torch.nan, torch.inf, -torch.inf)
 
 
@@ -27,7 +28,7 @@ def laws_of(calls: Sequence[Call], none: str) -> dict[str, Law]:
         "masked": of_all(
             calls, none, masked, f"{ROWS} rows of each head, with NaN and Inf in all that they do not see."
         ),
-        "shift": of_all(calls, none, shift, f"Scores moved by {SHIFT}."),
+        "shift": of_all(calls, none, shift, "A constant added to all scores."),
         "permutation": of_all(
             calls, none, permutation, "Keys in another order, with their scores and their mask."
         ),
@@ -44,18 +45,18 @@ def of_all(calls: Sequence[Call], none: str, law: Callable[[Call], Iterator[str]
         kinds = of_each_kind(calls)
         if not kinds:
             raise NotApplicable(none)
-        wrong, left = [], []
+        texts: list[str] = []
+        left: list[Note] = []
         for call in kinds[:KINDS]:
             try:
-                wrong += [f"{call.name}: {text}" for text in law(call)]
+                texts += [type(text)(f"{call.name}: {text}") for text in law(call)]
             except NotApplicable as error:
-                left.append(f"{call.name}: {error}")
+                left.append(Note(f"{call.name}: {error}"))
         if len(left) == min(len(kinds), KINDS):
             raise NotApplicable("; ".join(left))
         if len(kinds) > KINDS:
-            left.append(f"{len(kinds) - KINDS} more kinds of calls")
-        rest = f" Not judged: {'; '.join(left)}." if left else ""
-        return f"{looked_at} {errors.counted(len(calls), len(kinds))}{rest}", wrong
+            left.append(Note(f"{len(kinds) - KINDS} more kinds of calls"))
+        return f"{looked_at} {errors.counted(len(calls), len(kinds))}", [*texts, *left]
 
     return run
 
@@ -132,16 +133,19 @@ def shift(call: Call) -> Iterator[str]:
     mod = call.score_mod
 
     def score_mod(score: Tensor, *lanes: Tensor) -> Tensor:
-        return (score if mod is None else mod(score, *lanes)) + SHIFT
+        return (score if mod is None else mod(score, *lanes)) + constant
 
     out, lse = call.run()
-    sinks = None if call.sinks is None else call.sinks + SHIFT
-    found_out, found_lse = call.run(score_mod=score_mod, sinks=sinks)
     largest = float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
-    if at := moved(found_out, out, None, rounding(call.value), OUT):
-        yield errors.shift_moves_out(SHIFT, at, largest)
-    elif at := moved(found_lse, lse + SHIFT, axes=OUT):
-        yield errors.shift_of_lse(SHIFT, at, largest)
+    constant = 1.7 + SHIFT * largest
+    sinks = None if call.sinks is None else call.sinks + constant
+    found_out, found_lse = call.run(score_mod=score_mod, sinks=sinks)
+    eps = torch.finfo(torch.float64 if out.dtype == torch.float64 else torch.float32).eps
+    of_weights = 4 * eps * min(constant, LARGE) * float(call.value.abs().max())
+    if at := moved(found_out, out, None, rounding(call.value) + of_weights, OUT):
+        yield errors.shift("out", constant, at, largest)
+    elif at := moved(found_lse, lse + constant, axes=OUT):
+        yield errors.shift("lse", constant, at, largest)
 
 
 @torch.no_grad()

@@ -82,6 +82,10 @@ class Report:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 
+class Note(str):
+    """What a law could not judge, among the texts of what is wrong."""
+
+
 # A law returns what it looked at and the texts of what is wrong.
 Law = Callable[[], tuple[str, Sequence[str]]]
 
@@ -94,7 +98,7 @@ def judged(subject: str, laws: dict[str, Law], wanted: Iterable[str] | None) -> 
     results: list[Result] = []
     for name in (name for name in laws if name in asked):
         try:
-            looked_at, wrong = laws[name]()
+            looked_at, texts = laws[name]()
         except NotApplicable as error:
             results.append(Result(name, NOT_APPLICABLE, str(error)))
         except FlexError as error:
@@ -102,5 +106,7 @@ def judged(subject: str, laws: dict[str, Law], wanted: Iterable[str] | None) -> 
         except Exception as error:  # a law runs the user's code, which may raise anything
             results.append(Result(name, NOT_RUN, f"{type(error).__name__}: {error}"))
         else:
-            results += [Result(name, BROKEN, text) for text in wrong] or [Result(name, HOLDS, looked_at)]
+            wrong = [Result(name, BROKEN, text) for text in texts if not isinstance(text, Note)]
+            notes = "".join(f" Not judged: {text}." for text in texts if isinstance(text, Note))
+            results += wrong or [Result(name, HOLDS, f"{looked_at}{notes}")]
     return Report(subject, results)

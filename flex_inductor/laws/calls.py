@@ -17,6 +17,7 @@ from ..mod_ir.capture import LiftedMod
 from ..mod_ir.names import capture_names
 from ..mod_ir.source_lines import frames_in
 from ..op import AttentionCall, Inputs, attention
+from ..op.prepare import with_score_graph
 from ..options import call_options
 from ..reference import over_lanes
 from ..take_over import take_over
@@ -164,17 +165,21 @@ class Call:
         if isinstance(score_mod, LiftedMod):  # one that keeps no trace in another dtype
             score_mod = LiftedMod(score_mod.mod, captures)
         options = call_options(None, lse=True, max_scores=False)
+        traced: list[Any] = []
 
         def function(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
             changed = dict(zip(at, others, strict=False))
             wide = Inputs(
                 score_captures=tuple(changed.get(i, capture) for i, capture in enumerate(captures)),
-                mask_captures=inputs.mask_captures,
                 schedule=inputs.schedule,
                 sinks=None if self.sinks is None else others[-1],
             )
-            scale, mask_mod = self.scale, self.given.mask_mod
-            out, lse, _ = attention(query, key, value, score_mod, mask_mod, scale, wide, options)
+            call = AttentionCall(query, key, value, score_mod, self.mask_mod, self.scale, wide, options)
+            if not torch.is_grad_enabled():  # the value alone, whose trace serves again
+                if not traced:
+                    traced.append(with_score_graph(call).score_mod)
+                call = call._replace(score_mod=traced[0])
+            out, lse, _ = attention(*call)
             return out, lse
 
         return [(name, tensor.detach().double()) for name, tensor in tensors], function

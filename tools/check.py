@@ -37,6 +37,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
+    from rich.console import Console
 
     from flex_inductor.laws import Report, check, check_model
 
@@ -56,7 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
             report = check(fn, kwargs or args, arguments.documents, laws=arguments.law)
     if arguments.json:
         report.to_json(arguments.json)
-    report.show()
+    if sys.stdout.isatty():
+        report.show(Console(highlight=False))
+    else:
+        print(report)
     return 1 if report.failures else 2 if report.not_run else 0
 
 

@@ -22,13 +22,13 @@ class Moved(NamedTuple):
     got: float
     want: float
     allowed: float
-    count: int
+    elements: int  # that are too far
     axes: Sequence[str] = ()  # what the indices count, where that is known
 
     def __str__(self) -> str:
         named = zip(self.axes, self.at, strict=False)
         place = ", ".join(f"{name} {i}" for name, i in named) if self.axes else str(list(self.at))
-        others = f", and {self.count - 1:,} others" if self.count > 1 else ""
+        others = f", and {self.elements - 1:,} others" if self.elements > 1 else ""
         numbers = f"{self.got:.6g} came, {self.want:.6g} was expected, {self.allowed:.2g} apart at most"
         return f"at {place}: {numbers}{others}"
 

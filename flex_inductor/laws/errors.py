@@ -42,8 +42,12 @@ def documents_unknown(keys: Sequence[str]) -> str:
     )
 
 
-def scattered(name: str, off: float, value: float) -> str:
-    return f"{name}: differences scatter by {off:.2g} around {value:.4g}, as where score_mod computes in fp32 or jumps"
+def scattered(gradient: Any) -> str:
+    found = gradient.found
+    return (
+        f"{gradient.name}: differences scatter by {found.off:.2g} around {found.value:.4g}, as where a function "
+        "computes in fp32 or jumps"
+    )
 
 
 # What was looked at, where a law holds.
@@ -118,14 +122,26 @@ def _anew(shared: Sequence[str]) -> str:
     return f"Make the block mask by create_block_mask{sizes}, and anew when something changes that mask_mod reads."
 
 
-def gradient(name: str, claimed: float, value: float, worst: tuple[tuple[int, ...], float, float]) -> str:
+def gradient(gradient: Any, worst: tuple[tuple[int, ...], float, float]) -> str:
     at, got, want = worst
     return (
-        f"d {name}, along a random direction: the backward gives {claimed:.6g}, differences of the function "
-        f"{value:.6g}; at {list(at)}: {got:.6g} came, {want:.6g} was expected. Mend the backward of the "
-        "autograd.Function or the detach() on the way; leave this law out (laws=, --law) where the gradient is to be "
-        "another."
+        f"d {gradient.name}, along a random direction: the backward gives {gradient.claimed:.6g}, differences of the "
+        f"function {gradient.found.value:.6g}; at {list(at)}: {got:.6g} came, {want:.6g} was expected. {_BACKWARD}"
     )
+
+
+def parameters(gradient: Any, names: Sequence[str], right: Sequence[str]) -> str:
+    return (
+        f"d parameters, along a random direction: the backward gives {gradient.claimed:.6g}, differences of the model "
+        f"{gradient.found.value:.6g}. Wrong for {', '.join(names) or 'all together'}; right for "
+        f"{', '.join(right) or 'none'}. {_BACKWARD}"
+    )
+
+
+_BACKWARD = (
+    "Mend the backward of the autograd.Function or the detach() on the way; leave this law out (laws=, --law) where "
+    "the gradient is to be another."
+)
 
 
 def neighbours(document: str, moved: Sequence[str]) -> str:
@@ -241,4 +257,4 @@ def no_logits(model: Any) -> FlexTypeError:
 
 
 def named(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or type(fn).__name__
+    return getattr(fn, "__name__", None) or type(fn).__name__

@@ -46,35 +46,54 @@ def of_call(call: Call) -> Iterator[str]:
         lse = torch.where(lse.isfinite(), lse, 0.0)
         return (out * upstream[0]).sum() + (lse * upstream[1]).sum()
 
-    yield from wrong_gradients(loss, named, generator)
+    checked = along_directions(loss, named, generator)
+    if all(gradient.is_right and gradient.is_unknown for gradient in checked):
+        raise NotApplicable("; ".join(map(errors.scattered, checked)))
+    for i, gradient in enumerate(checked):
+        if not gradient.is_right:
+            yield errors.gradient(gradient, _worst(loss, [t for _, t in named], i, gradient.whole))
+        elif gradient.is_unknown:
+            yield Note(errors.scattered(gradient))
 
 
-def wrong_gradients(
+class Gradient(NamedTuple):
+    """Of one tensor, along a random direction."""
+
+    name: str
+    whole: Tensor
+    claimed: float  # by the backward
+    size: float  # of a derivative along a random direction
+    found: Difference
+
+    @property
+    def is_right(self) -> bool:
+        off = abs(self.claimed - self.found.value)
+        return math.isfinite(self.claimed) and off <= RIGHT * self.size + 10 * self.found.off
+
+    @property
+    def is_unknown(self) -> bool:
+        return 10 * self.found.off > max(UNKNOWN * self.size, 1e-9)
+
+
+def along_directions(
     loss: Loss, named: Sequence[tuple[str, Tensor]], generator: torch.Generator
-) -> Iterator[str]:
-    """A text for each tensor whose gradient is not that of `loss`."""
+) -> list[Gradient]:
+    """The gradient of each tensor, and what it should be."""
     names, tensors = zip(*named, strict=True)
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     with torch.enable_grad():
         value = loss(leaves)
         if not value.isfinite():
             raise NotApplicable(errors.NOT_FINITE)
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
-    scattered = []
+        grads = torch.autograd.grad(value, leaves, allow_unused=True)
+    checked = []
     for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-        grad = torch.zeros_like(tensor) if found[i] is None else found[i]
+        grad = torch.zeros_like(tensor) if grads[i] is None else grads[i]
         along = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * _size(tensor)
-        claimed, norm = float((grad * along).sum()), float((grad * along).square().sum().sqrt())
-        best = _best(loss, tensors, i, along)
-        size = max(norm, abs(best.value))
-        if math.isfinite(claimed) and abs(claimed - best.value) <= RIGHT * size + 10 * best.off:
-            if 10 * best.off > max(UNKNOWN * size, 1e-9):
-                scattered.append(Note(errors.scattered(name, best.off, best.value)))
-            continue
-        yield errors.gradient(name, claimed, best.value, _worst(loss, tensors, i, grad))
-    if len(scattered) == len(named):
-        raise NotApplicable("; ".join(scattered))
-    yield from scattered
+        parts, found = grad * along, _best(loss, tensors, i, along)
+        size = max(float(parts.square().sum().sqrt()), abs(found.value))
+        checked.append(Gradient(name, grad, float(parts.sum()), size, found))
+    return checked
 
 
 def _size(tensor: Tensor) -> float:

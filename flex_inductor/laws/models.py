@@ -15,7 +15,7 @@ from .calls import Call, capture
 from .compare import TOKENS, floats, moved, noise_like, spread
 from .documents import of_batch
 from .functions import DOCUMENTS, ENTRIES, LAWS, compiled, differences
-from .gradients import wrong_gradients
+from .gradients import along_directions
 from .report import Law, NotApplicable, Note, Report, judged
 
 
@@ -213,10 +213,14 @@ class _Model:
             return loss([part.view(shape) for part, shape in zip(split, shapes, strict=True)])
 
         together = torch.cat([p.flatten() for _, p in named])
-        wrong = list(wrong_gradients(loss_of_all, [("all parameters", together)], self.generator))
-        if any(not isinstance(text, Note) for text in wrong):  # of which parameters
-            wrong = [*wrong_gradients(loss, named, self.generator)] or wrong
-        return errors.DIFFERENCES, wrong
+        (one,) = along_directions(loss_of_all, [("all parameters", together)], self.generator)
+        if one.is_right:
+            if one.is_unknown:
+                raise NotApplicable(errors.scattered(one))
+            return errors.DIFFERENCES, []
+        each = along_directions(loss, named, self.generator)
+        names = {is_right: [g.name for g in each if g.is_right == is_right] for is_right in (True, False)}
+        return errors.DIFFERENCES, [errors.parameters(one, names[False], names[True])]
 
     def in_float64(self) -> tuple[Any, dict[str, Any]]:
         """A copy of the model, and its batch."""

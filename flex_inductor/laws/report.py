@@ -52,27 +52,25 @@ class Report:
         return not self.failures and not self.not_run
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = io.StringIO()
-        self.show(text)
+        self.show(Console(file=text, width=WIDTH, highlight=False))
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
-    def show(self, file: Any = None) -> None:
-        """Print the report, in colour where a terminal has some."""
-        from rich.console import Console
+    def show(self, screen: Any) -> None:
+        """Print the report on a Console of rich."""
         from rich.table import Table
         from rich.text import Text
 
-        screen = Console(file=file, highlight=False)
-        if not screen.is_terminal:
-            screen.width = WIDTH
         screen.print(f"Laws of {self.subject}", markup=False)
         table = Table.grid(padding=(0, 2, 0, 0))
         for result in self.results:
             outcome = Text(result.outcome, style=COLOURS[result.outcome])
             table.add_row(outcome, Text(result.law, style="bold"), Text(result.text))
         screen.print(table)
-        counts = {outcome: sum(r.outcome == outcome for r in self.results) for outcome in COLOURS}
-        said = [f"{count} {outcome}" for outcome, count in counts.items() if count]
+        outcomes = list({result.law: result.outcome for result in self.results}.values())
+        said = [f"{outcome} {outcomes.count(outcome)}" for outcome in COLOURS if outcome in outcomes]
         screen.print(Text(", ".join(said), style=COLOURS[HOLDS] if self.ok else COLOURS[BROKEN]))
 
     def to_dict(self) -> dict[str, Any]:

@@ -148,4 +148,4 @@ def raises():
 
 
 def attends(q, k, v):
-    return flex_attention(q, k, v, block_mask=block_mask(causal, q.size(2)))
+    return flex_attention(q, k, v, block_mask=block_mask(causal, q.size(2)), enable_gqa=True)

@@ -13,10 +13,9 @@ from . import errors
 from .calls import Call
 from .report import NotApplicable, Note
 
-STEPS = (1e-5, 1e-3)  # the larger one where a function computes in fp32
+STEPS = (1e-7, 1e-5, 1e-3)  # small ones step over few kinks, large ones over the roundings of what is in fp32
 RIGHT = 1e-4  # of a derivative's size
 UNKNOWN = 1e-2  # differences that scatter more say nothing
-SURE = 1e-6  # differences that scatter less need no other step
 ELEMENTS = 4  # looked at one by one where a derivative is wrong
 
 Loss = Callable[[Sequence[Tensor]], Tensor]
@@ -26,7 +25,13 @@ class Difference(NamedTuple):
     """A derivative as (f(x + h d) - f(x - h d)) / 2h has it."""
 
     value: float
-    off: float  # how far it may be off: by how much half as fine a step changes it
+    off: float  # how far it may be off: by how much a step of twice the size changes it
+
+    def is_sure(self, size: float) -> bool:
+        return 10 * self.off <= max(UNKNOWN * max(size, abs(self.value)), 1e-9)
+
+    def agrees_with(self, claimed: float, size: float) -> bool:
+        return abs(claimed - self.value) <= RIGHT * max(size, abs(self.value)) + 10 * self.off
 
 
 def of_call(call: Call) -> Iterator[str]:
@@ -67,12 +72,11 @@ class Gradient(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        off = abs(self.claimed - self.found.value)
-        return math.isfinite(self.claimed) and off <= RIGHT * self.size + 10 * self.found.off
+        return math.isfinite(self.claimed) and self.found.agrees_with(self.claimed, self.size)
 
     @property
     def is_unknown(self) -> bool:
-        return 10 * self.found.off > max(UNKNOWN * self.size, 1e-9)
+        return not self.found.is_sure(self.size)
 
 
 def along_directions(
@@ -90,9 +94,10 @@ def along_directions(
     for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
         grad = torch.zeros_like(tensor) if grads[i] is None else grads[i]
         along = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * _size(tensor)
-        parts, found = grad * along, _best(loss, tensors, i, along)
-        size = max(float(parts.square().sum().sqrt()), abs(found.value))
-        checked.append(Gradient(name, grad, float(parts.sum()), size, found))
+        parts = grad * along
+        claimed, size = float(parts.sum()), float(parts.square().sum().sqrt())
+        found = _difference(loss, tensors, i, along, claimed, size)
+        checked.append(Gradient(name, grad, claimed, size, found))
     return checked
 
 
@@ -101,39 +106,39 @@ def _size(tensor: Tensor) -> float:
     return size if size > 0 and math.isfinite(size) else 1.0
 
 
-def _best(loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor) -> Difference:
-    fine, coarse = STEPS
-    found = _difference(loss, tensors, i, along, fine)
-    if found.off <= SURE * abs(found.value):
-        return found
-    return min(found, _difference(loss, tensors, i, along, coarse), key=lambda difference: difference.off)
-
-
 @torch.no_grad()
-def _difference(loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, step: float) -> Difference:
+def _difference(
+    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, claimed: float, size: float
+) -> Difference:
+    """By the first step whose result is sure and agrees with what is claimed, else by that which is surest."""
+
     def by(step: float) -> float:
         ends = [loss([*tensors[:i], tensors[i] + sign * step * along, *tensors[i + 1 :]]) for sign in (1, -1)]
         return float(ends[0] - ends[1]) / (2 * step)
 
-    fine, coarse = by(step), by(2 * step)
-    return Difference(fine, abs(fine - coarse) if math.isfinite(fine - coarse) else math.inf)
+    tried = []
+    for step in STEPS:
+        fine, coarse = by(step), by(2 * step)
+        found = Difference(fine, abs(fine - coarse) if math.isfinite(fine - coarse) else math.inf)
+        if found.is_sure(size) and found.agrees_with(claimed, size):
+            return found
+        tried.append(found)
+    return min(tried, key=lambda found: found.off)
 
 
 def _worst(
     loss: Loss, tensors: Sequence[Tensor], i: int, grad: Tensor
 ) -> tuple[tuple[int, ...], float, float]:
     """Of some elements, large gradients and any others: the one that is furthest off, what came, what was expected."""
-    flat = grad.abs().nan_to_num(torch.inf).flatten()
-    several = min(ELEMENTS // 2, flat.numel())
-    chosen = {
-        *flat.topk(several).indices.tolist(),
-        *torch.linspace(0, flat.numel() - 1, several).long().tolist(),
-    }
+    flat, size = grad.flatten(), _size(tensors[i])
+    several = min(ELEMENTS // 2, len(flat))
+    largest = flat.abs().nan_to_num(torch.inf).topk(several).indices
     found = []
-    for element in chosen:
+    for element in {*largest.tolist(), *torch.linspace(0, len(flat) - 1, several).long().tolist()}:
         along = torch.zeros_like(flat)
-        along[element] = _size(tensors[i])
-        want = _best(loss, tensors, i, along.view_as(grad)).value / _size(tensors[i])
+        along[element] = size
+        got = float(flat[element])
+        want = _difference(loss, tensors, i, along.view_as(grad), got * size, abs(got * size)).value / size
         at = tuple(int(j) for j in torch.unravel_index(torch.tensor(element), grad.shape))
-        found.append((at, float(grad[at]), want))
+        found.append((at, got, want))
     return max(found, key=lambda one: abs(one[1] - one[2]) if math.isfinite(one[1]) else math.inf)

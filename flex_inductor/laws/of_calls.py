@@ -193,7 +193,10 @@ def schedule(call: Call) -> Iterator[str]:
         if wrong.any():
             pair = tuple(int(i) for i in wrong.nonzero()[0])
             shared = [
-                name for name, grid, size in zip("BH", given.grids, call.sizes, strict=False) if grid < size
+                name
+                for dim, (name, grid) in enumerate(zip("BH", given.grids, strict=True))
+                if grid < allowed.size(dim)
+                and not torch.equal(allowed, allowed.narrow(dim, 0, 1).expand_as(allowed))
             ]
             yield text(pair, blocks, int(wrong.sum()), shared)
 
@@ -230,14 +233,11 @@ def _only(call: Call, entry: int) -> dict[str, object]:
         assert mod is not None
         return mod(score, torch.full_like(b, entry), h, q_idx, kv_idx)
 
+    sinks = call.sinks
     return {
         "score_mod": None if mod is None else score_mod,
         "table": table.unsqueeze(0).expand(3, -1, -1, -1) if call.is_masked else None,
-        **(
-            {"sinks": call.sinks[entry : entry + 1]}
-            if call.sinks is not None and call.sinks.dim() == 2
-            else {}
-        ),
+        "sinks": sinks if sinks is None or sinks.size(0) == 1 else sinks[entry, None],
     }
 
 

@@ -181,9 +181,9 @@ def batch(name: str, at: object, size: int) -> str:
     return f"{name} {at}: this entry {around}, and as it was given. {OURS}"
 
 
-def others_replaced(number: int, entry: int, at: object) -> str:
+def others_replaced(name: str, entry: int, at: object) -> str:
     return (
-        f"output {number} {at}, after all entries of the batch but {entry} were replaced. Something is shared by the "
+        f"{name} {at}, after all entries of the batch but {entry} were replaced. Something is shared by the "
         "batch, such as a capture that is computed of all entries: compute it for each, and look it up by b."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from ..compat import compile_alone
 from ..take_over import take_over
 from . import errors, gradients, of_calls
 from .calls import Call, capture, of_each_kind
-from .compare import floats, moved, noise_like, rounding, spread
+from .compare import KEYS, OUT, floats, moved, noise_like, rounding, spread
 from .documents import Documents
 from .report import Law, NotApplicable, Report, judged
 
@@ -69,6 +70,26 @@ class _Function:
                 raise errors.not_on_cpu(tensor.device)
         self.generator = torch.Generator().manual_seed(1)
 
+    def names(self, outs: Sequence[Tensor]) -> list[str]:
+        """Of what it returns, then of the gradients of what it takes."""
+        taken = list(self.kwargs.items())
+        try:
+            taken = [*inspect.signature(self.fn).bind_partial(*self.args).arguments.items(), *taken]
+        except (TypeError, ValueError):
+            taken = [*((f"input {i}", value) for i, value in enumerate(self.args)), *taken]
+        each = [(name, len(floats(value))) for name, value in taken]
+        inputs = [f"{name}[{i}]" if n > 1 else name for name, n in each for i in range(n)]
+        outputs = ["output"] if len(outs) == 1 else [f"output {i}" for i in range(len(outs))]
+        return [*outputs, *(f"gradient of {name}" for name in inputs)]
+
+    def axes(self, tensor: Tensor) -> Sequence[str]:
+        """What the indices of a result count, where it looks like a tensor of the first call."""
+        for call in self.calls[:1]:
+            for sizes, axes in ((call.query.shape[:3], OUT), (call.key.shape[:3], KEYS)):
+                if tensor.shape[:3] == sizes:
+                    return axes
+        return ()
+
     @functools.cached_property
     def calls(self) -> list[Call]:
         return capture(self.fn, self.args, self.kwargs)[1]
@@ -111,8 +132,8 @@ class _Function:
             return torch.ones(()) if own is None else own >= 0
 
         outs, grads = self.run(counts=counts)
-        results = [(f"output {i}" if len(outs) > 1 else "output", out) for i, out in enumerate(outs)]
-        results += [(f"gradient of input {i}", grad) for i, grad in enumerate(grads) if grad is not None]
+        named = zip(self.names(outs), [*outs, *grads], strict=False)
+        results = [(name, result) for name, result in named if result is not None]
         judged_at = [(name, want, own) for name, want in results if (own := packed.of(want)) is not None]
         wrong = []
         for document in spread(packed.count, DOCUMENTS):
@@ -127,7 +148,7 @@ class _Function:
             others: set[int] = set()
             first: str | None = None
             for name, want, own in judged_at:
-                if at := moved(by_name[name], want, (own != document) & (own >= 0)):
+                if at := moved(by_name[name], want, (own != document) & (own >= 0), axes=self.axes(want)):
                     first = first or f"{name} {at}"
                     others |= packed.moved(by_name[name], want, document)
             if first is not None:
@@ -141,10 +162,10 @@ class _Function:
         outs, grads = self.run(others=others)
         found = self.run(fn=compiled(self.fn), others=others)
         exact = self._exact(others)
-        names = [f"output {i}" for i in range(len(outs))]
-        names += [f"gradient of input {i}" for i in range(len(self.numbers))]
-        names += [f"gradient of {name}" for name, _ in learnt]
-        return errors.COMPILED, differences(names, [*found[0], *found[1]], [*outs, *grads], exact)
+        names = [*self.names(outs), *(f"gradient of {name}" for name, _ in learnt)]
+        wanted = [*outs, *grads]
+        axes = [() if result is None else self.axes(result) for result in wanted]
+        return errors.COMPILED, differences(names, [*found[0], *found[1]], wanted, exact, axes)
 
     def _learnt(self) -> list[tuple[str, Tensor]]:
         """Parameters, and what score_mods capture beside them that needs a gradient."""
@@ -190,8 +211,8 @@ class _Function:
             for i, (got, want) in enumerate(zip(self.run(given)[0], outs, strict=True)):
                 if want.dim() and want.size(0) == batch:
                     of_entry = own.view(-1, *(1,) * (want.dim() - 1))
-                    if at := moved(got, want, of_entry):
-                        return [errors.others_replaced(i, entry, at)]
+                    if at := moved(got, want, of_entry, axes=self.axes(want)):
+                        return [errors.others_replaced(self.names(outs)[i], entry, at)]
         return []
 
 
@@ -212,7 +233,9 @@ def compiled(fn: Callable) -> Callable:
     return run
 
 
-def differences(names: Sequence[str], got: Sequence[Any], want: Sequence[Any], exact: Any) -> list[str]:
+def differences(
+    names: Sequence[str], got: Sequence[Any], want: Sequence[Any], exact: Any, axes: Sequence[Sequence[str]]
+) -> list[str]:
     """What torch.compile makes different. `exact` are the results in fp64, from which eager ones are off too."""
     wrong = []
     for i, (name, found, expected) in enumerate(zip(names, got, want, strict=False)):
@@ -224,7 +247,7 @@ def differences(names: Sequence[str], got: Sequence[Any], want: Sequence[Any], e
         if exact is not None and exact[i] is not None and expected.numel():
             off = (expected.double() - exact[i].double()).abs().nan_to_num(0.0, 0.0, 0.0)
             allowed = max(allowed, 4 * float(off.max()))
-        if at := moved(found, expected, None, allowed):
+        if at := moved(found, expected, None, allowed, axes[i]):
             wrong.append(errors.compiled(name, at))
     return wrong
 

@@ -235,8 +235,9 @@ class _Model:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         fn = compiled(self.model)
         results = [self._with_parameters(named, each) for each in (None, fn)]
+        axes = [TOKENS, *(() for _ in named)]
         names = ["logits", *(f"gradient of {name}" for name, _ in named)]
-        return errors.COMPILED, differences(names, results[1], results[0], self._exact(named))
+        return errors.COMPILED, differences(names, results[1], results[0], self._exact(named), axes)
 
     def _with_parameters(self, named: Sequence[tuple[str, Tensor]], fn: Any, batch: Any = None) -> list[Any]:
         with torch.enable_grad():

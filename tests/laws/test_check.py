@@ -66,11 +66,17 @@ def test_permutation():
 
 def test_documents():
     texts = only(check(functions.documents(), ["documents", "schedule", "batch"]), "documents")
-    assert "output at [" in texts[0] and "after document 0 (tokens 0 to 29) was replaced" in texts[0]
+    assert (
+        "output at batch " in texts[0]
+        and ", head 0, row " in texts[0]
+        and "after document 0 (tokens 0 to 29) was replaced" in texts[0]
+    )
     assert "Moved with it: document 1 (tokens 30 to 79)." in texts[0]
     # The second sees the first, and not the other way round; but the first has a gradient of what the second gives.
     assert (
-        "gradient of input 1 at [" in texts[1] and "Moved with it: document 0 (tokens 0 to 29)." in texts[1]
+        "gradient of k at batch " in texts[1]
+        and ", key " in texts[1]
+        and "Moved with it: document 0 (tokens 0 to 29)." in texts[1]
     )
 
 
@@ -121,16 +127,16 @@ def test_a_mod_in_fp32_has_gradients():
 
 def test_compiled():
     texts = only(check(functions.compiled(), ["compiled"]), "compiled")
-    assert texts[0].startswith("output 0 at [") and "not ask whether they are being compiled" in texts[0]
-    assert [text.split(" at [")[0] for text in texts[1:]] == [
-        *(f"gradient of input {i}" for i in range(3)),
+    assert texts[0].startswith("output at batch ") and "not ask whether they are being compiled" in texts[0]
+    assert [text.split(" at ")[0] for text in texts[1:]] == [
+        *(f"gradient of {name}" for name in "qkv"),
         "gradient of captured slopes",
     ]
 
 
 def test_batch():
     (text,) = only(check(functions.batch(), ["masked", "schedule", "batch"]), "batch")
-    assert "output 0 at [0, " in text and "after all entries of the batch but 0 were replaced" in text
+    assert "output at batch 0, head " in text and "after all entries of the batch but 0 were replaced" in text
 
 
 def wrong(broken):
@@ -142,6 +148,41 @@ def wrong(broken):
 
     attention_op = calls.attention
     return attend
+
+
+BIAS = torch.randn(2, 160, generator=torch.Generator().manual_seed(0)).requires_grad_()
+MODS = {
+    "none": None,
+    "relative": lambda score, b, h, q_idx, kv_idx: score + BIAS[h, q_idx - kv_idx + 80],
+    "capped": lambda score, b, h, q_idx, kv_idx: 10 * torch.tanh(score / 10),
+    "kinked": lambda score, b, h, q_idx, kv_idx: torch.relu(score),
+    "of the batch": lambda score, b, h, q_idx, kv_idx: score * (b + 1),
+    "steep": lambda score, b, h, q_idx, kv_idx: score * 30,
+}
+MASKS = {
+    "none": None,
+    "window": flex_inductor.masks.sliding_window(33),
+    "dead rows": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx > 20) & (kv_idx < 50),
+    "of the head": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 10 + 20 * h),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mod", MODS)
+def test_no_false_alarm(mod, mask, sinks, dtype):
+    given = torch.randn(2, requires_grad=True) if sinks else None
+    block_mask = MASKS[mask] and create_block_mask(
+        MASKS[mask], None, 2, 80, 80, "cpu", 32, compact=mask == "window"
+    )
+
+    def fn(q, k, v):
+        return flex_attention(q, k, v, MODS[mod], block_mask, enable_gqa=True, sinks=given, return_lse=True)
+
+    report = check((fn, [t.to(dtype) for t in inputs()]), QUICK, None)
+    assert report.ok, str(report)
 
 
 # What no mod can do, done to the op: the law that finds it, and what it finds.

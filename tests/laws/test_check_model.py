@@ -86,7 +86,7 @@ def test_compiled():
     report = check(models.right())
     assert outcomes(report) == dict.fromkeys(LAWS, "holds"), str(report)
     texts = only(check(models.otherwise_compiled(), "compiled"), "compiled")
-    assert texts[0].startswith("logits at [0, ")
+    assert texts[0].startswith("logits at row 0, token ")
 
 
 @pytest.mark.slow

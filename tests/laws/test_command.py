@@ -1,6 +1,8 @@
 """flex-inductor check: what it prints and writes, its exit status, and how it refuses."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import expecttest
@@ -81,6 +83,22 @@ def test_a_model(capsys):
     assert "which makes no call of flex_attention with mods" in out
     status, _, err = run(capsys, f"{models}:with_a_cache", "--documents=20,28")
     assert status == 2 and "--documents: a model's batch says itself where documents begin" in err
+
+
+PAGE = (Path(__file__).parents[2] / "docs/check.md").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number, name", enumerate(("packed.py", "llama.py")))
+def test_the_page_shows_what_is_printed(number, name, capsys, tmp_path, monkeypatch):
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number]
+    command, report = re.findall(
+        r"^\$ flex-inductor check (.*?[^\\])\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+    )[number]
+    (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, *shlex.split(command.replace("\\\n", "")))
+    assert status == 1 and re.sub(r"[-\d.]+", "0", out) == re.sub(r"[-\d.]+", "0", report)
 
 
 def test_colours():

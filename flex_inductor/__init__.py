@@ -52,6 +52,8 @@ __all__ = [
     "__version__",
     "and_masks",
     "append_kv",
+    "check",
+    "check_model",
     "context_parallel",
     "create_block_mask",
     "decisions",

@@ -67,6 +67,8 @@ def public(name: str) -> Any:
 
 
 PUBLIC = {
+    "check": f"{_PACKAGE}.laws",
+    "check_model": f"{_PACKAGE}.laws",
     "context_parallel": f"{_PACKAGE}.distributed.context",
     "decisions": f"{_LOWERINGS}.decision_log",
     "inspect": f"{_TOOLS}.inspector",

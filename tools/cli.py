@@ -12,7 +12,7 @@ from flex_inductor import __version__
 from flex_inductor.errors import FlexError
 
 # Imported on every call, --version included: these modules import torch inside their functions.
-COMMANDS = ("bench", "env", "inspect_command", "mask", "plan", "profile", "tune")
+COMMANDS = ("bench", "check", "env", "inspect_command", "mask", "plan", "profile", "tune")
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,12 @@ def running(what: str) -> Iterator[None]:
         raise Refused(f"{what} fails: {type(error).__name__}: {error}{at}") from None
 
 
-def add_inputs(parser: argparse.ArgumentParser, example: str) -> None:
-    """The arguments of commands that call a function and its backward."""
+def add_inputs(parser: argparse.ArgumentParser, example: str, backward: bool = True) -> None:
+    """The arguments of commands that call a function and, where that is a choice, its backward."""
     given = f"an argument, for example {example}, with :grad behind where it needs a gradient"
     parser.add_argument("--input", action="append", default=[], metavar="NAME=SHAPE:DTYPE", help=given)
-    parser.add_argument("--no-backward", action="store_true", help="leave the backward out")
+    if backward:
+        parser.add_argument("--no-backward", action="store_true", help="leave the backward out")
 
 
 def called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, Any]]:
@@ -101,8 +102,10 @@ def called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, An
     match made:
         case tuple((fn, tuple(args))) if callable(fn):
             return fn, args, {}
+        case tuple((fn, Mapping() as kwargs)) if callable(fn):
+            return fn, (), dict(kwargs)
     raise Refused(
-        f"{where} must return (fn, args) with a tuple of arguments, but returned a {type(made).__name__}; "
+        f"{where} must return (fn, args) with a tuple or a dict of arguments, but returned a {type(made).__name__}; "
         f"to call the function itself, give its arguments with --input"
     )
 

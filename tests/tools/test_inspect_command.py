@@ -71,7 +71,7 @@ REFUSED = {
     "no attention": ([f"{SCRIPT}:no_attention"], "relu never calls flex_attention with these arguments: "),
     "devices": ([f"{SCRIPT}:two_devices"], "The arguments are on several devices: cpu, meta. Move them to one; "),
     "needs arguments": ([f"{SCRIPT}:causal"], f"{SCRIPT}:causal takes b, h, q_idx, kv_idx: give them with --input, "),
-    "returns another": ([f"{SCRIPT}:inputs"], f"{SCRIPT}:inputs must return (fn, args) with a tuple of arguments, but"),
+    "returns another": ([f"{SCRIPT}:inputs"], f"{SCRIPT}:inputs must return (fn, args) with a tuple or a dict of arguments, but"),
     "input": ([f"{SCRIPT}:causal", "--input", "b=3:f8"], "--input b=3:f8: expected NAME=SHAPE:DTYPE such as "),
     "inputs": ([f"{SCRIPT}:causal", "--input", "z=3:f16"], f"--input: {SCRIPT}:causal(b, h, q_idx, kv_idx) does not take z"),
     "target": ([f"{SCRIPT}:plain_causal", "--target", "sm_1"], "flex_inductor.inspect['target'] is 'sm_1'; expected one of cpu, sm_80, "),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ def of(problem: AttentionProblem, call: LoweredCall, tensor: Callable[..., Tenso
     )
     mapped = problem.map_tiles is not None
     key_by_head, value_by_head = (
-        scale.stride[2] == "0" and (not mapped or "1" == scale.size[0] or scale.stride[0] == "0")
+        scale.stride[2] == "0" and (not mapped or scale.size[0] == "1" or scale.stride[0] == "0")
         for scale in (key, value)
     )
     return Narrow(

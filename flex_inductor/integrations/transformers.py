@@ -27,7 +27,7 @@ from ..masks import create_block_mask
 from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
 from ..options import call_options
-from ..softmax import Softmax
+from ..softmax import Scales, Softmax, is_narrow
 from . import errors
 
 try:
@@ -148,7 +148,8 @@ def attend(
     """One layer's attention, as transformers calls it: query [B, H, M, D], the result [B, M, H, V]."""
     mask: Any = attention_mask
     try:
-        check_tensors(query, key, value, enable_gqa=True)
+        check_tensors(query, key, value, enable_gqa=True, narrow=True)
+        Scales().check(query, key, value, (), ())
         check_options(query, None, scaling, False, None, None)
         softmax = Softmax(s_aux, dropout)
         softmax.check(query)
@@ -210,7 +211,7 @@ def _call(
         score_mod if biases or softcap is not None else None,
         inner,
         scale,
-        Inputs(schedule=schedule, **softmax.inputs(query)),
+        Inputs(schedule=schedule, **softmax.inputs(query), **Scales().of_rows(key, lambda scale: scale)),
         call_options(None, lse=False, max_scores=False),
     )
     return out
@@ -223,7 +224,8 @@ def _entry(table: Tensor, *indices: Tensor) -> Tensor:
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Tensor | None) -> bool:
     """Whether a call is so small that the op's own rules and checks would take longer than its arithmetic."""
-    if query.size(2) > FEW or isinstance(mask, BlockMask) or torch.compiler.is_dynamo_compiling():
+    of_op = isinstance(mask, BlockMask) or is_narrow(key) or torch.compiler.is_dynamo_compiling()
+    if query.size(2) > FEW or of_op:
         return False
     tensors = (query, key, value, *others)
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))

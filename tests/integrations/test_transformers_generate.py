@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from flex_inductor import FlexError
 from flex_inductor.integrations import transformers as integration
 from tests.integrations.families import CAUSAL, ENCODER_DECODER, model_of, padding, tokens
 
@@ -89,3 +90,30 @@ def test_the_example(capsys):
         float(number) for number in re.findall(r"losses at most (\S+) apart; the same tokens: True", shown)
     ]
     assert len(apart) == 2 and max(apart) < 1e-5
+
+
+class Rounded(DynamicCache):
+    """Keeps keys and values in 8 bits; hands them out in `dtype`."""
+
+    dtype = torch.float8_e4m3fn
+
+    def update(self, key, value, *args, **kwargs):
+        narrow = (t.to(torch.float8_e4m3fn) for t in (key, value))
+        return tuple(t.to(self.dtype) for t in super().update(*narrow, *args, **kwargs))
+
+
+class Widened(Rounded):
+    dtype = torch.float32
+
+
+def test_caches_of_8_bits():
+    model, ids = model_of("Llama"), tokens()
+    model.set_attn_implementation(NAME)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    got, want = (model.generate(ids, past_key_values=kind(), **options) for kind in (Rounded, Widened))
+    assert torch.equal(got, want)
+    with torch.no_grad():
+        logits = [model(ids, past_key_values=kind()).logits for kind in (Rounded, Widened)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(FlexError, match="float8_e4m3fn"):
+        model(ids, past_key_values=Rounded())

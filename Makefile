@@ -14,7 +14,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits fuzz lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits fuzz mutants lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -49,6 +49,10 @@ build/constraints-%.txt: constraints.txt Makefile
 fuzz: $(VENV)/.ready  ## random calls against the reference, for MINUTES=30
 	$(bin)/python -W ignore -m tests.fuzz --minutes $(MINUTES)
 	@echo "flex_inductor: nothing found"
+
+mutants: $(VENV)/.ready  ## changes that make it wrong: whether `make test` would find them
+	$(bin)/python -m tests.mutants
+	@echo "flex_inductor: every change found"
 
 test-ptx: $(VENV)/.ready  ## all kernels for cards, executed without one
 	$(bin)/python -m pytest -n 2 --dist worksteal -m "not gpu" tests/tools/ptx

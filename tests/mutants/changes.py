@@ -1,0 +1,504 @@
+"""The changes: one place of one file each, and the tests of `make test` that are meant to find it.
+
+A change stands for a kind of fault that kernels, schedules and their callers have had.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    name: str
+    file: str
+    old: str  # is there once
+    new: str
+    tests: str
+
+
+CPU, TRITON = "templates/cpu/", "templates/triton/"
+OP, MASKS, SEQUENCES, DISTRIBUTED = (
+    f"flex_inductor/{room}/" for room in ("op", "masks", "sequences", "distributed")
+)
+INTERPRETED = "tests/lowerings/triton/interpreted_"
+OF_CPU = "tests/lowerings/cpu/test_"
+EAGER = "tests/accuracy/test_matrix.py tests/accuracy/test_edges.py"
+
+KERNELS_FOR_CPUS = [
+    Change(
+        "forward: the sum is not rescaled",
+        CPU + "forward.jinja",
+        "Vec sum = Vec::loadu(total) * Vec(own.shrink[first + r]);",
+        "Vec sum = Vec::loadu(total);",
+        OF_CPU + "matrix.py",
+    ),
+    Change(
+        "forward: the output is not rescaled",
+        CPU + "forward.jinja",
+        "at::vec::fmadd(Vec::loadu(target), Vec(own.shrink[r0 + r + row]), sum)",
+        "at::vec::fmadd(Vec::loadu(target), Vec(1.f), sum)",
+        OF_CPU + "matrix.py",
+    ),
+    Change(
+        "forward: the largest score is one tile's alone",
+        CPU + "forward.jinja",
+        "after = at::vec::maximum(before, Vec::loadu(base + r));",
+        "after = Vec::loadu(base + r);",
+        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+    ),
+    Change(
+        "forward: mean scores are not rescaled",
+        CPU + "forward.jinja",
+        "Vec times_scores = Vec::loadu(weighted) * Vec(own.shrink[first + r]);",
+        "Vec times_scores = Vec::loadu(weighted);",
+        "tests/accuracy/test_entropy.py",
+    ),
+    Change(
+        "finish: a sink takes weight twice",
+        CPU + "kernel.h",
+        "all = total * share + std::exp(sink - top);",
+        "all = total * share + 2.f * std::exp(sink - top);",
+        "tests/accuracy/test_sinks.py",
+    ),
+    Change(
+        "finish: the logsumexp without the largest score",
+        CPU + "kernel.h",
+        "peak + std::log(total)}",
+        "std::log(total)}",
+        OF_CPU + "matrix.py",
+    ),
+    Change(
+        "finish: the last of equal scores",
+        CPU + "kernel.h",
+        "first_index + at < index)) index",
+        "first_index + at > index)) index",
+        "tests/accuracy/test_entropy.py",
+    ),
+    Change(
+        "decode: parts' sums are added as they are",
+        CPU + "decode.jinja",
+        "total += at(s)[V_PAD + 1] * share;",
+        "total += at(s)[V_PAD + 1];",
+        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+    ),
+    Change(
+        "decode: the first keys of a part are left out",
+        CPU + "decode.jinja",
+        "std::max(from - passed, int64_t(0))",
+        "std::max(from - passed, int64_t(1))",
+        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+    ),
+    Change(
+        "decode: a chunk's sum is not rescaled",
+        CPU + "decode.jinja",
+        "total = total * own.shrink[r] + sum_lanes(sum);",
+        "total = total + sum_lanes(sum);",
+        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+    ),
+    Change(
+        "backward: the logsumexp's gradient with the other sign",
+        CPU + "backward.jinja",
+        "} - grad_lse[",
+        "} + grad_lse[",
+        OF_CPU + "matrix.py",
+    ),
+    Change(
+        "backward: keys' gradients without the scale",
+        CPU + "backward.jinja",
+        '"scale" if name == "d_key" else "1.f"',
+        '"1.f"',
+        OF_CPU + "matrix.py",
+    ),
+    Change(
+        "backward: rows that see nothing have weights",
+        CPU + "backward.jinja",
+        "own.lse[r] = of_row == -INF ? INF : of_row;",
+        "own.lse[r] = of_row;",
+        OF_CPU + "gradients.py " + OF_CPU + "matrix.py tests/accuracy/test_edges.py",
+    ),
+    Change(
+        "backward: delta is not subtracted",
+        CPU + "backward.jinja",
+        "- delta){{ of_mean }}",
+        "){{ of_mean }}",
+        OF_CPU + "matrix.py",
+    ),
+    Change(
+        "backward: dropout is of another column",
+        CPU + "backward.jinja",
+        "(kv_first & 31) + i);",
+        "(kv_first & 15) + i);",
+        "tests/accuracy/test_dropout.py",
+    ),
+    Change(
+        "windows: one key too few",
+        CPU + "common.jinja",
+        "std::clamp<int64_t>(place + size + %s - other, 0, count)",
+        "std::clamp<int64_t>(place + size - 1 + %s - other, 0, count)",
+        OF_CPU + "gradients.py " + OF_CPU + "forward.py " + OF_CPU + "matrix.py",
+    ),
+    Change(
+        "mapped: the position of a key without its place in the tile",
+        CPU + "mapped_places.jinja",
+        "kv_line(n / kv_block).index + n % kv_block",
+        "kv_line(n / kv_block).index",
+        OF_CPU + "tile_map.py",
+    ),
+]
+
+KERNELS_FOR_CARDS = [
+    Change(
+        "softmax: the sum is not rescaled",
+        TRITON + "softmax.jinja",
+        "total = total * shrink + tl.sum(weight, 1)",
+        "total = total + tl.sum(weight, 1)",
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "softmax: the output is not rescaled",
+        TRITON + "softmax.jinja",
+        "v, acc * shrink[:, None],",
+        "v, acc,",
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "softmax: the logsumexp forgets the sink",
+        TRITON + "softmax.jinja",
+        '{{ "top" if sinks else "peak * %s" % to_natural }} + tl.log(total)',
+        '{{ "peak * %s" % to_natural }} + tl.log(total)',
+        INTERPRETED + "softmax.py",
+    ),
+    Change(
+        "softmax: narrow keys without their scale",
+        TRITON + "softmax.jinja",
+        'score *= {{ "key_scale" if',
+        'score *= 1.0  # {{ "key_scale" if',
+        INTERPRETED + "narrow.py",
+    ),
+    Change(
+        "softmax: the last of equal scores",
+        TRITON + "softmax.jinja",
+        "({{ index }} < largest)",
+        "({{ index }} > largest)",
+        INTERPRETED + "softmax.py",
+    ),
+    Change(
+        "combine: parts' sums are added as they are",
+        TRITON + "combine.jinja",
+        "tl.load(part_total + place, mask=inside, other=0.0) * grow",
+        "tl.load(part_total + place, mask=inside, other=0.0)",
+        INTERPRETED + "shapes.py " + INTERPRETED + "softmax.py",
+    ),
+    Change(
+        "decode: each part ends a step early",
+        TRITON + "decode.jinja",
+        '"steps * (part + 1) // %s" % splits',
+        '"steps * (part + 1) // %s - 1" % splits',
+        INTERPRETED + "shapes.py " + INTERPRETED + "softmax.py",
+    ),
+    Change(
+        "forward: heads read another head's keys",
+        TRITON + "forward.jinja",
+        "kv_h = h // {{ group }}",
+        "kv_h = h % {{ group }}",
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "backward_dq: delta is not subtracted",
+        TRITON + "backward_dq.jinja",
+        "d_score = weight * (d_weight - row_delta[:, None])",
+        "d_score = weight * d_weight",
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "backward_dq: no scale",
+        TRITON + "backward_dq.jinja",
+        '"dq * " ~ scale',
+        '"dq"',
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "backward_dq: what is dropped has a gradient",
+        TRITON + "backward_dq.jinja",
+        "d_weight = tl.where(keep, d_weight, 0.0) * drop_scale",
+        "d_weight = d_weight * drop_scale",
+        INTERPRETED + "softmax.py",
+    ),
+    Change(
+        "backward_dkdv: delta is not subtracted",
+        TRITON + "backward_dkdv.jinja",
+        "d_score = weight * (d_weight - row_delta[None, :])",
+        "d_score = weight * d_weight",
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "backward_dkdv: the first head of a group for all",
+        TRITON + "backward_dkdv.jinja",
+        "h = first_h + head\n",
+        "h = first_h\n",
+        INTERPRETED + "shapes.py",
+    ),
+    Change(
+        "backward_dkdv: values' gradients are not scaled for dropout",
+        TRITON + "backward_dkdv.jinja",
+        '"dv_acc * drop_scale" if dropout else "dv_acc"',
+        '"dv_acc"',
+        INTERPRETED + "softmax.py",
+    ),
+    Change(
+        "mapped: scattered keys from the first of their tile",
+        TRITON + "mapped_places.jinja",
+        '"next_lines", there) }} + next_within',
+        '"next_lines", there) }} + next_within * 0',
+        INTERPRETED + "tile_map.py",
+    ),
+    Change(
+        "mapped: queries' positions are not moved",
+        TRITON + "mapped_places.jinja",
+        "{{ it.lanes }}_idx = ({{ it.lanes }}_rows + shift_{{ side }}){{ shape }}",
+        "{{ it.lanes }}_idx = ({{ it.lanes }}_rows + shift_{{ side }} * 0){{ shape }}",
+        INTERPRETED + "tile_map.py",
+    ),
+]
+
+OPERATIONS = [
+    Change(
+        "chunks: the sum is not rescaled",
+        OP + "eager/chunked.py",
+        "total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))",
+        "total = total.add_(weight.sum(-1, keepdim=True))",
+        EAGER,
+    ),
+    Change(
+        "chunks: the logsumexp's gradient with the other sign",
+        OP + "eager/chunked.py",
+        "delta = delta - grad_lse[",
+        "delta = delta + grad_lse[",
+        EAGER,
+    ),
+    Change(
+        "chunks: one batch's gradient for keys of all",
+        OP + "eager/chunked.py",
+        "product = product.sum(0, keepdim=True)",
+        "product = product[:1]",
+        EAGER,
+    ),
+    Change(
+        "chunks: negative indices end at the first",
+        OP + "eager/chunked.py",
+        "torch.where(index < 0, index + size, index)",
+        "index.clamp(min=0)",
+        EAGER,
+    ),
+    Change(
+        "chunks: captured gradients of lanes that nobody sees",
+        OP + "eager/chunked.py",
+        "contribution = torch.where(mask, contribution, 0.0)",
+        "contribution = contribution + 0.0",
+        EAGER,
+    ),
+    Change(
+        "chunks: keys of a tile count from the first",
+        "flex_inductor/visits/band.py",
+        "n.start % self.kv_block\n",
+        "0\n",
+        EAGER + " tests/op/test_schedule.py",
+    ),
+    Change(
+        "entropy: the gradient of the mean score",
+        OP + "autograd.py",
+        "grad_mean * (1 - mean)",
+        "grad_mean * (1 + mean)",
+        "tests/accuracy/test_entropy.py",
+    ),
+    Change(
+        "sinks: the gradient with the other sign",
+        "flex_inductor/softmax/arguments.py",
+        "through = through - (out",
+        "through = through + (out",
+        "tests/accuracy/test_sinks.py",
+    ),
+    Change(
+        "dropout: a counter's words in another order",
+        "flex_inductor/softmax/dropout.py",
+        "torch.where((kv_idx & 8) > 0, words[i + 1], words[i])",
+        "torch.where((kv_idx & 8) > 0, words[i], words[i + 1])",
+        "tests/accuracy/test_dropout.py",
+    ),
+    Change(
+        "dropout: weights are not made larger",
+        "flex_inductor/softmax/dropout.py",
+        "return LEVELS / (LEVELS - dropout[3].double())",
+        "return LEVELS / (LEVELS - 0 * dropout[3].double())",
+        "tests/accuracy/test_dropout.py",
+    ),
+    Change(
+        "narrow: queries without their scale",
+        "flex_inductor/softmax/narrow.py",
+        "if self.q_scale is not None:\n",
+        "if self.q_scale is None:\n",
+        "tests/accuracy/test_narrow.py",
+    ),
+    Change(
+        "vmap: mods see the whole batch's rows",
+        OP + "vmap.py",
+        "lanes[b] = (lanes[b] % batch).to(INDEX_DTYPE)",
+        "lanes[b] = lanes[b].to(INDEX_DTYPE)",
+        "tests/op/test_vmap.py",
+    ),
+    Change(
+        "classes: calls of one batch and of many are one",
+        OP + "call.py",
+        "shape[1], min(shape[0], 2), min(shape[2], 2))",
+        "shape[1], 2, min(shape[2], 2))",
+        "tests/op/test_eager_kernels.py tests/op/test_known.py",
+    ),
+    Change(
+        "kept: the one used last goes first",
+        "flex_inductor/kept.py",
+        "self._values.popitem(last=False)",
+        "self._values.popitem(last=True)",
+        "tests/test_kept.py",
+    ),
+]
+
+SCHEDULES = [
+    Change(
+        "window: one key too many on the right",
+        "flex_inductor/visits/window.py",
+        "position + self.right + 1",
+        "position + self.right + 2",
+        "tests/masks/test_window.py tests/op/test_bounds.py",
+    ),
+    Change(
+        "window: a chunk ends one key late",
+        "flex_inductor/visits/window.py",
+        "own = _chunk(position, self.chunk, origin) + self.chunk\n",
+        "own = _chunk(position, self.chunk, origin) + self.chunk + 1\n",
+        "tests/masks/test_window.py tests/op/test_bounds.py",
+    ),
+    Change(
+        "window: turned ends are not exchanged",
+        "flex_inductor/visits/window.py",
+        "return Window(self.right, self.left,",
+        "return Window(self.left, self.right,",
+        "tests/masks/test_window.py tests/op/test_bounds.py",
+    ),
+    Change(
+        "window: the mask of its left end",
+        "flex_inductor/visits/window.py",
+        "seen = kv_idx >= q_idx + (shift - int(self.left))",
+        "seen = kv_idx > q_idx + (shift - int(self.left))",
+        "tests/masks/test_window.py tests/sequences/test_flash.py",
+    ),
+    Change(
+        "bounds: queries begin at the first key",
+        "flex_inductor/visits/bounds.py",
+        "return sequence.keys - sequence.queries if self.shift is None else self.shift",
+        "return 0 if self.shift is None else self.shift",
+        "tests/masks/test_window.py tests/op/test_bounds.py tests/sequences/test_varlen.py",
+    ),
+    Change(
+        "runs: neighbours of other kinds are one",
+        MASKS + "runs.py",
+        " | (kind != preceding(kind, -1))",
+        "",
+        "tests/masks/test_mask_schedule.py",
+    ),
+    Change(
+        "runs: neighbours of other lines are one",
+        MASKS + "runs.py",
+        " | (line != preceding(line, -1))",
+        "",
+        "tests/masks/test_mask_schedule.py",
+    ),
+]
+
+CALLERS = [
+    Change(
+        "sequences: packed tiles begin at the first token",
+        SEQUENCES + "places.py",
+        "tiles.of(self.starts)[0] + tiles.start\n",
+        "tiles.of(self.starts)[0]\n",
+        "tests/sequences/test_varlen.py tests/sequences/test_flash.py",
+    ),
+    Change(
+        "sequences: padding on the left is read",
+        SEQUENCES + "places.py",
+        "return Cached(rows, pad, used - pad, longest)",
+        "return Cached(rows, pad * 0, used - pad, longest)",
+        "tests/sequences/test_caches.py",
+    ),
+    Change(
+        "sequences: masks see queries from the first",
+        SEQUENCES + "mask.py",
+        "mask_mod(b, h, last_q + shift[b], last_kv)",
+        "mask_mod(b, h, last_q, last_kv)",
+        "tests/sequences/test_varlen.py",
+    ),
+    Change(
+        "flash: aligned at the first token",
+        "flex_inductor/flash/functions.py",
+        "shift = k.size(1) - q.size(1)",
+        "shift = 0 * (k.size(1) - q.size(1))",
+        "tests/sequences/test_flash.py",
+    ),
+    Change(
+        "flash: the descales of the sequence before",
+        "flex_inductor/flash/descales.py",
+        "starts[1:], right=True)",
+        "starts[1:], right=False)",
+        "tests/sequences/test_descales.py",
+    ),
+    Change(
+        "ring: the largest score is the first part's",
+        DISTRIBUTED + "ring.py",
+        "torch.maximum(peak, part_peak),",
+        "peak,",
+        "tests/distributed/test_methods.py -k ring",
+    ),
+    Change(
+        "ring: each step counts the sinks",
+        DISTRIBUTED + "ring.py",
+        "ring=None, partial=partial, sinks=None",
+        "ring=None, partial=partial",
+        "tests/distributed/test_methods.py -k ring",
+    ),
+    Change(
+        "ring: the gradients of another rank's keys are lost",
+        DISTRIBUTED + "ring.py",
+        "            at += grad\n",
+        "            at += 0 * grad\n",
+        "tests/distributed/test_methods.py -k ring",
+    ),
+    Change(
+        "heads: mods see the first rank's",
+        DISTRIBUTED + "methods.py",
+        "first = self.heads_group.rank * query.size(1)",
+        "first = 0 * self.heads_group.rank * query.size(1)",
+        "tests/distributed/test_methods.py -k ulysses",
+    ),
+    Change(
+        "decode over ranks: parts are added as they are",
+        DISTRIBUTED + "decode.py",
+        "(parts * weights.unsqueeze(-1)).sum(0)",
+        "parts.mean(0)",
+        "tests/distributed/test_decode.py",
+    ),
+    Change(
+        "transformers: softcap with the wrong slope",
+        "flex_inductor/integrations/transformers.py",
+        "score = softcap * torch.tanh(score / softcap)",
+        "score = torch.tanh(score / softcap)",
+        "tests/integrations/test_transformers.py",
+    ),
+    Change(
+        "transformers: a bias is lost",
+        "flex_inductor/integrations/transformers.py",
+        "        for bias in biases:\n            score = score + _entry(bias",
+        "        for bias in biases:\n            score = score + 0 * _entry(bias",
+        "tests/integrations/test_transformers.py",
+    ),
+]
+
+CHANGES = [*KERNELS_FOR_CPUS, *KERNELS_FOR_CARDS, *OPERATIONS, *SCHEDULES, *CALLERS]

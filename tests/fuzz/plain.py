@@ -12,8 +12,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flex_inductor import create_block_mask
-from tests.support import LAYOUTS, Sizes, attention_of, dense_of, judge
+from flex_inductor import AuxRequest, create_block_mask, flex_attention
+from flex_inductor.verify.dropout import factors
+from tests.support import LAYOUTS, Sizes, dense_of, judge
 
 from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32
 from .mods import MASKS, SCORES, capture, mask_mod_of, named_in, score_mod_of
@@ -33,6 +34,9 @@ class Program(NamedTuple):
     block: int | tuple[int, int] = 16
     compact: bool = False
     one_kv_batch: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    entropy: bool = False  # instead of the logsumexp
 
 
 class Values(NamedTuple):
@@ -63,6 +67,9 @@ def programs(draw, route: str) -> Program:
         draw(st.tuples(*[st.sampled_from(list(LAYOUTS))] * 3)),
         draw(blocks if route != "eager" else blocks | st.tuples(st.integers(1, 24), st.integers(1, 24))),
         draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from([0.0, 0.0, 0.3])),
         draw(st.booleans()),
     )
 
@@ -102,10 +109,55 @@ def _shapes_to_torch(mask) -> tuple:
     return tuple(min(n, 2) for tensor in tensors for n in tensor.shape)
 
 
+STATE = torch.tensor(77), torch.tensor(5)
+
+
+def _ours(program: Program, score_mod):
+    def attend(scale, shift, query, key, value, captures, block_mask):
+        *own, sinks = captures if program.sinks else (*captures, None)
+        build = score_mod(shift)
+        out, aux = flex_attention(
+            query, key, value, None if build is None else build(*own), block_mask, scale, enable_gqa=True,
+            return_aux=AuxRequest(lse=True, max_scores=True, entropy=program.entropy),
+            sinks=sinks, dropout_p=program.dropout, rng_state=STATE,
+        )  # fmt: skip
+        return out, aux.entropy if program.entropy else aux.lse, aux.max_scores
+
+    return attend
+
+
+def _dense(program: Program, build, scale: float):
+    """From the weights that the reference gives values of which each is one key's."""
+    plain = dense_of(build, scale)
+
+    def attend(query, key, value, captures, block_mask):
+        *own, sinks = captures if program.sinks else (*captures, None)
+        each = torch.eye(key.size(2), dtype=value.dtype).expand(*key.shape[:2], -1, -1)
+        weights, lse, max_scores = plain(query, key, each, own, block_mask)
+        columns = weights
+        if sinks is not None:
+            column = sinks.to(lse.dtype).view(-1, 1).expand(lse.shape)
+            total = torch.logaddexp(lse, column)
+            weights = weights * (lse - total).exp().unsqueeze(-1)
+            columns = torch.cat([weights, (column - total).exp().unsqueeze(-1)], -1)
+            lse = total
+        logs = columns.where(columns > 0, 1.0).log()
+        of_rows = -(columns * logs).sum(-1) if program.entropy else lse
+        if program.dropout:
+            given = torch.tensor([*map(int, STATE), 0, round(program.dropout * 65536)])
+            sizes = zip(("b", "h", "q_idx", "kv_idx"), weights.shape, strict=True)
+            kept = factors(given, {name: torch.arange(size) for name, size in sizes})
+            weights = weights * kept.to(weights.dtype)
+        value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+        return weights.to(value.dtype) @ value, of_rows, max_scores
+
+    return attend
+
+
 def check(route: str, program: Program, several: list[Values], verify: bool = False) -> None:
     """Judge the calls of one program, and that the route served them and compiled no more than it must."""
     score_mod, mask_mod = score_mod_of(program.score), mask_mod_of(program.mask)
-    attend = compiled(route, lambda scale, shift, *call: attention_of(score_mod(shift), scale)(*call), verify)
+    attend = compiled(route, _ours(program, score_mod), verify)
     with compilations(route) as shapes:
         for values in several:
             kv_batch = 1 if program.one_kv_batch else None
@@ -115,11 +167,12 @@ def check(route: str, program: Program, several: list[Values], verify: bool = Fa
             )  # fmt: skip
             generator = torch.Generator().manual_seed(values.seed)
             captures = [capture(name, sizes, generator) for name in named_in(program.score)]
+            captures += [torch.randn(program.heads, generator=generator)] * program.sinks
             mask = _mask(program, sizes, mask_mod(sizes, generator))
             shapes.add(_shapes_to_torch(mask))
             judge(
                 lambda *call, scale=values.scale, shift=values.shift: attend(scale, shift, *call),
-                dense_of(score_mod(values.shift), values.scale),
+                _dense(program, score_mod(values.shift), values.scale),
                 _inputs(program, values, sizes),
                 captures,
                 mask,

@@ -75,7 +75,14 @@ def judged(call, compile):
 
 
 @pytest.mark.parametrize(
-    "route, call", [("cpu", "plain"), ("cpu", "bias"), ("cpu", "bf16"), ("cpu", "few"), ("chunked", "bias")]
+    "route, call",
+    [
+        pytest.param("cpu", "plain", marks=pytest.mark.long),
+        ("cpu", "bias"),
+        pytest.param("cpu", "bf16", marks=pytest.mark.long),
+        pytest.param("cpu", "few", marks=pytest.mark.long),
+        ("chunked", "bias"),
+    ],
 )
 def test_compiled(route, call):
     options = {"route": route, "verify": True}

@@ -59,8 +59,17 @@ def judged(call, compile):
     judge(compile(given), functools.partial(dense, build), sizes.inputs(dtype), [*captures, sinks], schedule)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("route", ["cpu", "chunked"])
+QUICK = {("cpu", "bias"), ("cpu", "few, in parts"), ("chunked", "bias")}
+
+
+@pytest.mark.parametrize(
+    "route, call",
+    [
+        pytest.param(route, call, marks=() if (route, call) in QUICK else pytest.mark.long)
+        for route in ("cpu", "chunked")
+        for call in CALLS
+    ],
+)
 def test_compiled(route, call):
     options = {"route": route, "verify": True}
     with served_by(route):
@@ -137,6 +146,7 @@ def test_gradcheck():
     )
 
 
+@pytest.mark.long
 def test_bf16():
     """In chunks as good as rounding the exact result; in any route better than a sink that is applied to the output."""
     query, key, value = SIZES._replace(kv_heads=4, queries=128, keys=128, head_dim=64).inputs(torch.bfloat16)

@@ -38,7 +38,7 @@ def choose(seconds=None, **options):
         return [seconds[config] for config in configs]
 
     problem = SimpleNamespace(
-        dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64), map_tiles=None, scattered=False, inputs=(),
+        dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64), map_tiles=None, scattered=False, inputs=(), kv_dtype=torch.float32,
         outputs=("lse",), options=CallOptions(**options), programs=Programs(),
     )  # fmt: skip
     (config,), made = choice.choose(

@@ -78,7 +78,7 @@ for (int64_t n = aligned; n < n0 + columns; n += PANEL)
 for (int64_t r = 0; r < count; r += BLOCK)
 dot_block(own.query.data + (r0 + r) * key_width, key_width, STEP, packed.keys + (n - first_packed) * key_width, PANEL * STEP,
 if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns); else full_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns);
-softmax_rows(own, r0, count, scores, weights, columns);
+softmax_rows(own, r0, count, scores, weights, columns, first_column);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
 for (int64_t r = 0; r < count; r += BLOCK) {
 for (int64_t v = 0; v < value_width; v += PANEL)

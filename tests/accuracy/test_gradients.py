@@ -7,7 +7,7 @@ import torch
 
 from flex_inductor import flex_attention
 from flex_inductor.op.eager import chunked
-from tests.support import MASKS, MODS, Cube, Sizes, attention_of, run
+from tests.support import MASKS, MODS, Cube, Sizes, attention_of, dense_of, judge, run
 
 TINY = Sizes(batch=1, heads=2, kv_heads=1, queries=5, keys=6, head_dim=3, value_dim=2)
 
@@ -78,3 +78,8 @@ def test_captured_gradients_are_the_same_bits_every_time(name):
     for other in results[1:]:
         for first, again in zip(results[0], other, strict=True):
             assert first is None or torch.equal(first, again)
+
+
+def test_batches_that_share_keys_in_one_tile():
+    sizes = Sizes(batch=3, heads=2, kv_heads=1, queries=5, keys=6, kv_batch=1)
+    judge(attention_of(None), dense_of(None), sizes.inputs(torch.float64))

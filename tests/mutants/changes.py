@@ -142,7 +142,7 @@ KERNELS_FOR_CPUS = [
         CPU + "mapped_places.jinja",
         "kv_line(n / kv_block).index + n % kv_block",
         "kv_line(n / kv_block).index",
-        OF_CPU + "tile_map.py",
+        OF_CPU + "tile_map.py tests/sequences/test_varlen.py",
     ),
 ]
 
@@ -281,7 +281,7 @@ OPERATIONS = [
         OP + "eager/chunked.py",
         "product = product.sum(0, keepdim=True)",
         "product = product[:1]",
-        EAGER,
+        "tests/accuracy/test_gradients.py",
     ),
     Change(
         "chunks: negative indices end at the first",
@@ -295,7 +295,7 @@ OPERATIONS = [
         OP + "eager/chunked.py",
         "contribution = torch.where(mask, contribution, 0.0)",
         "contribution = contribution + 0.0",
-        EAGER,
+        "tests/accuracy/test_property.py tests/accuracy/test_gradients.py tests/op/test_joint.py",
     ),
     Change(
         "chunks: keys of a tile count from the first",

@@ -479,3 +479,23 @@ def test_wrong_calls():
     for size in (0, (16,), (16, -1), 1.5, True):
         with pytest.raises(FlexError, match=r"^block_size: expected a positive integer or a pair"):
             sequences.mask(causal, block_size=size)
+
+
+@pytest.mark.parametrize("queries", [[300, 40], [1, 1]], ids=["many", "few"])
+def test_positions_in_the_middle_of_a_tile(queries):
+    """A window begins there, and so do chunks of keys for one query."""
+    keys = [300, 40]
+    sequences = Sequences.from_lengths(queries, keys)
+    query = torch.randn(sum(queries), 2, 16)
+    key = torch.randn(sum(keys), 2, 16)
+    mask = sequences.mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 150))
+
+    def call(query, key):
+        def alibi(score, b, h, q_idx, kv_idx):
+            return score - 0.05 * (q_idx - kv_idx)
+
+        return varlen_attention(query, key, key, sequences, alibi, mask)
+
+    with served_by("cpu"):
+        got = torch.compile(call, backend="flex_inductor", dynamic=False)(query, key)
+    torch.testing.assert_close(got, call(query, key))

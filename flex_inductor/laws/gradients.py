@@ -15,6 +15,7 @@ from .report import NotApplicable, Note
 
 STEPS = (1e-7, 1e-5, 1e-3)  # small ones step over few kinks, large ones over the roundings of what is in fp32
 RIGHT = 1e-4  # of a derivative's size
+LEAST = 1e-4  # of the function's value: smaller derivatives are judged as if they had this size
 UNKNOWN = 1e-2  # differences that scatter more say nothing
 ELEMENTS = 4  # looked at one by one where a derivative is wrong
 
@@ -95,7 +96,8 @@ def along_directions(
         grad = torch.zeros_like(tensor) if grads[i] is None else grads[i]
         along = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * _size(tensor)
         parts = grad * along
-        claimed, size = float(parts.sum()), float(parts.square().sum().sqrt())
+        claimed = float(parts.sum())
+        size = max(float(parts.square().sum().sqrt()), LEAST * abs(float(value.detach())))
         found = _difference(loss, tensors, i, along, claimed, size)
         checked.append(Gradient(name, grad, claimed, size, found))
     return checked

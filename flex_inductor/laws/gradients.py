@@ -110,9 +110,9 @@ def _size(tensor: Tensor) -> float:
 
 @torch.no_grad()
 def _difference(
-    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, claimed: float, size: float
+    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, claimed: float | None, size: float
 ) -> Difference:
-    """By the first step whose result is sure and agrees with what is claimed, else by that which is surest."""
+    """By the first step whose result is sure and agrees with what is claimed, if anything; else by the surest."""
 
     def by(step: float) -> float:
         ends = [loss([*tensors[:i], tensors[i] + sign * step * along, *tensors[i + 1 :]]) for sign in (1, -1)]
@@ -122,7 +122,7 @@ def _difference(
     for step in STEPS:
         fine, coarse = by(step), by(2 * step)
         found = Difference(fine, abs(fine - coarse) if math.isfinite(fine - coarse) else math.inf)
-        if found.is_sure(size) and found.agrees_with(claimed, size):
+        if found.is_sure(size) and (claimed is None or found.agrees_with(claimed, size)):
             return found
         tried.append(found)
     return min(tried, key=lambda found: found.off)
@@ -140,7 +140,7 @@ def _worst(
         along = torch.zeros_like(flat)
         along[element] = size
         got = float(flat[element])
-        want = _difference(loss, tensors, i, along.view_as(grad), got * size, abs(got * size)).value / size
+        want = _difference(loss, tensors, i, along.view_as(grad), None, abs(got * size)).value / size
         at = tuple(int(j) for j in torch.unravel_index(torch.tensor(element), grad.shape))
         found.append((at, got, want))
     return max(found, key=lambda one: abs(one[1] - one[2]) if math.isfinite(one[1]) else math.inf)

@@ -59,6 +59,7 @@ def test_lengths_are_read_by_ours():
     assert check((models.llama("flex_inductor"), batch), "documents").ok
 
 
+@pytest.mark.long
 def test_documents_of_several_rows():
     batch = models.packed(input_ids=models.tokens(3))
     report = check((models.llama(), batch), "documents", "batch")

@@ -15,6 +15,7 @@ from .report import NotApplicable, Note
 
 STEPS = (1e-7, 1e-5, 1e-3)  # small ones step over few kinks, large ones over the roundings of what is in fp32
 RIGHT = 1e-4  # of a derivative's size
+LEAST = 1e-4  # of the function's value: smaller derivatives are judged as if they had this size
 UNKNOWN = 1e-2  # differences that scatter more say nothing
 ELEMENTS = 4  # looked at one by one where a derivative is wrong
 
@@ -95,7 +96,8 @@ def along_directions(
         grad = torch.zeros_like(tensor) if grads[i] is None else grads[i]
         along = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * _size(tensor)
         parts = grad * along
-        claimed, size = float(parts.sum()), float(parts.square().sum().sqrt())
+        claimed = float(parts.sum())
+        size = max(float(parts.square().sum().sqrt()), LEAST * abs(float(value.detach())))
         found = _difference(loss, tensors, i, along, claimed, size)
         checked.append(Gradient(name, grad, claimed, size, found))
     return checked
@@ -108,9 +110,9 @@ def _size(tensor: Tensor) -> float:
 
 @torch.no_grad()
 def _difference(
-    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, claimed: float, size: float
+    loss: Loss, tensors: Sequence[Tensor], i: int, along: Tensor, claimed: float | None, size: float
 ) -> Difference:
-    """By the first step whose result is sure and agrees with what is claimed, else by that which is surest."""
+    """By the first step whose result is sure and agrees with what is claimed, if anything; else by the surest."""
 
     def by(step: float) -> float:
         ends = [loss([*tensors[:i], tensors[i] + sign * step * along, *tensors[i + 1 :]]) for sign in (1, -1)]
@@ -120,7 +122,7 @@ def _difference(
     for step in STEPS:
         fine, coarse = by(step), by(2 * step)
         found = Difference(fine, abs(fine - coarse) if math.isfinite(fine - coarse) else math.inf)
-        if found.is_sure(size) and found.agrees_with(claimed, size):
+        if found.is_sure(size) and (claimed is None or found.agrees_with(claimed, size)):
             return found
         tried.append(found)
     return min(tried, key=lambda found: found.off)
@@ -138,7 +140,7 @@ def _worst(
         along = torch.zeros_like(flat)
         along[element] = size
         got = float(flat[element])
-        want = _difference(loss, tensors, i, along.view_as(grad), got * size, abs(got * size)).value / size
+        want = _difference(loss, tensors, i, along.view_as(grad), None, abs(got * size)).value / size
         at = tuple(int(j) for j in torch.unravel_index(torch.tensor(element), grad.shape))
         found.append((at, got, want))
     return max(found, key=lambda one: abs(one[1] - one[2]) if math.isfinite(one[1]) else math.inf)

@@ -120,6 +120,7 @@ def test_a_gradient_that_is_cut_off():
     assert [text.split(", along")[0].rpartition(": ")[2] for text in texts] == ["d query", "d key"]
 
 
+@pytest.mark.long
 def test_a_mod_in_fp32_has_gradients():
     fn = attention(lambda score, b, h, q_idx, kv_idx: 5 * torch.tanh(score.float() / 5))
     assert check((fn, inputs()), ["gradients"]).ok

@@ -16,7 +16,10 @@ def check(made, *laws):
     return flex_inductor.check_model(model, batch, laws=laws or None)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_inductor"])
+@pytest.mark.parametrize(
+    "implementation",
+    ["flex_inductor", *(pytest.param(name, marks=pytest.mark.long) for name in ("eager", "sdpa"))],
+)
 def test_a_right_model(implementation):
     report = check((models.llama(implementation), models.packed()), *QUICK)
     assert report.ok, str(report)
@@ -56,6 +59,7 @@ def test_lengths_are_read_by_ours():
     assert check((models.llama("flex_inductor"), batch), "documents").ok
 
 
+@pytest.mark.long
 def test_documents_of_several_rows():
     batch = models.packed(input_ids=models.tokens(3))
     report = check((models.llama(), batch), "documents", "batch")
@@ -74,6 +78,7 @@ def test_batch():
     assert "logits at row 0, token " in texts[0] and "while row 0 stayed as it was" in texts[0]
 
 
+@pytest.mark.long
 def test_gradients():
     (text,) = only(check(models.wrong_gradient(), "documents", "gradients"), "gradients")
     wrong, right = text.split(" Wrong for ")[1].split("; right for ")
@@ -128,7 +133,7 @@ def test_nothing_of_the_users_changes():
     model, batch = models.right()
     model.train()
     before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
-    check((model, batch), *QUICK)
+    check((model, batch), "masked", "documents", "batch")
     assert model.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

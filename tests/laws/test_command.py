@@ -52,7 +52,7 @@ def test_a_broken_law(capsys, tmp_path):
 
 
 def test_with_inputs(capsys):
-    status, out, err = run(capsys, f"{SCRIPT}:attends", *QKV, "--law=masked", "--law=gradients")
+    status, out, err = run(capsys, f"{SCRIPT}:attends", *QKV, "--law=masked", "--law=batch")
     assert (status, err) == (0, "")
     assert out.endswith("holds 2\n")
 

@@ -1,6 +1,6 @@
 """flex_inductor.check_model: for any attention of a transformers model."""
 
-import time
+import os
 
 import pytest
 import torch
@@ -107,9 +107,10 @@ def test_six_layers_take_less_than_a_minute():
     )
     positions = torch.cat([torch.arange(200), torch.arange(312)])[None]
     batch = {"input_ids": torch.randint(256, (1, 512)), "position_ids": positions, "use_cache": False}
-    model, begin = LlamaForCausalLM(config), time.perf_counter()
+    model, begin = LlamaForCausalLM(config), sum(os.times()[:4])
     report = flex_inductor.check_model(model, batch)
-    assert time.perf_counter() - begin < 60
+    # Of this process and of compilers, one at a time: what it takes on an idle core, whatever else runs here.
+    assert sum(os.times()[:4]) - begin < 60
     assert outcomes(report) == dict.fromkeys(LAWS, "holds"), str(report)
 
 

@@ -107,10 +107,16 @@ def test_six_layers_take_less_than_a_minute():
     )
     positions = torch.cat([torch.arange(200), torch.arange(312)])[None]
     batch = {"input_ids": torch.randint(256, (1, 512)), "position_ids": positions, "use_cache": False}
-    model, begin = LlamaForCausalLM(config), sum(os.times()[:4])
-    report = flex_inductor.check_model(model, batch)
-    # Of this process and of compilers, one at a time: what it takes on an idle core, whatever else runs here.
-    assert sum(os.times()[:4]) - begin < 60
+    model, threads = LlamaForCausalLM(config), torch.get_num_threads()
+    torch.set_num_threads(1)  # waiting threads count as if they worked
+    try:
+        begin = sum(os.times()[:4])
+        report = flex_inductor.check_model(model, batch)
+        took = sum(os.times()[:4]) - begin
+    finally:
+        torch.set_num_threads(threads)
+    # Seconds of the processor, the C++ compiler's too: what it takes on an idle core, whatever else runs here.
+    assert took < 60, took
     assert outcomes(report) == dict.fromkeys(LAWS, "holds"), str(report)
 
 

@@ -35,6 +35,10 @@ def no_mods(implementation: str) -> str:
     return f'the model\'s attention is "{implementation}", which makes no call of flex_attention with mods'
 
 
+def no_float64(error: Exception) -> str:
+    return f"the model does not run in fp64: {type(error).__name__}: {error}"
+
+
 def documents_unknown(keys: Sequence[str]) -> str:
     return (
         "the batch does not say where documents begin: no cu_seq_lens_q, no attention_mask with numbers above 1, no "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..take_over import take_over
 from . import errors, of_calls
 from .calls import Call, capture
 from .compare import TOKENS, floats, moved, noise_like, spread
@@ -29,7 +30,7 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         raise errors.not_a_model(model)
     training = model.training
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), take_over():  # torch's flex_attention has no gradients on a CPU
         try:
             watched = _Model(model.eval(), batch)
             calls = watched.calls
@@ -193,6 +194,13 @@ class _Model:
     def gradients(self) -> tuple[str, Sequence[str]]:
         """Those of all parameters, in fp64."""
         wide, batch = self.in_float64()
+        for module in wide.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None  # whose gradient torch leaves out on purpose
+        try:
+            self.run(batch, wide)
+        except Exception as error:  # such as operators that take no fp64
+            raise NotApplicable(errors.no_float64(error)) from None
         named = [(name, p.detach()) for name, p in wide.named_parameters()]
         sizes, shapes = [p.numel() for _, p in named], [p.shape for _, p in named]
         upstream: list[Tensor] = []

@@ -120,6 +120,26 @@ def test_six_layers_take_less_than_a_minute():
     assert outcomes(report) == dict.fromkeys(LAWS, "holds"), str(report)
 
 
+def test_an_operator_without_fp64():
+    class Narrow(torch.nn.Module):
+        def forward(self, x):
+            if x.dtype == torch.float64:
+                raise RuntimeError("no doubles here")
+            return x
+
+    model, batch = models.llama(layers=1), models.packed()
+    model.model.norm = Narrow()
+    (result,) = check((model, batch), "gradients").results
+    assert result.outcome == "not applicable" and "RuntimeError: no doubles here" in result.text
+
+
+def test_embeddings_of_padding_have_no_gradient():
+    model, batch = models.llama(layers=1), models.packed()
+    model.model.embed_tokens.padding_idx = int(batch["input_ids"][0, 0])
+    assert check((model, batch), "gradients").ok
+    assert model.model.embed_tokens.padding_idx is not None
+
+
 def test_what_says_nothing_of_documents():
     report = check((models.llama(), {"input_ids": models.tokens()}), "documents")
     assert report.ok and "no position_ids that begin again; it has input_ids" in report.results[0].text

@@ -22,6 +22,7 @@ from ..options import call_options
 from ..reference import over_lanes
 from ..take_over import take_over
 from . import errors
+from .compare import is_float
 
 MOST_LANES = 1 << 25  # of a call that is checked: laws look at every pair
 _HERE = str(Path(__file__).parent)
@@ -158,7 +159,7 @@ class Call:
         """Every tensor that has a gradient, by name, and the call as a function of them."""
         inputs, score_mod = self.given.inputs, self.given.score_mod
         captures = inputs.score_captures
-        at = [i for i, capture in enumerate(captures) if _is_float(capture)]
+        at = [i for i, capture in enumerate(captures) if is_float(capture)]
         tensors = [(name, getattr(self, name)) for name in ("query", "key", "value")]
         tensors += [(f"captured {self.captures[i][0]}", captures[i]) for i in at]
         tensors += [] if self.sinks is None else [("sinks", self.sinks)]
@@ -192,10 +193,6 @@ def looked_up(table: Tensor) -> Callable:
         return table[b, h, q_idx, kv_idx]
 
     return mask_mod
-
-
-def _is_float(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_floating_point()
 
 
 def _of_lanes(mod: Any, captures: Sequence[Any]) -> Callable | None:

@@ -62,9 +62,13 @@ def moved(
     return Moved(at, float(wide[at]), float(expected[at]), allowed, int(wrong.sum()), axes)
 
 
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def floats(tree: Any) -> list[Tensor]:
     """The tensors of numbers in what a function takes or returns."""
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_iter(tree) if is_float(leaf)]
 
 
 def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..take_over import take_over
 from . import errors, of_calls
 from .calls import Call, capture
-from .compare import TOKENS, floats, moved, noise_like, spread
+from .compare import TOKENS, floats, is_float, moved, noise_like, spread
 from .documents import of_batch
 from .functions import DOCUMENTS, ENTRIES, LAWS, compiled, differences
 from .gradients import along_directions
@@ -44,9 +44,8 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
                 "compiled": watched.eager_equals_compiled,
                 "batch": watched.batch_law,
             }
-            return judged(
-                f"{type(model).__name__}, {implementation}", {name: found[name] for name in LAWS}, laws
-            )
+            subject = f"{type(model).__name__}, {implementation}"
+            return judged(subject, {name: found[name] for name in LAWS}, laws)
         finally:
             model.train(training)
 
@@ -232,10 +231,7 @@ class _Model:
 
     def in_float64(self) -> tuple[Any, dict[str, Any]]:
         """A copy of the model, and its batch."""
-        batch = {
-            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
-            for name, t in self.batch.items()
-        }
+        batch = {name: t.double() if is_float(t) else t for name, t in self.batch.items()}
         return copy.deepcopy(self.model).double(), batch
 
     def eager_equals_compiled(self) -> tuple[str, Sequence[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -413,6 +414,24 @@ def logits(build, query, key, captures, block_mask):
     if build is not None:
         scores = build(*captures)(scores, *grid)
     return scores if block_mask is None else scores.masked_fill(~block_mask.mask_mod(*grid), -torch.inf)
+
+
+def and_sinks(scores, sinks):
+    """The scores [B, H, M, N] of each row and its sink, as one row."""
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1)
+
+
+def judge_call(case, attend, dense, compile, more=()):
+    """Judge `attend` of a build function and a call, for a case: names of a mod and a mask, sizes, dtype.
+
+    `more` are captured tensors behind those of the mod.
+    """
+    mod, mask, sizes, dtype = case
+    build, captures = (None, ()) if mod is None else (MODS[mod].build, MODS[mod].captures(sizes))
+    schedule = None if mask == "none" else MASKS[mask](sizes)
+    run_it = compile(functools.partial(attend, build))
+    judge(run_it, functools.partial(dense, build), sizes.inputs(dtype), [*captures, *more], schedule)
 
 
 class Cube(torch.autograd.Function):

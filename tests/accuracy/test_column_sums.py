@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import MODS, Sizes, logits, served_by
+from support import MODS, Sizes, and_sinks, logits, served_by
 
 from flex_inductor import AuxRequest, Sequences, create_block_mask, flex_attention, varlen_attention
 
@@ -37,8 +37,7 @@ def biased(run, dtype=torch.float32, **given):
 
     _, aux = run(call)(query, key, value, sinks, *captures)
     scores = logits(MODS["relative_bias"].build, query.double(), key.double(), captures, mask)
-    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).double()
-    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    weights = and_sinks(scores, sinks).softmax(-1)[..., :-1]
     assert aux.column_sums.dtype == torch.float32 and not aux.column_sums.requires_grad
     limit = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(aux.column_sums, of_weights(weights, 2).float(), rtol=limit, atol=limit)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, judge, logits, served_by
+from support import Sizes, judge_call, logits, served_by
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
@@ -66,12 +66,7 @@ CALLS = {  # score_mod, mask, sizes, dtype
 
 
 def judged(call, compile):
-    mod, mask, sizes, dtype = CALLS[call]
-    build = None if mod is None else MODS[mod].build
-    captures = () if mod is None else MODS[mod].captures(sizes)
-    given = functools.partial(attend, build)
-    schedule = None if mask == "none" else MASKS[mask](sizes)
-    judge(compile(given), functools.partial(dense, build), sizes.inputs(dtype), captures, schedule)
+    judge_call(CALLS[call], attend, dense, compile)
 
 
 @pytest.mark.parametrize(

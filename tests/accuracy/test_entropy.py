@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, judge, logits, served_by
+from support import Sizes, and_sinks, judge_call, logits, served_by
 
 from flex_inductor import (
     AuxRequest,
@@ -32,8 +32,7 @@ def dense(build, query, key, value, captures, block_mask):
     *captures, sinks = captures
     scores = logits(build, query, key, captures, block_mask)
     value = value.repeat_interleave(query.size(1) // value.size(1), 1)
-    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    all_scores = torch.cat([scores, column], -1)
+    all_scores = and_sinks(scores, sinks)
     return torch.softmax(all_scores, -1)[..., :-1] @ value, entropy_of(all_scores), scores.amax(-1)
 
 
@@ -54,13 +53,8 @@ CALLS = {  # score_mod, mask, sizes, dtype
 
 
 def judged(call, compile):
-    mod, mask, sizes, dtype = CALLS[call]
-    build = None if mod is None else MODS[mod].build
-    captures = () if mod is None else MODS[mod].captures(sizes)
-    schedule = None if mask == "none" else MASKS[mask](sizes)
     sinks = torch.tensor([-torch.inf, -1.0, 0.5, 3.0])
-    run = compile(functools.partial(attend, build))
-    judge(run, functools.partial(dense, build), sizes.inputs(dtype), [*captures, sinks], schedule)
+    judge_call(CALLS[call], attend, dense, compile, [sinks])
 
 
 def largest(run, sizes=SIZES, dtype=torch.float32):

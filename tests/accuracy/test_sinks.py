@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from support import MASKS, MODS, Sizes, judge, logits, served_by
+from support import Sizes, and_sinks, judge_call, logits, served_by
 from torch.autograd import gradcheck
 
 from flex_inductor import (
@@ -26,8 +26,7 @@ def dense(build, query, key, value, captures, block_mask):
     *captures, sinks = captures
     scores = logits(build, query, key, captures, block_mask)
     value = value.repeat_interleave(query.size(1) // value.size(1), 1)
-    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    all_scores = torch.cat([scores, column], -1)
+    all_scores = and_sinks(scores, sinks)
     out = torch.softmax(all_scores, -1)[..., :-1] @ value
     return out, all_scores.logsumexp(-1), scores.amax(-1)
 
@@ -50,13 +49,8 @@ CALLS = {  # score_mod, mask, sizes, dtype
 
 
 def judged(call, compile):
-    mod, mask, sizes, dtype = CALLS[call]
-    build = None if mod is None else MODS[mod].build
-    captures = () if mod is None else MODS[mod].captures(sizes)
-    given = functools.partial(attend, build)
-    schedule = None if mask == "none" else MASKS[mask](sizes)
     sinks = torch.tensor([-torch.inf, -1.0, 0.5, 30.0])
-    judge(compile(given), functools.partial(dense, build), sizes.inputs(dtype), [*captures, sinks], schedule)
+    judge_call(CALLS[call], attend, dense, compile, [sinks])
 
 
 QUICK = {("cpu", "bias"), ("cpu", "few, in parts"), ("chunked", "bias")}

@@ -190,3 +190,23 @@ def test_the_fingerprint_is_of_all_code_that_makes_kernels(tmp_path):
     code = fingerprint._generating_code()
     assert Path(fingerprint.__file__).parent / "visits" in code
     assert not any(place.name in ("laws", "verify") for place in code)
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None  # torch warns, and goes on
+import torch
+from flex_inductor import flex_attention
+query = torch.randn(1, 1, 20, 16, requires_grad=True)
+options = {"verify": True}
+run = torch.compile(lambda q: flex_attention(q, q, q, dropout_p=0.3), backend="flex_inductor", options=options)
+run(query).sum().backward()
+print(bool(query.grad.isfinite().all()))
+"""
+
+
+def test_numpy_is_not_needed():
+    """pip installs torch without it."""
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr

@@ -322,7 +322,7 @@ def _number(mask: RunSchedule, layout: Layout) -> int:
     """The plan's number, the same on all ranks."""
     text = hashlib.sha256(layout.digest().encode())
     for table in mask.tensors:
-        text.update(table.cpu().numpy().tobytes())
+        text.update(portable.bytes_of(table))
     text.update(portable.digest(mask.mask_mod, mask.tensors[0]))
     return int.from_bytes(text.digest()[:7], "big")
 

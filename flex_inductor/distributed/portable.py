@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import pickle
 from collections.abc import Callable
@@ -47,8 +48,14 @@ def digest(mask_mod: Callable, like: Tensor) -> bytes:
     found = hashlib.sha256(text.encode())
     for capture in captures:
         found.update(f"{capture.dtype} {[*capture.shape]}".encode())
-        found.update(capture.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(bytes_of(capture))
     return found.digest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Its numbers, without numpy, which need not be there."""
+    there = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(there.data_ptr(), there.nbytes) if there.nbytes else b""
 
 
 def _read(mask_mod: Callable, like: Tensor) -> tuple[str, tuple[Tensor, ...]]:

@@ -430,6 +430,7 @@ def judge_call(case, attend, dense, compile, more=()):
     mod, mask, sizes, dtype = case
     build, captures = (None, ()) if mod is None else (MODS[mod].build, MODS[mod].captures(sizes))
     schedule = None if mask == "none" else MASKS[mask](sizes)
+    torch._dynamo.reset()  # it counts all partial functions as one, and stops compiling it after some
     run_it = compile(functools.partial(attend, build))
     judge(run_it, functools.partial(dense, build), sizes.inputs(dtype), [*captures, *more], schedule)
 

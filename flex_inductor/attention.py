@@ -27,6 +27,7 @@ from .softmax import (
     asked,
     dropout_mask,
     is_narrow,
+    with_entropy,
 )
 from .softmax import errors as softmax_errors
 
@@ -106,7 +107,7 @@ def flex_attention(
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
-        return attention(
+        results = attention(
             query,
             key,
             value,
@@ -116,6 +117,7 @@ def flex_attention(
             inputs,
             call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
         )
+        return with_entropy(results, wanted, inputs.sinks)
 
     if isinstance(block_mask, PlannedMask):
         for name in ("dropout_mask", "head_max_scores", "column_sums"):

@@ -5,7 +5,18 @@ Dynamo traces this room.
 
 from .arguments import RngState, Softmax, gradient_of_sinks, weight_of_sinks, with_sinks
 from .narrow import NARROW, Scales, is_narrow
-from .requests import COLUMN_SUMS, MORE, OF_ROWS, REQUESTS, AuxOutput, AuxRequest, answer, asked, dropout_mask
+from .requests import (
+    COLUMN_SUMS,
+    MORE,
+    OF_ROWS,
+    REQUESTS,
+    AuxOutput,
+    AuxRequest,
+    answer,
+    asked,
+    dropout_mask,
+    with_entropy,
+)
 
 __all__ = [
     "COLUMN_SUMS",
@@ -24,5 +35,6 @@ __all__ = [
     "gradient_of_sinks",
     "is_narrow",
     "weight_of_sinks",
+    "with_entropy",
     "with_sinks",
 ]

@@ -82,11 +82,19 @@ def over_rows(max_scores: Any) -> Tensor:
 
 
 def entropy(lse: Tensor, mean: Tensor, sinks: Tensor | None) -> Tensor:
-    """That of rows [B, H, M] with these mean scores; the mean has nothing of `sinks` [H]."""
+    """That of rows [B, H, M] with these mean scores; the mean has nothing of `sinks` [B or 1, H]."""
     if sinks is not None:
         scores = sinks.where(sinks > -torch.inf, 0.0).to(lse.dtype).unsqueeze(-1)
         mean = mean + weight_of_sinks(sinks, lse) * scores
     return torch.where(lse > -torch.inf, lse - mean, 0.0)
+
+
+def with_entropy(results: Sequence[Any], wanted: AuxRequest, sinks: Tensor | None) -> Sequence[Any]:
+    """The op's results, with the entropy in place of the mean scores where it is asked for."""
+    if not wanted.entropy:
+        return results
+    out, lse, max_scores, mean, *rest = results
+    return out, lse, max_scores, entropy(lse, mean, sinks), *rest
 
 
 def answer(
@@ -97,15 +105,15 @@ def answer(
     kept: Tensor | None = None,
     packed: bool = False,
 ) -> Any:
-    """What the user gets from the op's results. Rows of `packed` sequences are in one batch, which the user does not
-    see. `kept` is dropout's mask."""
+    """What the user gets from results `with_entropy`. `kept` is dropout's mask.
+
+    Rows of `packed` sequences are in one batch, which the user does not see.
+    """
     wanted = asked(request, return_lse)
     out, lse, max_scores, *_ = results
     more = dict(zip(wanted.more, results[3:], strict=True))
     beside = {name: more.get(name) for name in (COLUMN_SUMS, "max_indices")}
-    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, **beside)
-    if wanted.entropy:
-        found = found._replace(entropy=entropy(lse, more["mean_scores"], softmax.sinks))
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, entropy=more.get("mean_scores"), **beside)
     if wanted.head_max_scores:
         found = found._replace(head_max_scores=over_rows(found.max_scores))
     if packed:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flex_inductor import FlexError, create_block_mask, flex_attention
+from flex_inductor import AuxRequest, FlexError, create_block_mask, flex_attention
 from flex_inductor.distributed.context import context_parallel
 from flex_inductor.masks import causal
 from tests.distributed.cases import Case, mesh_of
@@ -27,23 +27,23 @@ def dtensors(group, method):
         for t in local
     )
     table.requires_grad_()
-    out, lse = flex_attention(
-        query, key, value, case.score_mod(table, gate), mask, enable_gqa=True, return_lse=True
-    )
+    given = {"enable_gqa": True, "return_aux": AuxRequest(lse=True, entropy=True), "sinks": gate[:8]}
+    out, aux = flex_attention(query, key, value, case.score_mod(table, gate), mask, **given)
+    lse, entropy = aux.lse, aux.entropy
     assert out.placements == query.placements and out.shape == (1, 8, LENGTH, 8)
-    grads = torch.autograd.grad(out.to_local().sum() + lse.to_local().sum(), (query, key, table))
+    total = out.to_local().sum() + lse.to_local().sum() + entropy.to_local().square().sum()
+    grads = torch.autograd.grad(total, (query, key, table))
     whole = [t.detach().requires_grad_() for t in (*rows[:3], table)]
     plain = create_block_mask(causal(), None, None, LENGTH, LENGTH, "cpu", 32)
-    want, want_lse = flex_attention(
-        *whole[:3], case.score_mod(whole[3], gate), plain, enable_gqa=True, return_lse=True
-    )
-    wanted = torch.autograd.grad(want.sum() + want_lse.sum(), (whole[0], whole[1], whole[3]))
+    want, found = flex_attention(*whole[:3], case.score_mod(whole[3], gate), plain, **given)
+    total = want.sum() + found.lse.sum() + found.entropy.square().sum()
+    wanted = torch.autograd.grad(total, (whole[0], whole[1], whole[3]))
 
     def mine(tensor):
         return cp.shard(tensor, 2).chunk(2, 1)[mesh.get_local_rank("heads")]
 
-    got = (out.to_local(), lse.to_local(), grads[0].to_local(), grads[1].to_local())
-    for ours, gold in zip(got, (want, want_lse, wanted[0], wanted[1]), strict=True):
+    got = [t.to_local() for t in (out, lse, entropy, *grads[:2])]
+    for ours, gold in zip(got, (want, found.lse, found.entropy, *wanted[:2]), strict=True):
         torch.testing.assert_close(ours, mine(gold), rtol=0, atol=1e-12)
     torch.distributed.all_reduce(grads[2], group=group)
     torch.testing.assert_close(grads[2], wanted[2], rtol=0, atol=1e-12)

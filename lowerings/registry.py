@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flex_inductor.softmax import COLUMN_SUMS
+
 from . import errors
 from .chunked import ChunkedRoute
 from .cpu.route import CpuRoute
@@ -22,7 +24,8 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
     demanded = problem.options.route
     rejected: list[tuple[str, str]] = []
     for i, route in enumerate(routes):
-        missing = [name for name in problem.inputs if name not in route.serves]
+        asked = (*problem.inputs, *(name for name in problem.outputs if name == COLUMN_SUMS))
+        missing = [name for name in asked if name not in route.serves]
         if problem.schedule not in (None, *route.forms) and "schedule" not in missing:
             missing.append(f"a schedule in {problem.schedule}")
         usable, why = (False, f"does not serve {', '.join(missing)}") if missing else route.can_use(problem)

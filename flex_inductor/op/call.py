@@ -6,7 +6,7 @@ a whole, so a new input is a field there and a line in the routes that serve it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from ..visits import KINDS, Schedule, TileMap
 from .ring import Ring
 
 QKV = ("query", "key", "value")
+MOST_DECODE_ROWS = 16
 
 
 class Inputs(NamedTuple):
@@ -198,6 +199,22 @@ def read_options(wire: Any) -> CallOptions:
 def is_guarded(mask_mod: Any, inputs: Inputs) -> bool:
     """Whether scores may be masked: their indices may then lie outside the tensors that the mods look up."""
     return mask_mod is not None or inputs.schedule is not None
+
+
+def has_few_queries(
+    queries: Any, heads: Any, kv_heads: Any, q_block: Any, inputs: Container[str], at_most: Callable
+) -> bool:
+    """Whether so few queries read each KV head on a CPU that packing its keys would not pay.
+
+    A map does not say how many tiles of queries read a key. Blocks for few queries are taken to mean one.
+    `at_most(x, y)` says what is known of sizes.
+    """
+    if "dropout" in inputs:  # the kernel for few queries has none
+        return False
+    if q_block is not None and "tile_map" in inputs:
+        queries = q_block
+    in_one_block = q_block is None or at_most(queries, q_block)
+    return in_one_block and at_most(queries * heads, MOST_DECODE_ROWS * kv_heads)
 
 
 def wanted_gradients(joint: Any, count: int) -> list[bool]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from .. import compat, errors, supported, upward
 from ..softmax import COLUMN_SUMS
-from .call import AttentionCall, BackwardCall, tensors_of
+from .call import AttentionCall, BackwardCall, has_few_queries, tensors_of
 from .eager import known
 from .prepare import lift_captures, prepare, with_score_graph
 from .saved import save
@@ -90,7 +90,7 @@ class Attention(_Op):
         if compat.is_exporting():
             return save(call)
         *more, last = call.options.more or (None,)
-        if last != COLUMN_SUMS:
+        if last != COLUMN_SUMS or _in_one_pass(call):
             return self.given(call)
         call = call._replace(options=call.options._replace(more=tuple(more)))
         out, lse, *rest = self.given(call)
@@ -105,6 +105,17 @@ class AttentionBackward(_Op):
 
     def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
         return self.given(BackwardCall.read(*args))
+
+
+def _in_one_pass(call: AttentionCall) -> bool:
+    """Whether one kernel gives the output and the sums of columns: that for few queries on a CPU."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes long to import
+
+    if call.query.device.type != "cpu" or call.options.verify or _functorch.peek_interpreter_stack():
+        return False
+    sizes, schedule = (call.query.size(2), call.query.size(1), call.key.size(1)), call.inputs.schedule
+    known = lambda x, y: guard_or_false(x <= y)  # noqa: E731
+    return has_few_queries(*sizes, schedule and schedule.q_block, call.inputs.given(), known)
 
 
 @torch.no_grad()

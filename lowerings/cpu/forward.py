@@ -6,6 +6,8 @@ from typing import Any
 
 from torch._inductor.virtualized import V
 
+from flex_inductor.op.call import has_few_queries
+
 from ..buffers import realized
 from ..call import LoweredCall
 from ..decision import Choice
@@ -15,22 +17,12 @@ from . import lanes, template
 from .call import add_node, fixed_layout, inlinable, rendered, tiles, visited
 
 PACKED_BYTES = 8 << 20  # bytes of keys and values in use at a time
-MOST_DECODE_ROWS = 16
 
 
 def is_decode(problem: AttentionProblem) -> bool:
-    """Whether so few queries read each KV head that packing its keys would not pay.
-
-    A map does not say how many tiles of queries read a key. Blocks for few queries are taken to mean one.
-    """
-    if "dropout" in problem.inputs:  # the kernel for few queries has no dropout
-        return False
-    known = V.graph.sizevars.statically_known_leq
-    queries = problem.M
-    if problem.blocks is not None and "tile_map" in problem.inputs:
-        queries = problem.blocks[0]
-    in_one_block = problem.blocks is None or known(queries, problem.blocks[0])
-    return in_one_block and known(queries * problem.H, MOST_DECODE_ROWS * problem.K)
+    sizes = problem.M, problem.H, problem.K
+    q_block = problem.blocks and problem.blocks[0]
+    return has_few_queries(*sizes, q_block, problem.inputs, V.graph.sizevars.statically_known_leq)
 
 
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choice]]:

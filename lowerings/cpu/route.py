@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flex_inductor.softmax import COLUMN_SUMS
 from flex_inductor.visits import FORMS
 
 from ..call import LoweredCall
@@ -22,7 +23,7 @@ class CpuRoute:
     name = "cpu"
     serves = frozenset(
         {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
+        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean", COLUMN_SUMS}
     )
     forms = frozenset(FORMS)
 
@@ -61,8 +62,11 @@ class CpuRoute:
         from ..lanes import first_refusal
         from .call import programs
         from .configs import TABLES, misfit
+        from .forward import is_decode
         from .lanes import refusal
 
+        if COLUMN_SUMS in problem.outputs and not is_decode(problem):
+            return False, f"{COLUMN_SUMS} beside the output only by the kernel for few queries"
         if reason := choice.refusal(problem, {kernel: table[0] for kernel, table in TABLES.items()}, misfit):
             return False, reason
         if reason := first_refusal(programs(problem), refusal):

@@ -32,9 +32,10 @@ inline void dot_key(const float* queries, int64_t ld, const Stored* key, int64_t
   for (int64_t r = 0; r < count; ++r) scores[r * TILE_LD] = sum_lanes(sum[r]) * scale;
 }
 
-// Keys whose indices follow, from key `first` on; their scores begin at `at`.
+// Keys whose indices follow, from key `first` on; their scores begin at `at`. `listed` is the first one's place in the list
+// of the group's keys.
 struct Piece {
-  int64_t first, count, at;
+  int64_t first, count, at, listed;
   bool masked;
 };
 

@@ -1,13 +1,21 @@
 """How much each key is attended to: the sums of the softmax's columns, by each door and route."""
 
 import functools
+import itertools
 import math
 
 import pytest
 import torch
-from support import MODS, Sizes, and_sinks, logits, served_by
+from support import LAYOUTS, MODS, Sizes, and_sinks, logits, served_by
 
-from flex_inductor import AuxRequest, Sequences, create_block_mask, flex_attention, varlen_attention
+from flex_inductor import (
+    AuxRequest,
+    Sequences,
+    create_block_mask,
+    decisions,
+    flex_attention,
+    varlen_attention,
+)
 
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=60, keys=70)
 REQUEST = AuxRequest(column_sums=True)
@@ -23,11 +31,11 @@ def of_weights(weights, kv_heads):
     return weights.sum(2).unflatten(1, (kv_heads, -1)).sum(2)
 
 
-def biased(run, dtype=torch.float32, **given):
+def biased(run, dtype=torch.float32, sizes=SIZES, layout="contiguous", **given):
     """With a mod, a mask, rows that see nothing, a sink, and dropout, which has no part in it."""
-    query, key, value = SIZES.inputs(dtype)
-    captures = MODS["relative_bias"].captures(SIZES)
-    mask = create_block_mask(causal, None, None, SIZES.queries, SIZES.keys)
+    query, key, value = map(LAYOUTS[layout], sizes.inputs(dtype))
+    captures = MODS["relative_bias"].captures(sizes)
+    mask = create_block_mask(causal, None, None, sizes.queries, sizes.keys)
     sinks = torch.randn(4)
 
     def call(query, key, value, sinks, *captures):
@@ -38,9 +46,11 @@ def biased(run, dtype=torch.float32, **given):
     _, aux = run(call)(query, key, value, sinks, *captures)
     scores = logits(MODS["relative_bias"].build, query.double(), key.double(), captures, mask)
     weights = and_sinks(scores, sinks).softmax(-1)[..., :-1]
+    want = of_weights(weights, 2).float()
     assert aux.column_sums.dtype == torch.float32 and not aux.column_sums.requires_grad
     limit = 1e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(aux.column_sums, of_weights(weights, 2).float(), rtol=limit, atol=limit)
+    want = want if sizes.kv_batch is None else want.sum(0, keepdim=True)
+    torch.testing.assert_close(aux.column_sums, want, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +64,59 @@ def test_with_all_that_there_is(dtype):
         biased(functools.partial(compiled, options={"route": "chunked"}), dtype)
 
 
+FEW = Sizes(batch=3, heads=4, kv_heads=2, queries=5, keys=300)
+
+
+@pytest.mark.parametrize(
+    "sizes, layout, dtype",
+    [
+        (FEW, "contiguous", torch.float32),
+        (FEW, "bshd", torch.bfloat16),  # its KV heads are read together
+        (FEW._replace(kv_batch=1), "head_dim_slice", torch.float32),
+    ],
+)
+def test_of_few_queries(sizes, layout, dtype):
+    """One kernel gives the output and the sums."""
+    with served_by("cpu"):
+        biased(compiled, dtype, sizes, layout, dropout_p=0.0)
+    assert [kernel.kernel for kernel in decisions()[0].kernels] == ["decode"]
+    biased(lambda call: call, dtype, sizes, layout, dropout_p=0.0)
+
+
+def test_of_pages_that_sequences_share():
+    """Decoding behind a common prefix: its tokens have the weights of all sequences."""
+    query, paged = torch.randn(2, 4, 16), torch.randn(4, 16, 2, 16)
+    pages = torch.tensor([[3, 0], [3, 2]], dtype=torch.int32)
+    sequences = Sequences(
+        torch.tensor([0, 1, 2], dtype=torch.int32),
+        used_k=torch.tensor([20, 30], dtype=torch.int32),
+        pages=pages,
+        page_size=16,
+    )
+    mask = sequences.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+
+    def call(query, key):
+        return varlen_attention(
+            query, key, key, sequences, block_mask=mask, enable_gqa=True, return_aux=REQUEST
+        )
+
+    want = torch.zeros(64, 2)
+    for row, table, used in zip(query, pages, (20, 30), strict=True):
+        places = (16 * table[:, None] + torch.arange(16)).flatten()[:used]
+        keys = paged.flatten(0, 1)[places].permute(1, 2, 0)
+        weights = (row.view(2, 2, 16) @ keys / 4).softmax(-1)  # [K, G, N]
+        want[places] += weights.sum(1).T
+    for run in (compiled, lambda call: call):
+        torch.testing.assert_close(run(call)(query, paged)[1].column_sums.flatten(0, 1), want)
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 9], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_packed_cached_and_paged(compile):
+def test_packed_cached_and_paged(compile, lengths):
     """Tokens that no sequence has, or uses, have nothing."""
     run = compiled if compile else lambda call: call
-    lengths, keys = [3, 1, 9], [20, 16, 25]
-    query = torch.randn(13, 4, 16)
+    keys = [20, 16, 25]
+    query = torch.randn(sum(lengths), 4, 16)
     packed = torch.randn(70, 2, 16)
     whole = torch.full((3, 32, 2, 16), math.nan)
     for i, part in enumerate(packed[:61].split(keys)):
@@ -70,7 +127,8 @@ def test_packed_cached_and_paged(compile):
         for j, page in enumerate(row):
             if page >= 0:
                 paged[page] = whole[i, 16 * j : 16 * j + 16]
-    cu_q, used = torch.tensor([0, 3, 4, 13], dtype=torch.int32), torch.tensor(keys, dtype=torch.int32)
+    cu_q = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    used = torch.tensor(keys, dtype=torch.int32)
     doors = {
         "packed": (packed, Sequences.from_lengths(lengths, keys)),
         "cached": (whole, Sequences(cu_q, used_k=used)),

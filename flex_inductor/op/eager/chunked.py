@@ -20,7 +20,7 @@ from ...mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
 from ...mod_ir.split import Programs
-from ...softmax import is_narrow, with_sinks
+from ...softmax import COLUMN_SUMS, is_narrow, with_sinks
 from ...softmax.dropout import keeps_of_tile, scale_of
 from ...visits.band import Band
 from ..call import QKV, Inputs, is_guarded
@@ -34,10 +34,17 @@ MAX_CHUNK_QUERIES = 256
 MAX_LANE_ELEMENTS = 1 << 20  # of a tensor that a mod makes for a single score
 LAST = torch.iinfo(torch.int64).max
 # What a row that sees no key has.
-NOTHING = {"out": 0.0, "lse": -math.inf, "max_scores": -math.inf, "mean_scores": 0.0, "max_indices": -1}
+NOTHING = {
+    "out": 0.0,
+    "lse": -math.inf,
+    "max_scores": -math.inf,
+    "mean_scores": 0.0,
+    "max_indices": -1,
+    COLUMN_SUMS: 0.0,
+}
 
 
-SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
+SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", COLUMN_SUMS}
 SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
 
 
@@ -109,8 +116,22 @@ def forward(
         lse[at] = row_lse
         row_max[at] = peak.squeeze(-1)
         for name, tensor in known.items():
-            tensor[at] = result[..., -1] if name == "mean_scores" else largest.squeeze(-1)
+            if name != COLUMN_SUMS:
+                tensor[at] = result[..., -1] if name == "mean_scores" else largest.squeeze(-1)
+    if COLUMN_SUMS in known:
+        known[COLUMN_SUMS].copy_(_column_sums(query, key, lse, inputs, mods, scale))
     return out, lse, row_max, *further
+
+
+def _column_sums(
+    query: Tensor, key: Tensor, lse: Tensor, inputs: Inputs, mods: Programs, scale: float
+) -> Tensor:
+    """The sum of each key's weights, as the gradient of values of one 1 for ones."""
+    value, of_rows = key.new_ones((*key.shape[:3], 1)), query.new_ones((*query.shape[:3], 1))
+    inputs = inputs._replace(in_blocks=False, dropout=None, partial=True)
+    given = (query, key, value, of_rows, lse, of_rows, None)
+    grads: Any = backward(*given, inputs, mods._replace(joint=None), scale, ("value",))
+    return grads[2].squeeze(-1)
 
 
 def backward(
@@ -182,8 +203,9 @@ def empty_outputs(
     rows = query.shape[:3]
     dtype = score_dtype(query.dtype)
     out = empty_like_layout(query, (*rows, value.size(-1)), dtype if partial else None)
-    of_rows = [dtype, dtype, *(torch.int64 if name == "max_indices" else dtype for name in more)]
-    return out, *(query.new_empty(rows, dtype=of_row) for of_row in of_rows)
+    shapes = [rows, rows, *(value.shape[:3] if name == COLUMN_SUMS else rows for name in more)]
+    dtypes = [dtype, dtype, *(torch.int64 if name == "max_indices" else dtype for name in more)]
+    return out, *(query.new_empty(shape, dtype=of) for shape, of in zip(shapes, dtypes, strict=True))
 
 
 def empty_gradients(

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-MINUTES ?= 30
+HOURS ?= 0.5
 VERSION ?= 2.15.0
 
 # The triton that each torch is made for.
@@ -46,8 +46,8 @@ build/constraints-%.txt: constraints.txt Makefile
 	@mkdir -p build
 	sed 's/^torch==.*/torch==$*/; s/^triton==.*/triton==$(or $(TRITON_$*),$(TRITON_$(basename $*)),$(error no triton is known for torch $*: add it to the Makefile))/' $< > $@
 
-fuzz: $(VENV)/.ready  ## random calls against the reference, for MINUTES=30
-	$(bin)/python -W ignore -m tests.fuzz --minutes $(MINUTES)
+fuzz: $(VENV)/.ready  ## random calls against the reference, for HOURS=0.5
+	$(bin)/python -W ignore -m tests.fuzz --hours $(HOURS)
 	@echo "flex_inductor: nothing found"
 
 mutants: $(VENV)/.ready  ## changes that make it wrong: whether `make test` would find them

@@ -167,6 +167,22 @@ def test_changing_numbers_and_derivatives_of_their_own():
         check_with_gradients(loaded, Numbers(), inputs(length))
 
 
+class Unchanged(torch.nn.Module):
+    """Mods that give back what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, q, k, v):
+        first = flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score)
+        return first, flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: self.number)
+
+
+def test_mods_that_give_back_an_argument():
+    check_with_gradients(saved_and_loaded(Unchanged(), inputs()), Unchanged(), inputs())
+
+
 class Halved(torch.nn.Module):
     def __init__(self, masked):
         super().__init__()

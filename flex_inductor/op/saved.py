@@ -70,7 +70,8 @@ class _ScoreMod(torch.autograd.Function):
 
     @staticmethod
     def forward(function, joint, *args):
-        return function(*args)
+        found = function(*args)
+        return found.view_as(found)  # autograd takes no argument that is also what comes back
 
     @staticmethod
     def setup_context(ctx, inputs, output):

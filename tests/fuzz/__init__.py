@@ -1,4 +1,4 @@
-"""Random calls against the fp64 reference: `make fuzz MINUTES=30`, or a few of them in `make test`.
+"""Random calls against the fp64 reference: `make fuzz HOURS=0.5`, or a few of them in `make test`.
 
 A case is plain data, of `plain.py` or `packed.py`. A failure prints one as small as hypothesis finds:
 `check("cpu", Program(...), [Values(...)])` runs it again.

@@ -1,4 +1,4 @@
-"""As many random calls as there is time for."""
+"""As many random calls as there is time for, each route in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from . import packed, plain
+from . import packed, plain, spread
 from .mods import ROUTES
 
-KINDS = {"plain": (plain, plain.several_values), "packed": (packed, packed.several_batches)}
+ALL = ("eager", *ROUTES)
+KINDS = {
+    "plain": (plain, plain.several_values, ALL),
+    "packed": (packed, packed.several_batches, ALL),
+    "spread": (spread, spread.several_values, ("eager",)),
+}
+CALLS = {"eager": 4, "chunked": 20, "cpu": 60}  # of a program, at most; kernels that are executed are slow
 
 
 def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
-    """Cases until the time is up or one fails: 0 or 1."""
+    """Programs until the time is up or one fails: 0 or 1."""
     end = time.monotonic() + 60 * minutes
-    count, failed = 0, False
-    module, several_calls = KINDS[kind]
+    programs, calls, failing = 0, 0, None
+    module, several_calls, _ = KINDS[kind]
     for number in range(first_seed, sys.maxsize):
 
         @seed(number)
@@ -32,54 +40,78 @@ def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
             phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
-        @given(program=module.programs(route), several=several_calls(route, 6))
+        @given(program=module.programs(route), several=several_calls(route, CALLS.get(route, 6)))
         def cases(program, several):
-            nonlocal count, failed
-            if time.monotonic() > end and not failed:  # a failure is made smaller however long that takes
+            nonlocal programs, calls, failing
+            if time.monotonic() > end and not failing:  # a failure is made smaller however long that takes
                 return
-            count += 1
+            programs += 1
+            calls += len(several)
             try:
                 module.check(route, program, several)
             except Exception:
-                failed = True
+                failing = program, several
                 raise
 
         try:
             cases()
         except Exception:
             traceback.print_exc()
-            again = f"python -m tests.fuzz --route {route} --kind {kind} --seed {number}"
-            print(f"{route}, {kind}: seed {number} fails: {again}")
+            path = Path("build/fuzz") / f"{route}-{kind}-{number}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(script(route, kind, *failing))
+            print(
+                f"{route}, {kind}: seed {number} fails after {calls} calls: python -m build.fuzz.{path.stem}"
+            )
+            print(path.read_text(), flush=True)
             return 1
         if time.monotonic() > end:
-            print(f"{route}, {kind}: {count} programs from seed {first_seed} on, all right", flush=True)
+            print(
+                f"{route}, {kind}: {calls} calls of {programs} programs from seed {first_seed} on, all right",
+                flush=True,
+            )
             return 0
     return 0
 
 
+def script(route: str, kind: str, program: Any, several: list) -> str:
+    """What runs these calls again."""
+    names = ", ".join(sorted({kind, "plain"}))
+    lines = [f"from tests.fuzz import {names}", "", f"program = {_text(program)}"]
+    lines += [f"several = [{', '.join(map(_text, several))}]", f'{kind}.check("{route}", program, several)']
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: Any) -> str:
+    """A NamedTuple of this package, with the fields that are not the defaults."""
+    if not hasattr(value, "_field_defaults"):
+        return repr(value)
+    module = type(value).__module__.rpartition(".")[2]
+    defaults = value._field_defaults
+    fields = [f"{name}={_text(of)}" for name, of in value._asdict().items() if of != defaults.get(name)]
+    return f"{module}.{type(value).__name__}({', '.join(fields)})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument(
-        "--route", choices=["eager", *ROUTES], help="default: all, each in a process of its own"
-    )
-    parser.add_argument("--kind", choices=KINDS, help="default: each for half of the time")
+    parser.add_argument("--hours", type=float, default=0.5)
+    parser.add_argument("--route", choices=ALL, help="default: all")
+    parser.add_argument("--kind", choices=KINDS, help="default: each for as long")
     parser.add_argument(
         "--seed", type=int, default=int.from_bytes(os.urandom(3), "big"), help="the first one"
     )
     given = parser.parse_args()
-    kinds = [given.kind] if given.kind else list(KINDS)
     if given.route == "triton":
         os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported it yet
     if given.route:
-        return max(fuzz(given.route, kind, given.seed, given.minutes / len(kinds)) for kind in kinds)
+        kinds = [kind for kind, (_, _, routes) in KINDS.items() if given.route in routes]
+        kinds = [given.kind] if given.kind else kinds
+        return max(fuzz(given.route, kind, given.seed, 60 * given.hours / len(kinds)) for kind in kinds)
     print(f"seed {given.seed}", flush=True)
-    again = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--minutes", str(given.minutes)]
+    again = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--hours", str(given.hours)]
     again += ["--kind", given.kind] if given.kind else []
-    processes = [
-        subprocess.Popen([*again, "--seed", str(given.seed), "--route", route])
-        for route in ("eager", *ROUTES)
-    ]
+    routes = KINDS[given.kind][2] if given.kind else ALL
+    processes = [subprocess.Popen([*again, "--seed", str(given.seed), "--route", route]) for route in routes]
     return max(process.wait() for process in processes)
 
 

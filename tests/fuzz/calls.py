@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flex_inductor import decisions
@@ -22,6 +23,11 @@ DTYPES = {
     **dict.fromkeys(CARDS, ("float32", "bfloat16", "float16")),
 }
 LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, **dict.fromkeys(TRITON, 60)}
+
+
+def lists_of(each: st.SearchStrategy, most: int) -> st.SearchStrategy[list]:
+    """Of any length alike: hypothesis itself prefers short ones, and a compiled program serves many calls."""
+    return st.integers(1, most).flatmap(lambda length: st.lists(each, min_size=length, max_size=length))
 
 
 def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,7 @@ def score_mod_of(text: str | None) -> Callable[[float], Any]:
     return eval(f"lambda shift: lambda {', '.join(named_in(text))}: lambda {lane}: {text}", NAMES)
 
 
+@functools.lru_cache(64)  # torch compiles again for code that is another object
 def mask_mod_of(text: str | None) -> Callable[[Sizes, torch.Generator], Any]:
     """From a call's sizes to a mask_mod, of one code for all calls; None without one."""
     if text is None:

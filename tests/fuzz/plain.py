@@ -6,7 +6,7 @@ of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -16,7 +16,8 @@ from flex_inductor import AuxRequest, create_block_mask, flex_attention
 from flex_inductor.verify.dropout import factors
 from tests.support import LAYOUTS, Sizes, dense_of, judge
 
-from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32
+from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32, lists_of
+from .doors import DOORS, names_batches
 from .mods import MASKS, SCORES, capture, mask_mod_of, named_in, score_mod_of
 
 
@@ -37,6 +38,7 @@ class Program(NamedTuple):
     sinks: bool = False
     dropout: float = 0.0
     entropy: bool = False  # instead of the logsumexp
+    door: str = ""
 
 
 class Values(NamedTuple):
@@ -57,11 +59,11 @@ def programs(draw, route: str) -> Program:
     dims = st.sampled_from([1, 3, 8, 16, 24, 33])
     blocks = st.sampled_from([16, 32, (16, 64), (64, 16), 128])
     dtype = draw(st.sampled_from(DTYPES[route]))
-    # The judge takes what a rounded output does to gradients from the logsumexp's: there is none with the entropy.
-    entropy = draw(st.booleans()) and dtype in ("float32", "float64")
-    return Program(
-        draw(SCORES[route] | SCORES[route] | st.none()),
-        draw(MASKS | MASKS | st.none()),
+    entropy = False
+    score, mask = draw(SCORES[route] | SCORES[route] | st.none()), draw(MASKS | MASKS | st.none())
+    program = Program(
+        score,
+        mask,
         dtype,
         kv_heads * draw(st.integers(1, 3)),
         kv_heads,
@@ -75,6 +77,12 @@ def programs(draw, route: str) -> Program:
         draw(st.sampled_from([0.0, 0.0, 0.3])),
         entropy,
     )
+    door = draw(st.sampled_from(["", "", "", *(DOORS if route == "eager" else ["vmap"])]))
+    if door == "vmap":
+        if names_batches(score, mask):
+            return program
+        program = program._replace(one_kv_batch=False, dropout=0.0)  # whose bits are those of a batch
+    return program._replace(door=door)
 
 
 def several_values(route: str, most: int) -> st.SearchStrategy[list[Values]]:
@@ -83,13 +91,13 @@ def several_values(route: str, most: int) -> st.SearchStrategy[list[Values]]:
         Values, st.integers(2, 3), length, length, st.sampled_from([0.25, 1.0, -0.5]),
         st.sampled_from([1.0, 0.1, 3.0]), st.sampled_from([0.5, -1.5, 0.25]), st.integers(0, 1000),
     )  # fmt: skip
-    return st.lists(values, min_size=1, max_size=most)
+    return lists_of(values, most)
 
 
 # A case.
 
 
-def _inputs(program: Program, values: Values, sizes: Sizes) -> list[Tensor]:
+def inputs_of(program: Program, values: Values, sizes: Sizes) -> list[Tensor]:
     inputs = [t.double() for t in sizes.inputs(getattr(torch, program.dtype), values.seed)]
     inputs[:2] = [t * values.magnitude**0.5 for t in inputs[:2]]
     inputs[:2] = exact_in_fp32(program.score, inputs[:2])
@@ -97,13 +105,22 @@ def _inputs(program: Program, values: Values, sizes: Sizes) -> list[Tensor]:
     return [LAYOUTS[name](t) for name, t in zip(program.layouts, inputs, strict=True)]
 
 
-def _mask(program: Program, sizes: Sizes, mask_mod):
+def sizes_of(program: Program, values: Values) -> Sizes:
+    return Sizes(
+        values.batch, program.heads, program.kv_heads, values.queries, values.keys, program.head_dim,
+        program.value_dim, 1 if program.one_kv_batch else None,
+    )  # fmt: skip
+
+
+def captures_and_mask(program: Program, values: Values, sizes: Sizes) -> tuple[list[Tensor], Any]:
+    generator = torch.Generator().manual_seed(values.seed)
+    captures = [capture(name, sizes, generator) for name in named_in(program.score)]
+    captures += [torch.randn(program.heads, generator=generator)] * program.sinks
+    mask_mod = mask_mod_of(program.mask)(sizes, generator)
     if mask_mod is None:
-        return None
-    lengths = sizes.queries, sizes.keys
-    return create_block_mask(
-        mask_mod, sizes.batch, sizes.heads, *lengths, "cpu", program.block, compact=program.compact
-    )
+        return captures, None
+    grid = None if program.door == "vmap" else sizes.batch, sizes.heads, sizes.queries, sizes.keys
+    return captures, create_block_mask(mask_mod, *grid, "cpu", program.block, compact=program.compact)
 
 
 def _shapes_to_torch(mask) -> tuple:
@@ -115,7 +132,7 @@ def _shapes_to_torch(mask) -> tuple:
 STATE = torch.tensor(77), torch.tensor(5)
 
 
-def _ours(program: Program, score_mod):
+def ours(program: Program, score_mod):
     def attend(scale, shift, query, key, value, captures, block_mask):
         *own, sinks = captures if program.sinks else (*captures, None)
         build = score_mod(shift)
@@ -129,7 +146,7 @@ def _ours(program: Program, score_mod):
     return attend
 
 
-def _dense(program: Program, build, scale: float):
+def dense(program: Program, build, scale: float):
     """From the weights that the reference gives values of which each is one key's."""
     plain = dense_of(build, scale)
 
@@ -159,24 +176,17 @@ def _dense(program: Program, build, scale: float):
 
 def check(route: str, program: Program, several: list[Values], verify: bool = False) -> None:
     """Judge the calls of one program, and that the route served them and compiled no more than it must."""
-    score_mod, mask_mod = score_mod_of(program.score), mask_mod_of(program.mask)
-    attend = compiled(route, _ours(program, score_mod), verify)
+    score_mod = score_mod_of(program.score)
+    attend = compiled(route, DOORS[program.door](ours(program, score_mod)), verify)
     with compilations(route) as shapes:
         for values in several:
-            kv_batch = 1 if program.one_kv_batch else None
-            sizes = Sizes(
-                values.batch, program.heads, program.kv_heads, values.queries, values.keys, program.head_dim,
-                program.value_dim, kv_batch,
-            )  # fmt: skip
-            generator = torch.Generator().manual_seed(values.seed)
-            captures = [capture(name, sizes, generator) for name in named_in(program.score)]
-            captures += [torch.randn(program.heads, generator=generator)] * program.sinks
-            mask = _mask(program, sizes, mask_mod(sizes, generator))
+            sizes = sizes_of(program, values)
+            captures, mask = captures_and_mask(program, values, sizes)
             shapes.add(_shapes_to_torch(mask))
             judge(
                 lambda *call, scale=values.scale, shift=values.shift: attend(scale, shift, *call),
-                _dense(program, score_mod(values.shift), values.scale),
-                _inputs(program, values, sizes),
+                dense(program, score_mod(values.shift), values.scale),
+                inputs_of(program, values, sizes),
                 captures,
                 mask,
                 output_is_saved=True,

@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 HOURS ?= 0.5
+MINUTES ?= 60
 VERSION ?= 2.15.0
 
 # The triton that each torch is made for.
@@ -14,7 +15,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits fuzz mutants lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits fuzz load mutants lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -49,6 +50,9 @@ build/constraints-%.txt: constraints.txt Makefile
 fuzz: $(VENV)/.ready  ## random calls against the reference, for HOURS=0.5
 	$(bin)/python -W ignore -m tests.fuzz --hours $(HOURS)
 	@echo "flex_inductor: nothing found"
+
+load: $(VENV)/.ready  ## calls from eight threads beside a compiling one, for MINUTES=60
+	$(bin)/python -W ignore -m tests.load --minutes $(MINUTES)
 
 mutants: $(VENV)/.ready  ## changes that make it wrong: whether `make test` would find them
 	$(bin)/python -m tests.mutants

@@ -62,7 +62,7 @@ def import_(path: Path) -> tuple[int, int]:
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']!r}")
         found = [_read(written) for written in content["winners"]]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise errors.not_tuning_results(path, error) from error
     ours = [winner for winner in found if winner.build == fingerprint.FINGERPRINT]
     for winner in ours:
@@ -90,7 +90,7 @@ def _load(path: Path) -> Winner | None:
         return _read(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(f"{path} is not a tuning result and is ignored: {error}", stacklevel=3)
         return None
 
@@ -105,4 +105,6 @@ def _read(written: dict[str, Any]) -> Winner:
     for config in (winner.config, *(config for config, _ in winner.times_ms)):
         if not all(isinstance(size, int) for size in config.values()):
             raise ValueError("a config is names and whole numbers")
+    if not all(isinstance(ms, float | int) for _, ms in winner.times_ms):
+        raise ValueError("times are numbers of milliseconds")
     return winner

@@ -6,7 +6,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 SECONDS = 120  # that ranks wait for each other
@@ -79,7 +79,8 @@ def _world(ranks: int) -> Iterator[list[Any]]:
             started.append(process)
         yield pipes
         for pipe in pipes:
-            pipe.send(None)
+            with suppress(OSError):  # that rank is dead
+                pipe.send(None)
         for process in started:
             process.join(SECONDS)
             process.kill()

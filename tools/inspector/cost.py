@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -131,11 +132,8 @@ def this_cpu() -> Device:
     threads = torch.get_num_threads()
     path = cache_folder.folder() / "cpu_peaks.json"
     key = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, torch {torch.__version__}"
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        known = {}
-    if key not in known:
+    known = _kept(path)
+    if not _are_peaks(known.get(key)):
         known[key] = _measured()
         with contextlib.suppress(OSError):  # measured again the next time
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +141,22 @@ def this_cpu() -> Device:
                 json.dump(known, file)
     peaks = known[key]
     return Device(f"this CPU ({threads} threads)", peaks["flops"], peaks["bandwidth"])
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _are_peaks(found: Any) -> bool:
+    try:
+        numbers = [found["bandwidth"], *found["flops"].values()]
+        return "float32" in found["flops"] and all(number > 0 for number in numbers)
+    except (TypeError, LookupError, AttributeError):
+        return False
 
 
 def _measured() -> dict[str, Any]:

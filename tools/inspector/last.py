@@ -18,9 +18,10 @@ def read() -> dict[str, Any]:
         record = json.loads(record_file.path().read_text())
         if record["format"] != record_file.FORMAT:
             raise ValueError(f"format {record['format']!r}")
+        page(record)  # reads all of it
     except FileNotFoundError:
         raise errors.no_record(record_file.path().parent) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise errors.not_a_record(record_file.path(), error) from None
     return record
 

@@ -15,7 +15,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits fuzz load mutants lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits support fuzz load mutants lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -29,11 +29,11 @@ demo-distributed: $(VENV)/.ready  ## train one over four processes
 	@echo "flex_inductor: distributed demo finished"
 
 test: $(VENV)/.ready  ## the tests, but those that take long
-	$(bin)/python -m pytest -n 2 --dist worksteal -m "not long and not slow and not gpu"
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "not long and not slow and not gpu" --cells build/cells/test.json
 	@echo "flex_inductor: tests passed"
 
 test-long: $(VENV)/.ready  ## those that take long, which CI runs too
-	$(bin)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not gpu"
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not gpu" --cells build/cells/long.json
 	@echo "flex_inductor: long tests passed"
 
 test-all: $(VENV)/.ready  ## all tests, with the slow matrix, all compiled as users have it
@@ -50,6 +50,9 @@ build/constraints-%.txt: constraints.txt Makefile
 fuzz: $(VENV)/.ready  ## random calls against the reference, for HOURS=0.5
 	$(bin)/python -W ignore -m tests.fuzz --hours $(HOURS)
 	@echo "flex_inductor: nothing found"
+
+support: $(VENV)/.ready  ## what the last `make test test-long` served and judged, into docs/support.md
+	$(bin)/python -m tests.cells build/cells/test.json build/cells/long.json --out docs/support.md
 
 load: $(VENV)/.ready  ## calls from eight threads beside a compiling one, for MINUTES=60
 	$(bin)/python -W ignore -m tests.load --minutes $(MINUTES)

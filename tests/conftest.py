@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import cells
+
 # xdist's controller comes here before its workers start, so they inherit the folder and share it.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     _inductor_cache = tempfile.TemporaryDirectory(prefix="flex_inductor-tests-", ignore_cleanup_errors=True)
@@ -72,3 +74,12 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cells", type=Path, help="a file for what tests prove: see tests/cells.py")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--cells"):
+        config.pluginmanager.register(cells.Watching(path, is_worker=hasattr(config, "workerinput")))

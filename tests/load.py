@@ -135,18 +135,17 @@ def load(minutes: float) -> list[str]:
             if time.monotonic() > half or wrong:
                 return
             try:
-                names = {"torch": torch}
-                mod = eval(f"lambda score, b, h, q_idx, kv_idx: score * {1 + number / 1000} + h", names)
-                attend = torch.compile(
-                    lambda q, k, v, mod=mod: flex_attention(q, k, v, mod), backend="flex_inductor"
-                )
+                factor = 1 + number / 1000
+                mod = eval(f"lambda score, b, h, q_idx, kv_idx: score * {factor} + h")
+                names = {"flex_attention": flex_attention, "mod": mod}
+                call = eval("lambda q, k, v: flex_attention(q, k, v, mod)", names)  # a code of its own
+                attend = torch.compile(call, backend="flex_inductor")
                 qkv = inputs(64, number)
                 torch.testing.assert_close(attend(*qkv), flex_attention(*qkv, mod))
                 done["compilations"] += 1
             except Exception:
                 wrong.append(f"compilation {number}:\n{traceback.format_exc()}")
 
-    torch._dynamo.config.cache_size_limit = 1 << 20
     threads = [threading.Thread(target=repeat, args=(i,), daemon=True) for i in range(THREADS)]
     threads.append(threading.Thread(target=compile_more, daemon=True))
     for thread in threads:

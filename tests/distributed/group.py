@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from tests import cells
+
 SECONDS = 120  # that ranks wait for each other
 
 
@@ -34,7 +36,9 @@ class Groups:
         replies = [pipe.recv() for pipe in pipes]
         failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(replies) if not fine]
         assert not failed, "\n".join(failed)
-        return [result for _, result in replies]
+        for _, (_, found) in replies:
+            cells.add(found)
+        return [result for _, (result, _) in replies]
 
 
 @contextmanager
@@ -49,6 +53,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    cells.watch()
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     dist.init_process_group(
@@ -57,7 +62,9 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     while (told := pipe.recv()) is not None:
         function, args = told
         try:
-            pipe.send((True, function(dist.group.WORLD, *args)))
+            cells.begin()
+            result = function(dist.group.WORLD, *args)
+            pipe.send((True, (result, cells.served())))
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()

@@ -166,6 +166,21 @@ def test_queries_at_the_end_of_their_keys_see_positions():
         torch.testing.assert_close(part, whole[15:], rtol=0, atol=1e-6)
 
 
+def test_a_tile_may_begin_between_two_groups_of_bits():
+    """Blocks of 48 keys: kernels draw 32 columns at a time."""
+    sequences = Sequences.from_lengths([20, 50, 37])
+    mask = sequences.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, block_size=(16, 48))
+    qkv = [torch.randn(107, 2, 16, requires_grad=True) for _ in range(3)]
+    found = []
+    for compile in (eager, compiled(route="cpu")):
+        run = compile(
+            lambda *qkv: varlen_attention(*qkv, sequences, None, mask, dropout_p=P, rng_state=state())
+        )
+        out = run(*qkv)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), qkv)])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_the_mask_that_aux_gives():
     query, key = torch.randn(2, 3, 20, 16), torch.randn(2, 3, 30, 16)
     request = AuxRequest(dropout_mask=True, rng_state=True)

@@ -80,6 +80,22 @@ def test_captured_gradients_are_the_same_bits_every_time(name):
             assert first is None or torch.equal(first, again)
 
 
+def test_lanes_that_nobody_sees_have_no_part_in_captured_gradients():
+    """Where they are masked, the derivative of the root is infinite or NaN; the reference takes another one there."""
+    sizes = Sizes(batch=1, heads=2, kv_heads=2, queries=40, keys=40)
+
+    def rooted(least):
+        def build(factor):
+            return lambda score, b, h, q_idx, kv_idx: (
+                score + (factor * (q_idx - kv_idx + 1).clamp(min=least)).sqrt()
+            )
+
+        return build
+
+    inputs, captures = sizes.inputs(torch.float32), [torch.tensor(0.7, dtype=torch.float64)]
+    judge(attention_of(rooted(-40)), dense_of(rooted(1)), inputs, captures, MASKS["causal"](sizes))
+
+
 def test_batches_that_share_keys_in_one_tile():
     sizes = Sizes(batch=3, heads=2, kv_heads=1, queries=5, keys=6, kv_batch=1)
     judge(attention_of(None), dense_of(None), sizes.inputs(torch.float64))

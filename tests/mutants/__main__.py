@@ -43,9 +43,10 @@ def main() -> int:
         survived = []
         with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
             for change, found, seconds in pool.map(judged, chosen):
-                print(f"{found or 'SURVIVED':60.60} {seconds:4.0f} s  {change.name}", flush=True)
-                survived += [] if found else [change.name]
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} found")
+                said = found or (f"harmless: {change.harmless}" if change.harmless else "SURVIVED")
+                print(f"{said:60.60} {seconds:4.0f} s  {change.name}", flush=True)
+                survived += [] if found or change.harmless else [change.name]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} found or harmless")
     return 1 if survived else 0
 
 

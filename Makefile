@@ -15,7 +15,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-ptx test-browser fits support fuzz load mutants lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-browser fits support fuzz load mutants lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -56,6 +56,10 @@ support: $(VENV)/.ready  ## what the last `make test test-long` served and judge
 
 load: $(VENV)/.ready  ## calls from eight threads beside a compiling one, for MINUTES=60
 	$(bin)/python -W ignore -m tests.load --minutes $(MINUTES)
+
+test-grids: $(VENV)/.ready  ## 2,000 of the cases of others' published tests, WHOLE=1 for all, resumed
+	$(bin)/python -m tests.grids $(if $(WHOLE),--whole)
+	@echo "flex_inductor: grids passed"
 
 mutants: $(VENV)/.ready  ## changes that make it wrong: whether `make test` would find them
 	$(bin)/python -m tests.mutants

@@ -220,9 +220,12 @@ def test_eager_calls_get_kernels():
     )
 
 
-def test_splits_are_not_left_out_without_a_word():
+@pytest.mark.parametrize("dynamic", [None, True])  # a hint is no symbol even where every integer may be
+def test_splits_are_not_left_out_without_a_word(dynamic):
     q, k = torch.randn(1, 40, 1, 16), torch.randn(1, 40, 1, 16)
-    compiled = torch.compile(flash.flash_attn_func, backend="flex_inductor", options={"route": "chunked"})
+    compiled = torch.compile(
+        flash.flash_attn_func, backend="flex_inductor", options={"route": "chunked"}, dynamic=dynamic
+    )
     with served_by("chunked"):
         compiled(q, k, k, num_splits=4)
     assert (

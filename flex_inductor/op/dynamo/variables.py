@@ -80,7 +80,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             mask,
             float_to_tensor(tx, query, scale.as_proxy(), score_dtype(_example_of(query).dtype)),
             given._replace(score_captures=score_captures, mask_captures=mask_captures),
-            CallOptions() if options is None else read_options(options.as_proxy()),
+            CallOptions() if options is None else _with_static_hints(read_options(options.as_proxy())),
         )
         proxy = tx.output.create_proxy("call_function", self.value, args=call.wire(), kwargs={})
         try:
@@ -274,10 +274,16 @@ def _captures(tx: Any, inputs: Any, mod: str) -> list[Any]:
 
 def _with_static_block_sizes(schedule: Any) -> Any:
     """Kernels are made for a block size, so it is not a symbol even where every integer may be."""
-    sizes = [
-        int(size.node.meta["example_value"]) if isinstance(size, fx.Proxy) else size for size in schedule[:2]
-    ]
-    return type(schedule)(*sizes, *schedule[2:])
+    return type(schedule)(*map(_static, schedule[:2]), *schedule[2:])
+
+
+def _with_static_hints(options: CallOptions) -> CallOptions:
+    """As for block sizes."""
+    return options._replace(hints=tuple((name, _static(value)) for name, value in options.hints))
+
+
+def _static(value: Any) -> Any:
+    return int(value.node.meta["example_value"]) if isinstance(value, fx.Proxy) else value
 
 
 def _drop_unused(graph: fx.Graph, captures: Sequence[Any], lanes: int) -> tuple:

@@ -70,7 +70,7 @@ def flash_attn_with_kvcache(
     given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     try:
-        _check(q, caches, given, cache_seqlens, cache_batch_idx, cache_leftpad, table, packed)
+        _check(q, caches, given, cache_seqlens, cache_leftpad, table, packed)
         if cu_seqlens_q is None:
             starts, most = _evenly(q), q.size(1)
         elif max_seqlen_q is None:
@@ -79,6 +79,9 @@ def flash_attn_with_kvcache(
             starts, most = cu_seqlens_q, max_seqlen_q
         check_offsets("cu_seqlens_q", starts, starts)
         room = k_cache.size(1) * (1 if table is None else table.size(1))
+        if table is not None and cache_batch_idx is not None:
+            check_numbers("cache_batch_idx", cache_batch_idx, starts)
+            table, cache_batch_idx = table.index_select(0, cache_batch_idx), None
         used = _used(cache_seqlens, room, 0 if k is None or packed else k.size(1), starts)
         new = None
         if k is not None and v is not None:
@@ -145,7 +148,6 @@ def _check(
     caches: dict[str, Any],
     given: dict[str, Any],
     cache_seqlens: Any,
-    cache_batch_idx: Any,
     cache_leftpad: Any,
     table: Any,
     packed: bool,
@@ -172,9 +174,8 @@ def _check(
         raise errors.half_of_rotary("rotary_cos" if given["rotary_cos"] is None else "rotary_sin")
     if given["rotary_cos"] is not None and given["k"] is None:
         raise errors.rotary_without_new()
-    for name, rows in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if table is not None and rows is not None:
-            raise errors.with_table(name)
+    if table is not None and cache_leftpad is not None:
+        raise errors.padded_pages()
 
 
 def _packed(tokens: Tensor) -> Tensor:

@@ -46,9 +46,9 @@ def rotary_without_new() -> FlexValueError:
     )
 
 
-def with_table(name: str) -> FlexValueError:
+def padded_pages() -> FlexValueError:
     return FlexValueError(
-        f"{name}: expected none with block_table; where sequences lie is in the table. Leave it out."
+        "cache_leftpad: expected none with block_table; a sequence begins at its first page's first token. Leave it out."
     )
 
 

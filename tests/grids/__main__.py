@@ -81,7 +81,7 @@ def _one(case_id: str) -> int:
 
     name, _, number = case_id.rpartition("-")
     group = SUITES[name].group_of(int(number))
-    print(SUITES[name].case(int(number)), "eager" if one.is_eager(group) else "compiled")
+    print(SUITES[name].case(int(number)), one.way_of(group))
     one.settings()
     ((outcome, why),) = one.outcomes(group, [int(number)])
     print(outcome, why)

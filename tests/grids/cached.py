@@ -162,7 +162,7 @@ def pages_of(caches: list[Tensor], size: int, numbers: Numbers) -> tuple[Tensor,
         pool = torch.zeros(count * width + 1, size, *cache.shape[2:], dtype=cache.dtype)
         pool[table] = cache.view(count * width, size, *cache.shape[2:])
         made.append(pool)
-    return table.view(count, width).int(), made
+    return table.view(count, width).int(), made  # a row for each of the cache: `cache_batch_idx` names some
 
 
 def rotated(tokens: Tensor, rotary: tuple, starts: list[int], interleaved: bool, moves: bool) -> Tensor:

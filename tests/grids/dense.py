@@ -119,7 +119,7 @@ class _Pass:
         leaf = scores.requires_grad_()
         with torch.enable_grad():
             made = self.meaning.score_mod(leaf, *lane).expand(scores.shape)
-        self.back = lambda grad: torch.autograd.grad(made, leaf, grad)[0]
+        self.back = lambda grad: torch.autograd.grad(made, leaf, grad, retain_graph=True)[0]
         return made.detach().clone()
 
     def results(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -143,6 +143,9 @@ class _Pass:
         results["d_value"] = weights.reshape(g * m, -1).mT @ rounded(self.grad).reshape(g * m, -1)
         if self.sink_weights is not None:
             results["d_sinks"] = -(self.sink_weights * dots).sum((1, 2))
+            # What the output's rounding adds up to over rows, in units of its own.
+            terms = self.sink_weights.squeeze(-1).square() * (self.grad * out).square().sum(-1)
+            results["noise_of_d_sinks"] = terms.sum(1).sqrt()
         return results
 
 

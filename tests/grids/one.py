@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,20 +16,21 @@ from .numbers import Numbers
 from .suite import Group, hashed
 from .work import NotThere, check
 
-# Of so many groups one runs without torch.compile, in chunks. Dropout's random words take seconds of that.
-EAGER, EAGER_WITH_DROPOUT = 4, 32
+# How a group runs, and how many of eight do: compiled; eagerly, in chunks; eagerly, each class of calls in a kernel.
+# Dynamo takes a second for each combination of a cache's arguments, and dropout's words take seconds of a call in chunks.
+WAYS = {"compiled": 6, "chunks": 2}
+WAYS_OF_CACHES = {"compiled": 1, "chunks": 1, "kernels": 6}
+WAYS_OF_DROPOUT = {"compiled": 8}
 
 # What is refused by name, as its message begins.
-REFUSALS = (
-    "cache_batch_idx: expected none with block_table",
-    "cache_leftpad: expected none with block_table",
-)
+REFUSALS = ("cache_leftpad: expected none with block_table",)
 
 
-def is_eager(group: Group) -> bool:
+def way_of(group: Group) -> str:
     case = group.suite.case(group.cases()[0])
-    one_of = EAGER_WITH_DROPOUT if case.get("dropout_p") else EAGER
-    return hashed("eager", group.suite.name, group.number) % one_of == 0
+    ways = WAYS_OF_DROPOUT if case.get("dropout_p") else WAYS
+    ways = WAYS_OF_CACHES if group.suite.door == "cached" else ways
+    return random.Random(hashed("way", group.suite.name, group.number)).choices([*ways], [*ways.values()])[0]
 
 
 def outcomes(group: Group, numbers: list[int]) -> Iterator[tuple[str, str]]:
@@ -36,13 +38,14 @@ def outcomes(group: Group, numbers: list[int]) -> Iterator[tuple[str, str]]:
     door = importlib.import_module(f"{__package__}.{group.suite.door}")
     torch._dynamo.reset()
     attend: Callable | None = None
-    eager = is_eager(group)
+    way = way_of(group)
+    set_eager_kernels("always" if way == "kernels" else "never")
     for number in numbers:
         case = group.suite.case(number)
         try:
             if attend is None:
                 call = door.attend(group.suite.constants(case))
-                attend = call if eager else compiled(call)
+                attend = compiled(call) if way == "compiled" else call
             draws = Numbers(f"{group.suite.name}-{number}")
             problems = check(attend, door.work(case, draws), draws)
             yield ("failed", "; ".join(problems)) if problems else ("ok", "")
@@ -65,7 +68,6 @@ def compiled(call: Callable) -> Callable:
 def settings() -> None:
     """Of a process: one thread, a graph for any sizes, and as many graphs as cases need."""
     torch.set_num_threads(1)
-    set_eager_kernels("never")
     torch.fx.experimental._config.use_duck_shape = False  # else equal sizes are taken for the same one
     torch._dynamo.config.recompile_limit = 10_000
     torch._dynamo.config.accumulated_recompile_limit = 10_000

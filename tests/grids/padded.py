@@ -9,6 +9,7 @@ import torch
 from flex_inductor import flash
 
 from .dense import Sequence
+from .judge import Allowed
 from .numbers import Numbers
 from .suite import Case
 from .work import (
@@ -136,6 +137,7 @@ def work(case: Case, numbers: Numbers) -> Work:
     return Work(
         args, leaves, [up] if up_lse is None else [up, up_lse], sequences, meaning, result, parts,
         (lambda grads: grads[-1]) if grad and sinks is not None else None, case.get("twice", False),
+        allowed=Allowed(*case.get("allowed", ())),
     )  # fmt: skip
 
 

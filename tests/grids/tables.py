@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 
-from . import flash_tables
+from .cudnn_tables import CUDNN
+from .flash_tables import FLASH_2, FLASH_3, FLASH_4
+from .flex_tables import FLASH_4_MODS, TORCH
 from .suite import Suite
 
 SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (*flash_tables.FLASH_2, *flash_tables.FLASH_3, *flash_tables.FLASH_4)
+    suite.name: suite for suite in (*FLASH_2, *FLASH_3, *FLASH_4, *FLASH_4_MODS, *TORCH, *CUDNN)
 }
 
 

@@ -48,7 +48,7 @@ def rotary_without_new() -> FlexValueError:
 
 def padded_pages() -> FlexValueError:
     return FlexValueError(
-        "cache_leftpad: expected none with block_table; a sequence begins at its first page's first token. Leave it out."
+        "cache_leftpad: expected none with block_table; a sequence begins where its first page does. Leave it out."
     )
 
 

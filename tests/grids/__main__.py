@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,10 @@ def sample(count: int, names: list[str]) -> list[tuple[Group, list[int]]]:
         if (suite.name, group.number) not in chosen:
             left = count - sum(map(len, chosen.values()))
             chosen[suite.name, group.number] = group.cases()[: min(FROM_EACH, left)]
-    return [(Group(SUITES[name], number, SUITES[name].places(number)), cases) for (name, number), cases in chosen.items()]
+    return [
+        (Group(SUITES[name], number, SUITES[name].places(number)), cases)
+        for (name, number), cases in chosen.items()
+    ]
 
 
 def whole(names: list[str], record: Record) -> Iterator[tuple[Group, list[int]]]:
@@ -109,9 +113,14 @@ def _report(record: Record, before: int, total: int) -> int:
         print(f"failed: python -m tests.grids --case {case_id}\n        {why}")
     print(
         f"{done} cases of {total}, {done - before} of them now: {done - len(record.failed) - sum(refused.values())} "
-        f"right, {sum(refused.values())} refused, {len(record.failed)} failed"
+        f"right, {sum(refused.values())} refused, {len(record.failed)} failed; {_core_seconds():.0f} seconds of a core"
     )
     return int(bool(record.failed))
+
+
+def _core_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,15 @@ BATCH = 2
 
 
 def attend(group: Case) -> Callable:
-    constants = dict(
-        causal=group.get("causal", False), num_splits=group["num_splits"], return_softmax_lse=True
-    )
+    constants = {
+        "causal": group.get("causal", False),
+        "num_splits": group["num_splits"],
+        "return_softmax_lse": True,
+    }
 
-    def call(q, caches, new, rotary, interleaved, lengths, places, packing, window, chunk, slopes, sinks, descales):
+    def call(
+        q, caches, new, rotary, interleaved, lengths, places, packing, window, chunk, slopes, sinks, descales
+    ):
         more: dict[str, Any] = {"cache_seqlens": lengths}
         if new is not None:
             more |= {"k": new[0], "v": new[1]}
@@ -48,7 +53,11 @@ def attend(group: Case) -> Callable:
 
 def work(case: Case, numbers: Numbers) -> Work:
     (m, n), (heads, kv_heads), dtype = lengths_of(case), heads_of(case), dtype_of(case)
-    d, size, count = case.get("d", case.get("headdim")), case.get("page_size"), case.get("num_requests", BATCH)
+    d, size, count = (
+        case.get("d", case.get("headdim")),
+        case.get("page_size"),
+        case.get("num_requests", BATCH),
+    )
     narrow, new_kv, local = dtype.itemsize == 1, case.get("new_kv", False), case.get("local", False)
     made = torch.bfloat16 if narrow else dtype
     rotary_dim = int(case.get("rotary_fraction", 0.0) * d) // 16 * 16
@@ -78,7 +87,9 @@ def work(case: Case, numbers: Numbers) -> Work:
     if size is not None:
         table, given = pages_of(caches, size, numbers)
     q = numbers.normal(count, m, heads, d, dtype=made).to(dtype)
-    new = [numbers.normal(count, fresh, kv_heads, d, dtype=made).to(dtype) for _ in range(2)] if fresh else None
+    new = (
+        [numbers.normal(count, fresh, kv_heads, d, dtype=made).to(dtype) for _ in range(2)] if fresh else None
+    )
     rotary = None
     if rotary_dim:
         angle = numbers.normal(room, rotary_dim // 2)
@@ -129,7 +140,7 @@ def work(case: Case, numbers: Numbers) -> Work:
     def parts(outputs, grads):
         if not varlen:
             return [{"out": outputs[0][i].transpose(0, 1), "lse": outputs[1][i]} for i in range(count)]
-        spans = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+        spans = [slice(a, b) for a, b in itertools.pairwise(starts)]
         return [{"out": outputs[0][s].transpose(0, 1), "lse": outputs[1][:, s]} for s in spans]
 
     def problems(outputs):
@@ -140,7 +151,9 @@ def work(case: Case, numbers: Numbers) -> Work:
             found = cache if table is None else cache[table.long()].view(want.shape)
             off = (found.float() - want.float()).abs().max().item()
             # Of a rotation two products and their sum are rounded.
-            allowed = 2 * torch.finfo(dtype).eps * want.float().abs().max().item() if name == "k_cache" else 0.0
+            allowed = (
+                2 * torch.finfo(dtype).eps * want.float().abs().max().item() if name == "k_cache" else 0.0
+            )
             if rotary is None:
                 allowed = 0.0
             if not off <= allowed:
@@ -171,10 +184,14 @@ def rotated(tokens: Tensor, rotary: tuple, starts: list[int], interleaved: bool,
     pairs = cos.size(1)
     made = tokens.float().clone()
     for i, start in enumerate(starts):
-        place = start + (torch.arange(tokens.size(1)) if moves else torch.zeros(tokens.size(1), dtype=torch.long))
+        place = start + (
+            torch.arange(tokens.size(1)) if moves else torch.zeros(tokens.size(1), dtype=torch.long)
+        )
         c, s = (t[place.clamp(max=t.size(0) - 1)].unsqueeze(1) for t in (cos, sin))
         first, second = (
-            (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
+            (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+            if interleaved
+            else (slice(0, pairs), slice(pairs, 2 * pairs))
         )
         a, b = made[i, ..., first].clone(), made[i, ..., second].clone()
         made[i, ..., first], made[i, ..., second] = a * c - b * s, a * s + b * c

@@ -36,7 +36,10 @@ def work(case: Case, numbers: Numbers) -> Work:
         wide = lse.double()
         weights = wide.softmax(0)
         right = (out.double() * weights.unsqueeze(-1)).sum(0)
-        named = {"out": (found[0], right, right.to(dtype)), "lse": (found[1], wide.logsumexp(0), wide.logsumexp(0))}
+        named = {
+            "out": (found[0], right, right.to(dtype)),
+            "lse": (found[1], wide.logsumexp(0), wide.logsumexp(0)),
+        }
         wrong = (judge.wrong(name, *tensors, unit=1.0) for name, tensors in named.items())
         return [problem for problem in wrong if problem]
 

@@ -103,7 +103,7 @@ class _Process:
         }
         environment.setdefault("CXX", str(CXX))
         command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"]
-        pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process: Any = subprocess.Popen(command, env=environment, text=True, **pipes)
 
     def send(self, group: list) -> None:

@@ -63,16 +63,19 @@ def drawn(case: Case) -> Case:
         "no_mask": lambda: (any_number, any_number),
         "causal": lambda: (any_number, 0),
         "left_window_only": lambda: (draws.randint(1, half), 0),
-        "right_window_only": lambda: (any_number if alignment == "bottom_right" else 1, draws.randint(0, n // 2)),
+        "right_window_only": lambda: (
+            any_number if alignment == "bottom_right" else 1,
+            draws.randint(0, n // 2),
+        ),
         "band_around_diag": lambda: (draws.randint(1, half), draws.randint(1, half)),
     }[masks]()
     shifts = [k - q if alignment == "bottom_right" else 0 for q, k in zip(lengths_q, lengths_k, strict=True)]
     mod = "bias" if chosen("bias") else "alibi" if chosen("alibi") else "identity"
-    made: Case = dict(
-        dtype=chosen("dtypes"), seqlen_q=m, seqlen_k=n, d=d, value_dim=v, batch=batch, nheads_kv=heads // groups,
-        gqa_ratio=groups, score_mod=mod, has_learnable_sink=chosen("sinks"), grad=case["grad"],
-        dropout_p=0.1 if chosen("dropout") else 0.0, layout="bshd" if layout == "ragged" else "bhsd",
-    )  # fmt: skip
+    made: Case = {
+        "dtype": chosen("dtypes"), "seqlen_q": m, "seqlen_k": n, "d": d, "value_dim": v, "batch": batch, "nheads_kv": heads // groups,
+        "gqa_ratio": groups, "score_mod": mod, "has_learnable_sink": chosen("sinks"), "grad": case["grad"],
+        "dropout_p": 0.1 if chosen("dropout") else 0.0, "layout": "bshd" if layout == "ragged" else "bhsd",
+    }  # fmt: skip
     if chosen("tiles"):
         return made | {"mask": "tiles"}
     if layout != "full" or masks != "no_mask":

@@ -19,31 +19,33 @@ SOMETIMES = {True: 1, False: 3}
 
 
 def _suite(name: str, tests: int, **choices: object) -> Suite:
-    common = dict(
-        batches=(1, 8), likely_batches=(1, 4), s_q=(1, 1024), s_kv=(1, 1024),
-        lengths={"s_q=1": 0, "s_q=s_kv": 5, "s_q=random": 10}, d_qk=(1, 256), d_v=(1, 256),
-        dims={"d_qk=d_v": 1, "d_qk=random": 1}, likely_dims=WIDE, heads=(1, 8), head_groups=(1, 4, 1),
-        dtypes={"float16": 1, "bfloat16": 2}, masks=MASKED, alignment=EITHER,
-        layout={"ragged": 0, "padded": 1, "full": 1}, sinks=SOMETIMES, grad=False,
-    )  # fmt: skip
-    return Suite(f"cudnn.{name}", "cudnn", {"test_no": tuple(range(tests))}, ("test_no",), fixed=common | choices)
+    common = {
+        "batches": (1, 8), "likely_batches": (1, 4), "s_q": (1, 1024), "s_kv": (1, 1024),
+        "lengths": {"s_q=1": 0, "s_q=s_kv": 5, "s_q=random": 10}, "d_qk": (1, 256), "d_v": (1, 256),
+        "dims": {"d_qk=d_v": 1, "d_qk=random": 1}, "likely_dims": WIDE, "heads": (1, 8), "head_groups": (1, 4, 1),
+        "dtypes": {"float16": 1, "bfloat16": 2}, "masks": MASKED, "alignment": EITHER,
+        "layout": {"ragged": 0, "padded": 1, "full": 1}, "sinks": SOMETIMES, "grad": False,
+    }  # fmt: skip
+    return Suite(
+        f"cudnn.{name}", "cudnn", {"test_no": tuple(range(tests))}, ("test_no",), fixed=common | choices
+    )
 
 
-BACKWARD = dict(
-    batches=(8, 16), likely_batches=None, d_qk=(1, 192), d_v=(1, 128), dims={"d_qk=d_v": 5, "d_qk=random": 1},
-    likely_dims=DIMS, layout={"ragged": 0, "padded": 4, "full": 1}, grad=True,
-)  # fmt: skip
-ONE_QUERY = dict(
-    batches=(1, 32), likely_batches=None, s_q=(1, 1), lengths={"s_q=1": 100, "s_q=s_kv": 1, "s_q=random": 0},
-    d_qk=(1, 128), d_v=(1, 128), likely_dims=FEW_DIMS, heads=(1, 32), masks=UNMASKED,
-    layout={"ragged": 0, "padded": 0, "full": 1}, sinks={False: 1},
-)  # fmt: skip
-LEAN = dict(
-    s_kv=(513, 2048), lengths={"s_q=1": 100, "s_q=s_kv": 0, "s_q=random": 0},
-    layout={"ragged": 0, "padded": 1, "full": 1},
-)  # fmt: skip
+BACKWARD = {
+    "batches": (8, 16), "likely_batches": None, "d_qk": (1, 192), "d_v": (1, 128), "dims": {"d_qk=d_v": 5, "d_qk=random": 1},
+    "likely_dims": DIMS, "layout": {"ragged": 0, "padded": 4, "full": 1}, "grad": True,
+}  # fmt: skip
+ONE_QUERY = {
+    "batches": (1, 32), "likely_batches": None, "s_q": (1, 1), "lengths": {"s_q=1": 100, "s_q=s_kv": 1, "s_q=random": 0},
+    "d_qk": (1, 128), "d_v": (1, 128), "likely_dims": FEW_DIMS, "heads": (1, 32), "masks": UNMASKED,
+    "layout": {"ragged": 0, "padded": 0, "full": 1}, "sinks": {False: 1},
+}  # fmt: skip
+LEAN = {
+    "s_kv": (513, 2048), "lengths": {"s_q=1": 100, "s_q=s_kv": 0, "s_q=random": 0},
+    "layout": {"ragged": 0, "padded": 1, "full": 1},
+}  # fmt: skip
 RAGGED = {"ragged": 1, "padded": 0, "full": 0}
-BIASED = dict(masks=UNMASKED, alignment=TOP_LEFT, bias={True: 1}, sinks={False: 1})
+BIASED = {"masks": UNMASKED, "alignment": TOP_LEFT, "bias": {True: 1}, "sinks": {False: 1}}
 
 CUDNN = (
     _suite("fwd", 128),

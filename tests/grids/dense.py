@@ -78,9 +78,9 @@ class _Pass:
             scores = self._modified(scores, b, h, at - (n - m), place)
         if meaning.softcap:
             capped = scores.div_(meaning.softcap).tanh_()
-            self.back = lambda grad, capped=capped.square().neg_().add_(1): grad.mul_(capped)
-            scores = capped * meaning.softcap
-            del capped
+            slope = 1 - capped.square()
+            self.back = lambda grad: grad.mul_(slope)
+            scores = capped.mul_(meaning.softcap)
         if sequence.slopes is not None:
             slopes = sequence.slopes[heads].to(wide).view(-1, 1, 1)
             scores.sub_(slopes * (at - place).abs_())
@@ -107,6 +107,7 @@ class _Pass:
         if meaning.dropout_p:
             q_place = at if meaning.places_are_aligned else at - (n - m)
             self.kept = kept(meaning, sequence.number, h, q_place, place).to(wide)
+            self.kept *= 65536 / (65536 - round(meaning.dropout_p * 65536))
         self.grad = None
         if sequence.upstream is not None:
             self.grad = sequence.upstream[:, heads].transpose(0, 1).to(wide)
@@ -175,7 +176,7 @@ def _hidden(meaning: Meaning, at: Tensor, place: Tensor) -> Tensor | None:
 
 
 def kept(meaning: Meaning, b: int, h: Tensor, at: Tensor, place: Tensor) -> Tensor:
-    """What weights [G, M, N] are multiplied with. A word serves eight scores: words are made once for them all."""
+    """Which weights [G, M, N] are kept. A word serves eight scores: it is made once for them all."""
     dropped = round(meaning.dropout_p * 65536)
     lines, line = torch.unique(at.flatten() & ~8, return_inverse=True)
     columns, column = torch.unique(place & ~24, return_inverse=True)
@@ -193,7 +194,7 @@ def kept(meaning: Meaning, b: int, h: Tensor, at: Tensor, place: Tensor) -> Tens
         line.unsqueeze(1),
         column,
     ]
-    return chosen.permute(2, 0, 1) * (65536 / (65536 - dropped))
+    return chosen.permute(2, 0, 1)
 
 
 def _philox(words: list[Any], seed: int) -> list[Any]:

@@ -76,28 +76,27 @@ def _value_dims_4(case: Case) -> dict:
     }
 
 
-
 FLASH_2 = (
     Suite(
         "fa2.qkvpacked",
         "padded",
-        dict(
-            dtype=HALF, deterministic=BOTH, alibi=BOTH, local=BOTH, causal=BOTH, d=ODD_DIMS,
-            seqlen=(97, 128, 200, 384, 768, 1024, 1025, 2048), dropout_p=(0.0, 0.17),
-        ),
+        {
+            "dtype": HALF, "deterministic": BOTH, "alibi": BOTH, "local": BOTH, "causal": BOTH, "d": ODD_DIMS,
+            "seqlen": (97, 128, 200, 384, 768, 1024, 1025, 2048), "dropout_p": (0.0, 0.17),
+        },
         ("dtype", "alibi", "local", "causal", "d", "dropout_p"),
-        fixed=dict(packing="qkv", mha_type="mha", grad=True),
+        fixed={"packing": "qkv", "mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa2.varlen_qkvpacked",
         "packed",
-        dict(
-            dtype=HALF, deterministic=BOTH, alibi=BOTH, local=BOTH, causal=BOTH,
-            d=(32, 59, 64, 80, 96, 128, 160, 192, 224, 256),
-            seqlen=(97, 128, 200, 257, 384, 512, 768, 1025, 2048), dropout_p=(0.0, 0.17),
-        ),
+        {
+            "dtype": HALF, "deterministic": BOTH, "alibi": BOTH, "local": BOTH, "causal": BOTH,
+            "d": (32, 59, 64, 80, 96, 128, 160, 192, 224, 256),
+            "seqlen": (97, 128, 200, 257, 384, 512, 768, 1025, 2048), "dropout_p": (0.0, 0.17),
+        },
         ("dtype", "alibi", "local", "causal", "d", "dropout_p"),
-        fixed=dict(packing="qkv", mha_type="mha", grad=True),
+        fixed={"packing": "qkv", "mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa2.output",
@@ -109,7 +108,7 @@ FLASH_2 = (
         },
         ("kvpacked", "dtype", "mha_type", "alibi", "local", "causal", "d", "dropout_p", "softcap"),
         _softcap_and_dropout,
-        fixed=dict(grad=True),
+        fixed={"grad": True},
     ),
     Suite(
         "fa2.varlen_output",
@@ -121,14 +120,14 @@ FLASH_2 = (
         },
         ("kvpacked", "dtype", "mha_type", "alibi", "local", "causal", "d", "dropout_p", "softcap"),
         _softcap_and_dropout,
-        fixed=dict(grad=True),
+        fixed={"grad": True},
     ),
     Suite(
         "fa2.causal",
         "padded",
         {"dtype": HALF, "local": BOTH, "d": ODD_DIMS, "swap_sq_sk": BOTH, LENGTHS: CAUSAL_PAIRS},
         ("dtype", "local", "d"),
-        fixed=dict(causal=True, mha_type="mha", grad=True),
+        fixed={"causal": True, "mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa2.varlen_causal",
@@ -138,7 +137,7 @@ FLASH_2 = (
             "page_size": (None, 256, 512),
         },
         ("dtype", "local", "d", "page_size"),
-        fixed=dict(causal=True, mha_type="mha", grad=True),
+        fixed={"causal": True, "mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa2.splitkv",
@@ -152,7 +151,7 @@ FLASH_2 = (
             ),
         },
         ("dtype", "alibi", "local", "causal", "d"),
-        fixed=dict(mha_type="mha", grad=True),
+        fixed={"mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa2.kvcache",
@@ -175,44 +174,44 @@ FLASH_2 = (
         "padded",
         {"dtype": ("float16",), "causal": BOTH, "d": ODD_DIMS, LENGTHS: RACE_PAIRS, "dropout_p": (0.0, 0.17)},
         ("causal", "d", "dropout_p"),
-        fixed=dict(mha_type="mha", grad=True, twice=True),
+        fixed={"mha_type": "mha", "grad": True, "twice": True},
     ),
     Suite(
         "fa2.bwd_overflow",
         "padded",
-        dict(dtype=("float16",), causal=BOTH, d=(16, 32, 64), seqlen=(1, 2, 5, 17, 128)),
+        {"dtype": ("float16",), "causal": BOTH, "d": (16, 32, 64), "seqlen": (1, 2, 5, 17, 128)},
         ("causal", "d"),
-        fixed=dict(mha_type="mha", grad=True, magnitudes=(5.0, 3.0, 3.0), allowed=(2.0, 5.0, 1e-3)),  # as there
+        fixed={"mha_type": "mha", "grad": True, "magnitudes": (5.0, 3.0, 3.0), "allowed": (2.0, 5.0, 1e-3)},  # as there
     ),
     Suite(
         "fa2.bwd_transpose",
         "padded",
-        dict(dtype=HALF, causal=BOTH, d=(64, 128), seqlen=(97, 128, 200, 256)),
+        {"dtype": HALF, "causal": BOTH, "d": (64, 128), "seqlen": (97, 128, 200, 256)},
         ("dtype", "causal", "d"),
-        fixed=dict(mha_type="mha", grad=True, strided_upstream=True),
+        fixed={"mha_type": "mha", "grad": True, "strided_upstream": True},
     ),
     Suite(
         "fa2.bwd_varlen_overflow",
         "packed",
-        dict(dtype=("float16",), causal=BOTH, d=(16, 32, 64)),
+        {"dtype": ("float16",), "causal": BOTH, "d": (16, 32, 64)},
         ("causal", "d"),
-        fixed=dict(
-            mha_type="mha", grad=True, magnitudes=(3.0, 3.0, 3.0), lengths_q=(76, 34, 146), lengths_k=(1, 1, 1)
-        ),
+        fixed={
+            "mha_type": "mha", "grad": True, "magnitudes": (3.0, 3.0, 3.0), "lengths_q": (76, 34, 146), "lengths_k": (1, 1, 1)
+        },
     ),
     Suite(
         "fa2.deterministic",
         "padded",
         {"dtype": HALF, "local": BOTH, "causal": BOTH, "d": ODD_DIMS, "swap_sq_sk": BOTH, LENGTHS: CAUSAL_PAIRS},
         ("dtype", "local", "causal", "d"),
-        fixed=dict(mha_type="mha", grad=True, twice=True),
+        fixed={"mha_type": "mha", "grad": True, "twice": True},
     ),
     Suite(
         "fa2.varlen_deterministic",
         "packed",
         {"dtype": HALF, "local": BOTH, "causal": BOTH, "d": ODD_DIMS, "swap_sq_sk": BOTH, LENGTHS: CAUSAL_PAIRS},
         ("dtype", "local", "causal", "d"),
-        fixed=dict(mha_type="mha", grad=True, twice=True),
+        fixed={"mha_type": "mha", "grad": True, "twice": True},
     ),
 )  # fmt: skip
 
@@ -244,7 +243,7 @@ FLASH_3 = (
         ("dtype", "mha_type", "has_qv", "softcap", "local", "causal", "d"),
         _qv_skips,
         _value_dims_3,
-        dict(grad=True, quarter=True),
+        {"grad": True, "quarter": True},
     ),
     Suite(
         "fa3.varlen_output",
@@ -256,7 +255,7 @@ FLASH_3 = (
         ("dtype", "mha_type", "has_qv", "softcap", "local", "causal", "add_unused_qkv", "d"),
         _qv_skips,
         _value_dims_3,
-        dict(grad=True, quarter=True, zero_lengths_k=True),
+        {"grad": True, "quarter": True, "zero_lengths_k": True},
     ),
     Suite(
         "fa3.kvcache",
@@ -280,7 +279,7 @@ FLASH_3 = (
             "headdim": (64, 128, 256), "gqa_parallel": BOTH, "nheads_kv,gqa_ratio": NOSPLIT_HEADS,
         },
         NOSPLIT_KERNEL,
-        fixed=dict(dtype="bfloat16", num_splits=1),
+        fixed={"dtype": "bfloat16", "num_splits": 1},
     ),
     Suite(
         "fa3.kvcache_nosplit_fp8",
@@ -291,7 +290,7 @@ FLASH_3 = (
             "nheads_kv,gqa_ratio": NOSPLIT_HEADS,
         },
         NOSPLIT_KERNEL,
-        fixed=dict(dtype="float8_e4m3fn", num_splits=1),
+        fixed={"dtype": "float8_e4m3fn", "num_splits": 1},
     ),
     Suite(
         "fa3.kvcache_output",
@@ -302,7 +301,7 @@ FLASH_3 = (
             "nheads_kv,gqa_ratio": FEW_HEADS,
         },
         NOSPLIT_KERNEL,
-        fixed=dict(dtype="bfloat16", num_splits=0),
+        fixed={"dtype": "bfloat16", "num_splits": 0},
     ),
     Suite(
         "fa3.kvcache_output_fp8",
@@ -313,21 +312,21 @@ FLASH_3 = (
             "nheads_kv,gqa_ratio": FEW_HEADS,
         },
         NOSPLIT_KERNEL,
-        fixed=dict(dtype="float8_e4m3fn", num_splits=0),
+        fixed={"dtype": "float8_e4m3fn", "num_splits": 0},
     ),
     Suite(
         "fa3.cluster",
         "padded",
         {"dtype": ("bfloat16",), "causal": BOTH, "d": (128,), LENGTHS: ((64, 8192),)},
         ("causal",),
-        fixed=dict(mha_type="mha", grad=False),
+        fixed={"mha_type": "mha", "grad": False},
     ),
     Suite(
         "fa3.race_condition",
         "padded",
         {"dtype": ("bfloat16",), "causal": BOTH, "d": ODD_DIMS, LENGTHS: (*RACE_PAIRS, (2048, 2048))},
         ("causal", "d"),
-        fixed=dict(mha_type="mha", grad=True, twice=True),
+        fixed={"mha_type": "mha", "grad": True, "twice": True},
     ),
     Suite(
         "fa3.bwd_determinism",
@@ -340,7 +339,7 @@ FLASH_3 = (
         ("mha_type", "softcap", "local", "causal", "d"),
         lambda case: case["deterministic"] and case["d"] == 256,
         lambda case: _value_dims_3(case) | {"chunked": (False,)},
-        dict(grad=True, quarter=True, twice=True),
+        {"grad": True, "quarter": True, "twice": True},
     ),
     Suite(
         "fa3.varlen_bwd_determinism",
@@ -353,15 +352,15 @@ FLASH_3 = (
         ("mha_type", "softcap", "local", "causal", "add_unused_qkv", "d"),
         lambda case: case["deterministic"] and case["d"] == 256,
         lambda case: _value_dims_3(case) | {"chunked": (False,)},
-        dict(grad=True, quarter=True, zero_lengths_k=True, twice=True),
+        {"grad": True, "quarter": True, "zero_lengths_k": True, "twice": True},
     ),
     Suite(
         "fa3.combine",
         "combined",
-        dict(
-            dtype=("float32", *HALF), d=(64, 96, 128, 192, 256, 512),
-            seqlen=(1, 2, 3, 32, 64, 256, 113, 108, 640, 1024), num_splits=(1, 2, 3, 5, 17, 32, 55, 97, 133),
-        ),
+        {
+            "dtype": ("float32", *HALF), "d": (64, 96, 128, 192, 256, 512),
+            "seqlen": (1, 2, 3, 32, 64, 256, 113, 108, 640, 1024), "num_splits": (1, 2, 3, 5, 17, 32, 55, 97, 133),
+        },
         ("dtype",),
     ),
 )  # fmt: skip
@@ -392,7 +391,7 @@ FLASH_4 = (
         ("mha_type", "has_learnable_sink", "softcap", "local_enum", "causal", "d"),
         _local_and_causal,
         _value_dims_4,
-        dict(grad=True, quarter=True, negative=True),
+        {"grad": True, "quarter": True, "negative": True},
     ),
     Suite(
         "fa4.varlen_output",
@@ -407,7 +406,7 @@ FLASH_4 = (
         ("mha_type", "softcap", "local_enum", "causal", "d", "unpad_q,unpad_kv"),
         _local_and_causal,
         _value_dims_4,
-        dict(grad=True, quarter=True, same_lengths=True),
+        {"grad": True, "quarter": True, "same_lengths": True},
     ),
     Suite(
         "fa4.kvcache",
@@ -428,14 +427,14 @@ FLASH_4 = (
         "padded",
         {"dtype": ("bfloat16",), "causal": BOTH, "d": (8, 16, 32), LENGTHS: ((128, 128), (2048, 2048))},
         ("causal", "d"),
-        fixed=dict(mha_type="mha", grad=True),
+        fixed={"mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa4.lse_grad",
         "padded",
         {"dtype": ("bfloat16",), "causal": BOTH, "d": (64, 128), LENGTHS: ((128, 128), (256, 256))},
         ("causal", "d"),
-        fixed=dict(mha_type="mha", grad=True, lse_grad=True),
+        fixed={"mha_type": "mha", "grad": True, "lse_grad": True},
     ),
     Suite(
         "fa4.varlen",
@@ -448,7 +447,7 @@ FLASH_4 = (
             "causal": (True, False), "softmax_scale": (None, 0.1), "dtype": HALF, "mha_type": TYPES,
         },
         ("H", "d", "causal", "softmax_scale", "dtype", "mha_type"),
-        fixed=dict(grad=True),
+        fixed={"grad": True},
     ),
     Suite(
         "fa4.race.output",
@@ -461,7 +460,7 @@ FLASH_4 = (
         ("mha_type", "softcap", "local_enum", "causal", "d"),
         _local_and_causal,
         _value_dims_4,
-        dict(grad=True, quarter=True, twice=True),
+        {"grad": True, "quarter": True, "twice": True},
     ),
     Suite(
         "fa4.race.varlen_output",
@@ -475,7 +474,7 @@ FLASH_4 = (
         ("mha_type", "softcap", "local_enum", "causal", "d"),
         _local_and_causal,
         _value_dims_4,
-        dict(grad=True, quarter=True, same_lengths=True, twice=True),
+        {"grad": True, "quarter": True, "same_lengths": True, "twice": True},
     ),
     Suite(
         "fa4.fast.output",
@@ -485,14 +484,14 @@ FLASH_4 = (
             LENGTHS: FAST_PAIRS,
         },
         ("mha_type", "num_splits", "causal", "d"),
-        fixed=dict(grad=True),
+        fixed={"grad": True},
     ),
     Suite(
         "fa4.fast.varlen_output",
         "packed",
-        dict(dtype=("bfloat16",), mha_type=TYPES, causal=BOTH, d=(64, 128), seqlen=(128, 256, 1024)),
+        {"dtype": ("bfloat16",), "mha_type": TYPES, "causal": BOTH, "d": (64, 128), "seqlen": (128, 256, 1024)},
         ("mha_type", "causal", "d"),
-        fixed=dict(grad=True),
+        fixed={"grad": True},
     ),
     Suite(
         "fa4.fast.varlen_unpad_output",
@@ -502,21 +501,21 @@ FLASH_4 = (
             "unpad_q,unpad_kv": UNPADDED,
         },
         ("mha_type", "causal", "d", "unpad_q,unpad_kv"),
-        fixed=dict(grad=True),
+        fixed={"grad": True},
     ),
     Suite(
         "fa4.fast.combine",
         "combined",
-        dict(dtype=("bfloat16",), d=(64, 128), seqlen=(32, 256), num_splits=(2, 5, 17)),
+        {"dtype": ("bfloat16",), "d": (64, 128), "seqlen": (32, 256), "num_splits": (2, 5, 17)},
         ("dtype",),
     ),
     Suite(
         "fa4.combine",
         "combined",
-        dict(
-            dtype=("float32", *HALF), d=(64, 96, 128, 192, 256, 512),
-            seqlen=(1, 2, 3, 32, 64, 256, 113, 108, 640, 1024), num_splits=(1, 2, 3, 5, 17, 32, 55, 97, 133),
-        ),
+        {
+            "dtype": ("float32", *HALF), "d": (64, 96, 128, 192, 256, 512),
+            "seqlen": (1, 2, 3, 32, 64, 256, 113, 108, 640, 1024), "num_splits": (1, 2, 3, 5, 17, 32, 55, 97, 133),
+        },
         ("dtype",),
     ),
 )  # fmt: skip

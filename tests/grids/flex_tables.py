@@ -17,11 +17,11 @@ MODS = ("identity", "times_two", "squared", "causal", "inverse_causal", "rel_bia
 LENGTHS = "seqlen_q,seqlen_k"
 SQUARE = ((2048, 2048),)
 BLOCKS = (128, 256, (128, 256), (256, 128))
-SHAPE = dict(d=64, mha_type="mha", grad=True)
+SHAPE = {"d": 64, "mha_type": "mha", "grad": True}
 HEADS = "nheads_kv,gqa_ratio"
 SEVERAL_HEADS = ((2, 2), (1, 4))
 DECODE_HEADS = ((1, 16), (2, 4), (16, 1))
-DECODE = dict(d=64, grad=False, mask="noop", block=128)
+DECODE = {"d": 64, "grad": False, "mask": "noop", "block": 128}
 COMPREHENSIVE = (
     (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211),
     (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023),
@@ -136,7 +136,7 @@ FLASH_4_MODS = (
             "block": (128, (128, 112)),
         },
         ("mha_type", "mask", "block"),
-        fixed=dict(score_mod="identity", grad=True),
+        fixed={"score_mod": "identity", "grad": True},
     ),
     Suite(
         "fa4.parameterized_masks",
@@ -151,7 +151,7 @@ FLASH_4_MODS = (
             "block": (128, (128, 112), (64, 128)), "use_autograd": (True, False),
         },
         ("mha_type", "mask", "block"),
-        fixed=dict(score_mod="identity", grad=True),
+        fixed={"score_mod": "identity", "grad": True},
     ),
     Suite(
         "fa4.write_order_masks",
@@ -161,14 +161,14 @@ FLASH_4_MODS = (
             "mask": ("block_diagonal", "mini_causal", "prefix_lm", "dilated_sliding_window"), "spt": BOTH,
         },
         ("mask",),
-        fixed=dict(score_mod="identity", dtype="bfloat16", d=128, grad=True, twice=True),
+        fixed={"score_mod": "identity", "dtype": "bfloat16", "d": 128, "grad": True, "twice": True},
     ),
     Suite(
         "fa4.score_mods",
         "flex",
         {LENGTHS: COMPREHENSIVE, HEADS: ((2, 1), (2, 4)), "dtype": HALF, "score_mod": MODS_4},
         (HEADS, "dtype", "score_mod"),
-        fixed=dict(d=128, grad=False),
+        fixed={"d": 128, "grad": False},
     ),
     Suite(
         "fa4.score_mods_with_aux",
@@ -178,7 +178,7 @@ FLASH_4_MODS = (
             "score_mod": ("batch_bias", "dual_buffer"),
         },
         (HEADS, "dtype", "score_mod"),
-        fixed=dict(d=128, grad=False),
+        fixed={"d": 128, "grad": False},
     ),
     Suite(
         "fa4.score_mods_backward",
@@ -191,7 +191,7 @@ FLASH_4_MODS = (
             "use_autograd": (True, False),
         },
         ("d", "dtype", "score_mod"),
-        fixed=dict(mha_type="mha", grad=True),
+        fixed={"mha_type": "mha", "grad": True},
     ),
     Suite(
         "fa4.score_mods_backward_with_aux",
@@ -201,6 +201,6 @@ FLASH_4_MODS = (
             "score_mod": ("batch_bias", "dual_buffer"),
         },
         ("d", "dtype", "score_mod"),
-        fixed=dict(mha_type="mha", grad=True),
+        fixed={"mha_type": "mha", "grad": True},
     ),
 )  # fmt: skip

@@ -22,8 +22,11 @@ class Allowed(NamedTuple):
     more: float = 0.0
 
 
+USUAL = Allowed()
+
+
 def wrong(
-    name: str, got: Tensor, right: Tensor, rounded: Tensor, unit: float, allowed: Allowed = Allowed()
+    name: str, got: Tensor, right: Tensor, rounded: Tensor, unit: float, allowed: Allowed = USUAL
 ) -> str | None:
     """What is wrong with `got`, or None. `rounded` is dense attention's; sums are of numbers up to `unit`."""
     if got.shape != right.shape:

@@ -26,9 +26,7 @@ class Mod(NamedTuple):
 
 
 def _where(condition: Callable) -> Mod:
-    return Mod(
-        lambda: lambda score, b, h, q, kv: torch.where(condition(q, kv), score, -float("inf"))
-    )
+    return Mod(lambda: lambda score, b, h, q, kv: torch.where(condition(q, kv), score, -float("inf")))
 
 
 SCORES: dict[str, Mod] = {
@@ -74,9 +72,7 @@ def _shift(shape: Shape, numbers: Numbers) -> tuple[Tensor]:
 
 
 def _sliding(size: int) -> Mod:
-    return Mod(
-        lambda shift: lambda b, h, q, kv: (kv >= q + shift - size) & (kv <= q + shift), _shift
-    )
+    return Mod(lambda shift: lambda b, h, q, kv: (kv >= q + shift - size) & (kv <= q + shift), _shift)
 
 
 MASKS: dict[str, Mod] = {
@@ -100,14 +96,15 @@ MASKS: dict[str, Mod] = {
     "band": Mod(
         lambda lengths_q, lengths_k, shifts, left, right: (
             lambda b, h, q, kv: (
-                (q < lengths_q[b]) & (kv < lengths_k[b]) & (kv <= q + shifts[b] + right) & (kv >= q + shifts[b] - left)
+                (q < lengths_q[b])
+                & (kv < lengths_k[b])
+                & (kv <= q + shifts[b] + right)
+                & (kv >= q + shifts[b] - left)
             )
         )
     ),
     "tiles": Mod(
         lambda allowed: lambda b, h, q, kv: allowed[q // 128, kv // 128],
-        lambda s, numbers: (
-            numbers.normal(-(-s.queries // 128), -(-s.keys // 128)) > 0,
-        ),
+        lambda s, numbers: (numbers.normal(-(-s.queries // 128), -(-s.keys // 128)) > 0,),
     ),
 }

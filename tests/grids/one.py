@@ -10,7 +10,7 @@ import torch
 
 from flex_inductor import set_eager_kernels
 from flex_inductor.backend import flex_inductor
-from flex_inductor.errors import FlexError, own_error_in
+from flex_inductor.errors import own_error_in
 
 from .numbers import Numbers
 from .suite import Group, hashed

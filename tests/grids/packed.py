@@ -34,13 +34,15 @@ def attend(group: Case) -> Callable:
         "": flash.flash_attn_varlen_func, "kv": flash.flash_attn_varlen_kvpacked_func,
         "qkv": flash.flash_attn_varlen_qkvpacked_func,
     }[packing]  # fmt: skip
-    constants = dict(
-        dropout_p=group.get("dropout_p", 0.0), causal=group.get("causal", False),
-        softcap=group.get("softcap", 0.0), num_splits=group.get("num_splits", 0),
-        softmax_scale=group.get("softmax_scale"), return_attn_probs=True,
-    )  # fmt: skip
+    constants = {
+        "dropout_p": group.get("dropout_p", 0.0), "causal": group.get("causal", False),
+        "softcap": group.get("softcap", 0.0), "num_splits": group.get("num_splits", 0),
+        "softmax_scale": group.get("softmax_scale"), "return_attn_probs": not group.get("dropout_p"),  # with dropout it makes the weights too, one by one
+    }  # fmt: skip
 
-    def call(tensors, cu_q, cu_k, most_q, most_k, used_q, used_k, table, window, chunk, slopes, state, descales):
+    def call(
+        tensors, cu_q, cu_k, most_q, most_k, used_q, used_k, table, window, chunk, slopes, state, descales
+    ):
         lengths = (cu_q, most_q) if packing == "qkv" else (cu_q, cu_k, most_q, most_k)
         more = {}
         if descales is not None:
@@ -56,7 +58,7 @@ def attend(group: Case) -> Callable:
         if table is not None:
             more["block_table"] = table
         found = function(*tensors, *lengths, window_size=window, alibi_slopes=slopes, **constants, **more)
-        return found[0], found[1]
+        return found[:2] if constants["return_attn_probs"] else (found,)
 
     return call
 
@@ -65,7 +67,9 @@ def lengths(case: Case, numbers: Numbers, longest: int, side: str, sequences: in
     """As FlashAttention's tests draw them."""
     if f"lengths_{side}" in case:
         return list(case[f"lengths_{side}"])
-    least = {"full": longest, "third": max(1, longest // 3)}.get(case.get("varlen_mode"), max(1, longest - 20))
+    least = {"full": longest, "third": max(1, longest // 3)}.get(
+        case.get("varlen_mode"), max(1, longest - 20)
+    )
     drawn = [numbers.below(longest + 1, least) for _ in range(sequences)]
     if case.get(f"zero_lengths_{side}"):
         drawn[0] = drawn[-1] = 0
@@ -167,7 +171,9 @@ def work(case: Case, numbers: Numbers) -> Work:
         for i in range(count):
             rows = slice(starts_q[i], starts_q[i] + used_q[i])
             keys = slice(starts_k[i], starts_k[i] + used_k[i])
-            found.append({"out": outputs[0][rows].transpose(0, 1), "lse": outputs[1][:, rows]})
+            found.append({"out": outputs[0][rows].transpose(0, 1)})
+            if len(outputs) > 1:
+                found[-1]["lse"] = outputs[1][:, rows]
             for name, t, where in zip(
                 ("d_query", "d_key", "d_value"), of_tensors, (rows, keys, keys), strict=False
             ):

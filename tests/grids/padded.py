@@ -34,10 +34,10 @@ def attend(group: Case) -> Callable:
     function = {
         "": flash.flash_attn_func, "kv": flash.flash_attn_kvpacked_func, "qkv": flash.flash_attn_qkvpacked_func,
     }[packing]  # fmt: skip
-    constants = dict(
-        dropout_p=group.get("dropout_p", 0.0), causal=group.get("causal", False),
-        softcap=group.get("softcap", 0.0), num_splits=group.get("num_splits", 0), return_attn_probs=True,
-    )  # fmt: skip
+    constants = {
+        "dropout_p": group.get("dropout_p", 0.0), "causal": group.get("causal", False),
+        "softcap": group.get("softcap", 0.0), "num_splits": group.get("num_splits", 0), "return_attn_probs": not group.get("dropout_p"),  # with dropout it makes the weights too, one by one
+    }  # fmt: skip
     signed = group.get("negative") and group.get("local_enum", 0) > 1
 
     def call(tensors, window, chunk, slopes, sinks, state, descales, border):
@@ -54,10 +54,8 @@ def attend(group: Case) -> Callable:
             more["rng_state"] = state
         if chunk is not None:
             more["attention_chunk"] = chunk
-        found = function(
-            *tensors, window_size=window, alibi_slopes=slopes, sinks=sinks, **constants, **more
-        )
-        return found[0], found[1]
+        found = function(*tensors, window_size=window, alibi_slopes=slopes, sinks=sinks, **constants, **more)
+        return found[:2] if constants["return_attn_probs"] else (found,)
 
     return call
 
@@ -129,7 +127,9 @@ def work(case: Case, numbers: Numbers) -> Work:
         of_tensors = unpacked(packing, grads, 2) if grads else ()
         found = []
         for b in range(BATCH):
-            found.append({"out": outputs[0][b].transpose(0, 1), "lse": outputs[1][b]})
+            found.append({"out": outputs[0][b].transpose(0, 1)})
+            if len(outputs) > 1:
+                found[-1]["lse"] = outputs[1][b]
             for name, t in zip(("d_query", "d_key", "d_value"), of_tensors, strict=False):
                 found[-1][name] = t[b].transpose(0, 1)
         return found

@@ -31,7 +31,9 @@ class Record:
             except ValueError:  # torn, as the run was killed
                 continue
             if number == 0 and entry != ["tables", version()]:
-                raise OtherTables(f"{path}: is of other tables ({entry}); give another --record, or remove it")
+                raise OtherTables(
+                    f"{path}: is of other tables ({entry}); give another --record, or remove it"
+                )
             self._read(entry)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")

@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Case = dict[str, Any]
@@ -14,9 +15,7 @@ Case = dict[str, Any]
 
 def hashed(*words: Any) -> int:
     """The same number in every process."""
-    return int.from_bytes(
-        hashlib.blake2b("-".join(map(str, words)).encode(), digest_size=8).digest(), "big"
-    )
+    return int.from_bytes(hashlib.blake2b("-".join(map(str, words)).encode(), digest_size=8).digest(), "big")
 
 
 class Suite(NamedTuple):
@@ -32,7 +31,7 @@ class Suite(NamedTuple):
     kernel: tuple[str, ...]
     skips: Callable[[Case], bool] = lambda case: False
     drawn: Callable[[Case], dict[str, tuple]] = lambda case: {}
-    fixed: Case = {}
+    fixed: Mapping[str, Any] = MappingProxyType({})
 
     def product(self) -> int:
         return math.prod(map(len, self.axes.values()))

@@ -17,5 +17,7 @@ SUITES: dict[str, Suite] = {
 
 def version() -> str:
     """Changes with any axis: numbers of cases mean something else then."""
-    tables = [[s.name, s.kernel, {name: list(values) for name, values in s.axes.items()}] for s in SUITES.values()]
+    tables = [
+        [s.name, s.kernel, {name: list(values) for name, values in s.axes.items()}] for s in SUITES.values()
+    ]
     return hashlib.blake2b(json.dumps(tables).encode(), digest_size=8).hexdigest()

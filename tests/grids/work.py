@@ -115,8 +115,12 @@ def check(attend: Callable, work: Work, numbers: Numbers) -> list[str]:
             d_sinks[1, heads] += rounded["d_sinks"]
             noise[heads] += right.pop("noise_of_d_sinks").square()
         for name, gold in right.items():
+            if name not in found[i]:
+                continue
             got = found[i][name][head if name in ("d_key", "d_value") else heads]
-            problem = judge.wrong(name, got, gold, rounded[name], unit if name in GRADIENTS else 1.0, work.allowed)
+            problem = judge.wrong(
+                name, got, gold, rounded[name], unit if name in GRADIENTS else 1.0, work.allowed
+            )
             if problem:
                 wrong.append(f"{problem}, of sequence {i} and head {head} of keys")
     if whole and work.d_sinks is not None:

@@ -81,6 +81,7 @@ class _Crew:
             with self.lock:
                 if outcome == "failed":
                     self.record.write_failed(f"{name}-{number}", why)
+                    self.shown.progress.console.print(f"failed: {name}-{number}: {why}", markup=False)
                 if not line or place + 1 == len(cases) or time.monotonic() > written + EVERY:
                     self.record.write_done(name, group.number, count, dict(+refused))
                     written = time.monotonic()

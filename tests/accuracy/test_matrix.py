@@ -15,12 +15,10 @@ from tests.support import (
     MASKS,
     MODS,
     Sizes,
-    assert_accurate,
     attention_of,
     causal,
     dense_of,
     judge,
-    run,
     served_by,
 )
 
@@ -114,15 +112,8 @@ def test_scale(scale):
 
 def test_scores_of_large_magnitude():
     """exp of the scores themselves would overflow."""
-    inputs, mask = [t * 40 for t in SIZES.inputs(torch.float32)], block_mask_of("causal", SIZES)
-    gold = run(dense_of(None), [t.double() for t in inputs], (), mask).named()
-    eager, ours = (run(attend(None), inputs, (), mask).named() for attend in (dense_of, attention_of))
-    forward = ("out", "lse", "max_scores")
-    assert_accurate(*({name: r[name] for name in forward} for r in (ours, eager, gold)), torch.float32)
-    # The backward finds the weights from the logsumexp, which is as coarse as the scores are large.
-    coarse = 4 * torch.finfo(torch.float32).eps * gold["max_scores"].abs().max()
-    for name in ("d_query", "d_key", "d_value"):
-        assert (ours[name] - gold[name]).abs().max() < coarse * gold[name].abs().max(), name
+    inputs = [t * 40 for t in SIZES.inputs(torch.float32)]
+    judge(attention_of(None), dense_of(None), inputs, (), block_mask_of("causal", SIZES))
 
 
 @pytest.mark.parametrize(

@@ -252,5 +252,4 @@ def check(route: str, program: Program, several: list[Batch]) -> None:
                 inputs,
                 captures,
                 constant=("d_key", "d_value") if cached else (),
-                output_is_saved=True,
             )

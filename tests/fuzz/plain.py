@@ -189,5 +189,4 @@ def check(route: str, program: Program, several: list[Values], verify: bool = Fa
                 inputs_of(program, values, sizes),
                 captures,
                 mask,
-                output_is_saved=True,
             )

@@ -22,7 +22,18 @@ from flex_inductor.options import call_options
 from flex_inductor.reference import reference
 from flex_inductor.tools.bench.harness import above_start
 from tests.lowerings.cpu.helpers import SIZES, check, fused
-from tests.support import MASKS, MODS, Sizes, assert_accurate, attention_of, causal, dense_of, judge, run
+from tests.support import (
+    MASKS,
+    MODS,
+    Sizes,
+    assert_within,
+    attention_of,
+    bounded,
+    causal,
+    dense_of,
+    judge,
+    run,
+)
 
 
 def test_blocks_that_panels_do_not_divide():
@@ -64,9 +75,9 @@ def test_heads_in_waves(monkeypatch):
     """Five KV heads, as many at a time as the limit holds: two, two and one. The same bits as all at once."""
     sizes = Sizes(batch=5, heads=2, kv_heads=1, queries=130, keys=100, head_dim=16, value_dim=32)
     inputs, mask = sizes.inputs(torch.float32), MASKS["causal"](sizes)
-    gold, eager = (
-        dict(zip(("out", "lse"), dense_of(None)(*given, (), mask), strict=False))
-        for given in ([t.double() for t in inputs], inputs)
+    wide = [t.double() for t in inputs]
+    allowed = bounded(
+        torch.float32, (), lambda *_: dict(zip(("out", "lse"), dense_of(None)(*wide, (), mask), strict=False))
     )
     threads, results = torch.get_num_threads(), []
     try:
@@ -80,7 +91,7 @@ def test_heads_in_waves(monkeypatch):
                     results.append(dict(zip(("out", "lse"), attend(*inputs, (), mask), strict=False)))
     finally:
         torch.set_num_threads(threads)
-    assert_accurate(results[0], eager, gold, torch.float32)
+    assert_within(results[0], *allowed)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 

@@ -1,0 +1,166 @@
+"""Every bit of calls that need no rounding: a wrong head, place or bound of a mask is off by a whole number."""
+
+import pytest
+import torch
+
+from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
+from flex_inductor.backend import flex_inductor
+from tests.exact import ALL, SCALE, add, assert_exact, exact, visible_by
+from tests.support import Sizes, served_by
+
+DOCUMENT = torch.tensor([8, 16, 3, 37, 1, 64, 50]).repeat_interleave(torch.tensor([8, 16, 3, 37, 1, 64, 50]))
+MASKS = {
+    "none": None,
+    "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "window": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 16),
+    "document": lambda b, h, q_idx, kv_idx: DOCUMENT[q_idx] == DOCUMENT[kv_idx],
+    "prefix": lambda b, h, q_idx, kv_idx: (kv_idx < 32) | (q_idx >= kv_idx),
+    "per head": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx > 8 * h - 16) & (kv_idx < 100 - 30 * b),
+}
+SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=128, head_dim=16, value_dim=24)
+UNEVEN = SIZES._replace(queries=101, keys=77, head_dim=10, value_dim=6)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def attend_to(mask, use_table):
+    def attend(query, key, value, table):
+        mod = add(table) if use_table else None
+        out, aux = flex_attention(query, key, value, mod, mask, SCALE, enable_gqa=True, return_aux=ALL)
+        return out, aux.lse, aux.max_scores
+
+    return attend
+
+
+def check(route, kind, by, mask, sizes, dtype, layout="contiguous"):
+    mask_mod = MASKS[mask]
+    call = exact(kind, by, sizes, DTYPES[dtype], visible_by(mask_mod, sizes), layout)
+    blocks = None
+    if mask_mod is not None:
+        per = (sizes.batch, sizes.heads) if mask == "per head" else (None, None)
+        blocks = create_block_mask(mask_mod, *per, sizes.queries, sizes.keys, "cpu", BLOCK_SIZE=32)
+    attend = attend_to(blocks, by == "table")
+    gradients = ("d_query", "d_key", "d_value", "d_table")[: 4 if by == "table" else 3]
+    if route == "eager":
+        return assert_exact(call, attend, gradients)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend, backend=flex_inductor, fullgraph=True, dynamic=False, options={"route": route}
+    )
+    with served_by(route):
+        assert_exact(call, compiled, gradients)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind, by", [("last", "table"), ("last", "keys"), ("even", "table")])
+@pytest.mark.parametrize("mask", MASKS)
+def test_eager(mask, kind, by, dtype):
+    check("eager", kind, by, mask, SIZES, dtype)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "strided", "head_dim_slice", "head_dim_stride"])
+@pytest.mark.parametrize("kind", ["last", "even"])
+def test_layouts_and_lengths(kind, layout):
+    check("eager", kind, "table", "window", UNEVEN, "fp32", layout)
+
+
+QUICK = {  # route, how, mask, sizes, dtype, layout
+    "causal": ("cpu", "last", "table", "causal", SIZES, "fp32", "contiguous"),
+    "window": ("cpu", "even", "keys", "window", SIZES, "bf16", "bshd"),
+    "uneven": ("cpu", "last", "keys", "per head", UNEVEN, "fp16", "strided"),
+    "few": ("cpu", "even", "table", "prefix", SIZES._replace(queries=3), "fp32", "head_dim_stride"),
+}
+LONG = {
+    "document": ("cpu", "even", "table", "document", SIZES, "fp32", "head_dim_slice"),
+    "prefix": ("cpu", "last", "table", "prefix", SIZES, "bf16", "contiguous"),
+    "per head": ("cpu", "even", "table", "per head", SIZES, "fp16", "bshd"),
+    "none": ("cpu", "even", "keys", "none", UNEVEN._replace(keys=64), "fp32", "strided"),
+    "few, bf16": ("cpu", "last", "keys", "none", SIZES._replace(queries=2), "bf16", "contiguous"),
+    "few, fp16": ("cpu", "last", "table", "causal", SIZES._replace(queries=3), "fp16", "strided"),
+    "one KV batch": ("cpu", "last", "table", "causal", SIZES._replace(kv_batch=1), "fp32", "contiguous"),
+    "chunked": ("chunked", "last", "table", "window", SIZES, "bf16", "contiguous"),
+}
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+def test_compiled(case):
+    check(*(QUICK | LONG)[case])
+
+
+# Packed and paged.
+
+QUERIES, KEYS = [5, 0, 33, 1, 17], [5, 3, 64, 40, 16]
+TOKENS = Sizes(1, 4, 2, sum(QUERIES), sum(KEYS), 16, 24)
+PAGE = 16
+
+
+def packed(kind, by, dtype, mask):
+    """All sequences as one call, with the sequence and the position of each token."""
+    sequence, position = ([torch.cat([f(n, s) for s, n in enumerate(side)]) for side in (QUERIES, KEYS)] for f in (
+        lambda n, s: torch.full((n,), s), lambda n, s: torch.arange(n)))  # fmt: skip
+    shift = torch.tensor(KEYS) - torch.tensor(QUERIES)
+    rows = (position[0] + shift[sequence[0]])[:, None]
+    visible = (sequence[0][:, None] == sequence[1]) & MASKS[mask](0, 0, rows, position[1])
+    return exact(kind, by, TOKENS, DTYPES[dtype], visible[None, None], positions=position[1]), position[1]
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def attend_to_sequences(sequences, mask, table):
+    def attend(query, key, value, _):
+        mod = None if table is None else add(table)
+        out, aux = varlen_attention(
+            query, key, value, sequences, mod, mask, SCALE, enable_gqa=True, return_aux=ALL
+        )
+        return out.transpose(0, 1)[None], aux.lse[None], aux.max_scores[None]
+
+    return attend
+
+
+def tokens(tensor):
+    return tensor.squeeze(0).transpose(0, 1)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_packed(kind, mask, dtype, compile):
+    call, _ = packed(kind, "keys", dtype, mask)
+    sequences = Sequences.from_lengths(QUERIES, KEYS)
+    attend = attend_to_sequences(sequences, sequences.mask(MASKS[mask], heads=4), None)
+    if compile:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=flex_inductor, dynamic=False)
+    assert_exact(
+        call, lambda q, k, v, t: attend(tokens(q), tokens(k), tokens(v), t), ("d_query", "d_key", "d_value")
+    )
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
+def test_paged(kind, mask, compile):
+    call, positions = packed(kind, "table", "fp32", mask)
+    needed = [-(-n // PAGE) for n in KEYS]
+    order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(3))[: sum(needed)]
+    table, start = torch.full((len(KEYS), max(needed)), -5), 0
+    for sequence, count in enumerate(needed):
+        table[sequence, :count] = order[start : start + count]
+        start += count
+    owner = torch.repeat_interleave(torch.arange(len(KEYS)), torch.tensor(KEYS))
+    slots = table[owner, positions // PAGE] * PAGE + positions % PAGE
+    sequences = Sequences(
+        offsets(QUERIES), used_k=torch.tensor(KEYS).int(), pages=table.int(), page_size=PAGE
+    )
+
+    def in_pages(tensor):
+        pages = tensor.new_full(((sum(needed) + 2) * PAGE, *tensor.shape[1::2]), torch.nan)
+        return pages.index_copy(0, slots, tokens(tensor)).unflatten(0, (-1, PAGE))
+
+    of_positions = call.tensors[3].new_zeros(max(KEYS)).index_copy(0, positions, call.tensors[3])
+    attend = attend_to_sequences(sequences, sequences.mask(MASKS[mask], heads=4), of_positions)
+    if compile:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend=flex_inductor, dynamic=False)
+    with torch.no_grad():
+        assert_exact(call, lambda q, k, v, t: attend(tokens(q), in_pages(k), in_pages(v), t), ())

@@ -1,0 +1,333 @@
+"""How far each element of attention's results may be off: running-error analysis of dense attention in fp64.
+
+Dense attention runs once, forward and backward, under a mode that sees every operation. Beside each number the mode keeps
+a bound of its error: what the errors of the operands do to it, and the roundings of a kernel at that place. A kernel
+computes in fp32, rounds what it multiplies by inputs to their dtype, keeps the logsumexp for the backward and finds
+`delta` from the rounded output. fp64 is analysed as fp32, and what comes out scaled.
+
+Each rounding is as large as it can be. Of many in one sum, the bound is the smaller of two: all with the same sign, or
+DEVIATIONS times the root of the sum of their squares, which independent ones exceed with a probability below 1e-11
+(Higham and Mary, 2019). That holds for every order of summation, and most kernels' chains are shorter. Errors of terms
+may also have one sign or one share of each term in common, as those of a row's weights do: that counts in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+UNIT = 2.0**-24  # a rounding in fp32, as a share
+DEVIATIONS = 3
+FUNCTION = 4  # units of exp, tanh and other functions; kernels' own exp has 3
+UNBOUNDED = 1e300  # products of it and 0 are 0
+
+CONSTANT = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}
+CONSTANT |= {"new_empty", "new_empty_strided", "zero", "fill", "empty_strided", "scalar_tensor"}
+MOVES = {
+    "clone",
+    "copy",
+    "cat",
+    "stack",
+    "index",
+    "index_select",
+    "gather",
+    "repeat",
+    "constant_pad_nd",
+    "flip",
+}
+MOVES |= {
+    "roll",
+    "select_backward",
+    "slice_backward",
+    "tril",
+    "triu",
+    "_unsafe_view",
+    "lift_fresh",
+    "embedding",
+}
+MOVES |= {"_unsafe_index", "diagonal_backward", "unfold_backward", "_reshape_copy", "lift_fresh_copy", "take"}
+SUMS = {
+    "sum",
+    "index_put",
+    "_unsafe_index_put",
+    "index_add",
+    "scatter_add",
+    "cumsum",
+    "embedding_dense_backward",
+}
+PRODUCTS = {"mm", "bmm", "mv", "dot"}
+EXACT = {
+    "neg",
+    "abs",
+    "where",
+    "maximum",
+    "minimum",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "relu",
+    "masked_fill",
+}
+EXACT |= {"floor", "ceil", "round", "trunc", "sign", "sgn", "fmod", "remainder", "threshold_backward"}
+ONCE = {"add", "sub", "rsub", "mul", "div", "_to_copy"}  # are rounded once
+
+
+def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """What it takes to store `value` in a dtype. Denormals may be flushed where they are too small to matter."""
+    info = torch.finfo(dtype)
+    floor = info.smallest_normal * (info.eps / 2 if dtype == torch.float16 else 1)
+    return value.abs() * (info.eps / 2) + floor
+
+
+def _chain(terms: Tensor | float) -> Tensor:
+    """Of how many roundings of the largest partial sum the error of a sum may consist."""
+    terms = torch.as_tensor(terms, dtype=torch.float64)
+    return torch.minimum(terms, DEVIATIONS * terms.sqrt())
+
+
+def _summed(terms: Tensor | float, total: Tensor, magnitudes: Tensor, squares: Tensor) -> Tensor:
+    """Of a sum in an order that has nothing to do with its terms.
+
+    The mean square of such a sum's partial sums is a third of its square and a sixth of its terms'. Few terms have more.
+    """
+    return UNIT * _chain(terms) * torch.minimum(magnitudes, (total.square() / 3 + squares / 2).sqrt())
+
+
+class Bounds(TorchDispatchMode):
+    """Keeps the bounds in a shadow of each storage, so views and what autograd saves have theirs."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype if dtype != torch.float64 else torch.float32
+        self.unit = torch.finfo(self.dtype).eps / 2
+        self.scale = 1.0 if dtype != torch.float64 else 2.0**-28  # twice: the reference rounds as well
+        self.shadows: dict[int, tuple[StorageWeakRef, Tensor, float]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The bound of each element; that of a number that was given is 0."""
+        found = self._shadow(tensor)
+        if found is None:
+            return torch.zeros(tensor.shape, dtype=torch.float64)
+        return found[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def give(self, tensor: Tensor, error: Tensor | float, unit: float = UNIT) -> None:
+        """`tensor` is off by so much, and what is computed from it alone is rounded to `unit`."""
+        storage = tensor.untyped_storage()
+        if (found := self._shadow(tensor)) is None:
+            errors = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=torch.float64)
+            found = self.shadows[storage._cdata] = (StorageWeakRef(storage), errors, unit)
+        view = found[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        view.copy_(torch.as_tensor(error))
+
+    def give_delta(self, out: Tensor, d_out: Tensor, d_lse: Tensor) -> None:
+        """A kernel's backward sums gradient * output over each row and takes the lse's gradient away from that."""
+        with _disable_current_modes():
+            terms, out = d_out * out.detach(), out.detach()
+            of_sums = self.of(out) * (UNIT / self.unit)  # rounded weights: see _softmax_backward_data
+            errors = d_out.abs() * (of_sums + rounding(out, self.dtype))
+            share = errors.sum(-1) / terms.abs().sum(-1).clamp(min=1e-300)
+            independent = DEVIATIONS * errors.square().sum(-1).sqrt()
+            error = torch.minimum(errors.sum(-1), share * terms.sum(-1).abs() + independent)
+            error += _summed(out.size(-1), terms.sum(-1), terms.abs().sum(-1), terms.square().sum(-1))
+            self.give(d_lse, error + UNIT * (d_lse.abs() + terms.sum(-1).abs()))
+
+    def of_result(self, name: str, tensor: Tensor) -> Tensor:
+        """The bound of a result, as it is stored."""
+        of_rows = name in ("lse", "max_scores")
+        error = self.of(tensor) + rounding(tensor, torch.float32 if of_rows else self.dtype)
+        return error * self.scale
+
+    def _shadow(self, tensor: Tensor) -> tuple[StorageWeakRef, Tensor, float] | None:
+        found = self.shadows.get(tensor.untyped_storage()._cdata)
+        return None if found is None or found[0].expired() else found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        numbers = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        changes = func._schema.is_mutable
+        values = [
+            leaf.double().clone() if number and changes else leaf.double() if number else leaf
+            for leaf, number in zip(leaves, numbers, strict=True)
+        ]
+        errors = [
+            self.of(leaf).clone() if number else None for leaf, number in zip(leaves, numbers, strict=True)
+        ]
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+        outputs = [
+            y
+            for y in pytree.tree_leaves(result)
+            if isinstance(y, Tensor)
+            and y.is_floating_point()
+            and (changes or y.untyped_storage()._cdata not in given)
+        ]
+        if not outputs or not any(numbers):
+            return result
+        name = func._schema.name.removeprefix("aten::")
+        name = name.removesuffix("_") if changes else name
+
+        def call(*leaves: Any) -> Tensor:
+            leaves = [x.clone() if changes and isinstance(x, Tensor) else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            found = func(*args, **kwargs)
+            return found if isinstance(found, Tensor) else found[0]
+
+        # Numbers that a mod makes have no unit, nor have integers that it computes with.
+        shadows = [self._shadow(leaf) for leaf, number in zip(leaves, numbers, strict=True) if number]
+        unit = min((found[2] for found in shadows if found), default=UNIT)
+        (y,) = outputs
+        error = self._rule(name, func, y)(call, values, errors, y.double(), unit)
+        error = error.nan_to_num(UNBOUNDED, UNBOUNDED).clamp(max=UNBOUNDED)
+        self.give(y, torch.where(y.isfinite(), error, 0.0), unit)
+        return result
+
+    def _rule(self, name: str, func: Any, y: Tensor) -> Callable[..., Tensor]:
+        if name in CONSTANT:
+            return lambda call, values, errors, y, unit: torch.zeros_like(y)
+        for names, rule in ((MOVES, self._moved), (SUMS, self._sum), (PRODUCTS, self._product)):
+            if name in names:
+                return rule
+        own = getattr(self, f"_{name.removeprefix('_')}", None)
+        if own is not None:
+            return own
+        assert torch.Tag.pointwise in func.tags or name in ONCE, f"tests/bounds.py has no rule for {func}"
+        roundings = 0 if name in EXACT else 1 if name in ONCE else FUNCTION
+        if name == "_to_copy" and y.dtype == torch.float64:
+            roundings = 0
+
+        def pointwise(call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+            error = y.abs() * (unit * min(roundings, 1) + UNIT * roundings)
+            for i, (x, e) in enumerate(zip(values, errors, strict=True)):
+                if e is None:
+                    continue
+                if roundings == FUNCTION:  # it may round within
+                    e = e + UNIT * x.abs().nan_to_num(0.0, 0.0)
+                if e.any():
+                    ends = [call(*values[:i], x + end, *values[i + 1 :]).double() for end in (e, -e)]
+                    error = error + torch.maximum(*((end - y).abs().nan_to_num(UNBOUNDED) for end in ends))
+            return error
+
+        return pointwise
+
+    # Rules, each of a call, its values and their errors, its result and the unit it is rounded to.
+
+    def _moved(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+        moved = [v if e is None else e for v, e in zip(values, errors, strict=True)]
+        if isinstance(moved[-1], float):  # what is padded with
+            moved[-1] = 0.0
+        return call(*moved)
+
+    def _sum(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+        def of(change: Callable[[Tensor], Tensor]) -> Tensor:
+            return call(*(v if e is None else change(v) for v, e in zip(values, errors, strict=True)))
+
+        rounded = _summed(of(torch.ones_like) - 1, y, of(torch.abs), of(torch.square))
+        worst = self._moved(call, values, errors, y, unit)
+        share = worst / of(torch.abs).clamp(min=1e-300)
+        likely = torch.hypot(share * y.abs(), 2 * self._independent(call, values, errors, y, unit))
+        return torch.minimum(worst, likely) + rounded * (unit / UNIT)
+
+    def _independent(
+        self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float
+    ) -> Tensor:
+        """The root of the sum of squares of errors of which those of a row have one sign."""
+        lanes = max((e for e in errors if e is not None), key=Tensor.numel)
+        if not lanes.dim() or not lanes.size(-1):
+            return torch.full_like(y, UNBOUNDED)
+        counts = self._moved(
+            call, values, [None if e is None else torch.ones_like(e) for e in errors], y, unit
+        )
+        rows = lanes.numel() / lanes.size(-1)
+        of_row = (counts / rows).clamp(1, lanes.size(-1))
+        squares = self._moved(call, values, [None if e is None else e.square() for e in errors], y, unit)
+        return (of_row * squares).sqrt()
+
+    def _product(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+        (a, b), (e_a, e_b) = values, errors
+        terms = a.size(-1)
+        error = _summed(terms, y, call(a.abs(), b.abs()), call(a.square(), b.square())) + UNIT * y.abs()
+        if e_a.any():
+            e = e_a + rounding(a, self.dtype)
+            share = e.sum(-1, True) / a.abs().sum(-1, True).clamp(min=1e-300)
+            share = share if y.dim() > 1 else share.squeeze(-1)
+            error += _spread(lambda e, c: call(e, c), e, b, share * y.abs())
+        if e_b.any():
+            e = e_b + rounding(b, self.dtype)
+            along = -2 if b.dim() > 1 else -1
+            share = e.sum(along, True) / b.abs().sum(along, True).clamp(min=1e-300)
+            share = share if y.dim() > 1 else share.squeeze(-1)
+            error += _spread(lambda e, c: call(c, e), e, a, share * y.abs())
+        return error
+
+    def _amax(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+        x, e = values[0], errors[0]
+        ends = (call(x + e, *values[1:]), call(x - e, *values[1:]))
+        return torch.maximum(*((end - y).abs() for end in ends)) + 2 * UNIT * y.abs()
+
+    def _logsumexp(
+        self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float
+    ) -> Tensor:
+        x, (dim, *_) = values[0], values[1:]
+        lse = torch.logsumexp(x, dim, True)
+        return _of_lse(x, errors[0], lse, dim).view_as(y)
+
+    def _softmax(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+        return y * torch.expm1(self._log_softmax(call, values, errors, y, unit)) + 1e-37
+
+    def _log_softmax(
+        self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float
+    ) -> Tensor:
+        """The weights of a backward pass: exp(score - lse)."""
+        x, dim = values[:2]
+        lse = torch.logsumexp(x, dim, True)
+        distance = (x - lse).abs()
+        return torch.where(
+            x == -torch.inf, 0.0, errors[0] + _of_lse(x, errors[0], lse, dim) + UNIT * (distance + FUNCTION)
+        )
+
+    def _softmax_backward_data(
+        self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float
+    ) -> Tensor:
+        """weight * (gradient - delta), where delta is found from the output, of which weights are rounded."""
+        gradient, weight, dim = values[:3]
+        delta = (gradient * weight).sum(dim, True)
+        off = (gradient - delta).abs()
+        e = rounding(weight, self.dtype) + errors[1]
+        of_delta = _spread(lambda e, c: (e * c).sum(dim, True), e, gradient, UNIT * delta.abs())
+        return errors[1] * (off + of_delta) + weight * (errors[0] + of_delta + 3 * UNIT * off)
+
+    def _log_softmax_backward_data(
+        self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float
+    ) -> Tensor:
+        gradient, output, dim = values[:3]
+        weight, total = output.exp(), gradient.sum(dim, True).abs()
+        of_total = (errors[0] + UNIT * gradient.abs()).sum(dim, True)
+        return (
+            errors[0]
+            + weight * ((errors[1] + 4 * UNIT) * total + of_total)
+            + UNIT * (gradient.abs() + y.abs())
+        )
+
+
+def _of_lse(x: Tensor, e: Tensor, lse: Tensor, dim: int) -> Tensor:
+    """The error of the logsumexp of rows, as it is kept for the backward."""
+    weight = (x - lse).exp().nan_to_num(0.0)
+    peak = x.amax(dim, True)
+    below = torch.where(x == -torch.inf, 0.0, peak - x)
+    one = torch.ones_like(peak)
+    rounded = _summed(x.size(dim), one, one, weight.square().sum(dim, True)) + UNIT * FUNCTION
+    return (weight * (e + UNIT * below)).sum(dim, True) + rounded + UNIT * (lse.abs() + 2 * peak.abs())
+
+
+def _spread(product: Callable[[Tensor, Tensor], Tensor], e: Tensor, c: Tensor, shared: Tensor) -> Tensor:
+    """Of a sum of errors `e` times `c`."""
+    independent = DEVIATIONS * product(e.square(), c.square()).sqrt()
+    return torch.minimum(
+        product(e, c.abs()), torch.hypot(torch.maximum(product(e, c).abs(), shared), independent)
+    )

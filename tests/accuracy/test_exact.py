@@ -5,6 +5,7 @@ import torch
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.backend import flex_inductor
+from flex_inductor.op.eager import chunked
 from tests.exact import ALL, SCALE, add, assert_exact, exact, visible_by
 from tests.support import Sizes, served_by
 
@@ -20,6 +21,14 @@ MASKS = {
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=128, head_dim=16, value_dim=24)
 UNEVEN = SIZES._replace(queries=101, keys=77, head_dim=10, value_dim=6)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles along queries, keys, heads and batches."""
+    monkeypatch.setattr(chunked, "MAX_CHUNK_KEYS", 48)
+    monkeypatch.setattr(chunked, "MAX_CHUNK_QUERIES", 40)
+    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 5000)
 
 
 def attend_to(mask, use_table):

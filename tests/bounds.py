@@ -62,6 +62,7 @@ SUMS = {
     "cumsum",
     "embedding_dense_backward",
 }
+MOVES |= {"diagonal_scatter", "select_scatter", "slice_scatter", "index_copy", "scatter", "masked_scatter"}
 PRODUCTS = {"mm", "bmm", "mv", "dot"}
 EXACT = {
     "neg",
@@ -160,11 +161,10 @@ class Bounds(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         name = name.removesuffix("_") if changes else name
         errors = [self.of(leaf) if number else None for leaf, number in zip(leaves, numbers, strict=True)]
-        values = leaves
+        values: list[Any] = leaves
         if changes:
-            values, errors = (
-                [x.clone() if isinstance(x, Tensor) else x for x in each] for each in (values, errors)
-            )
+            values = [x.clone() if isinstance(x, Tensor) else x for x in values]
+            errors = [None if e is None else e.clone() for e in errors]
         result = func(*args, **(kwargs or {}))
         given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
         outputs = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.is_floating_point()]
@@ -272,10 +272,18 @@ class Bounds(TorchDispatchMode):
             error += _spread(lambda e, c: call(c, e), e, a, share * y.abs())
         return error
 
+    def _mean(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
+        terms = values[0].numel() / max(y.numel(), 1)
+        return self._moved(call, values, errors, y, unit) + unit * (_chain(terms) + 1) * call(
+            values[0].abs(), *values[1:]
+        )
+
     def _amax(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
         x, e = values[0], errors[0]
         ends = (call(x + e, *values[1:]), call(x - e, *values[1:]))
         return torch.maximum(*((end - y).abs() for end in ends)) + 2 * UNIT * y.abs()
+
+    _amin = _amax
 
     def _logsumexp(
         self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float

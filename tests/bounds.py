@@ -6,8 +6,8 @@ computes in fp32, rounds what it multiplies by inputs to their dtype, keeps the 
 `delta` from the rounded output. fp64 is analysed as fp32, and what comes out scaled.
 
 Each rounding is as large as it can be. Of many in one sum, the bound is the smaller of two: all with the same sign, or
-DEVIATIONS times the root of the sum of their squares, which independent ones exceed with a probability below 1e-11
-(Higham and Mary, 2019). That holds for every order of summation, and most kernels' chains are shorter. Errors of terms
+DEVIATIONS times the root of the sum of their squares (Higham and Mary, 2019). Independent uniform roundings have a root
+mean square of 0.58 of the largest, so that is five standard deviations, for every order of summation. Errors of terms
 may also have one sign or one share of each term in common, as those of a row's weights do: that counts in full.
 """
 

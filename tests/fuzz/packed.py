@@ -252,4 +252,5 @@ def check(route: str, program: Program, several: list[Batch]) -> None:
                 inputs,
                 captures,
                 constant=("d_key", "d_value") if cached else (),
+                by_ratio=False,
             )

@@ -59,7 +59,7 @@ def programs(draw, route: str) -> Program:
     dims = st.sampled_from([1, 3, 8, 16, 24, 33])
     blocks = st.sampled_from([16, 32, (16, 64), (64, 16), 128])
     dtype = draw(st.sampled_from(DTYPES[route]))
-    entropy = False
+    entropy = draw(st.booleans())
     score, mask = draw(SCORES[route] | SCORES[route] | st.none()), draw(MASKS | MASKS | st.none())
     program = Program(
         score,
@@ -189,4 +189,5 @@ def check(route: str, program: Program, several: list[Values], verify: bool = Fa
                 inputs_of(program, values, sizes),
                 captures,
                 mask,
+                by_ratio=False,
             )

@@ -123,5 +123,5 @@ def check(route: str, program: Program, several: list[plain.Values]) -> None:
             plain.inputs_of(call, values, sizes),
             captures,
             mask,
-            output_is_saved=True,
+            by_ratio=False,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support import Sizes
 
-CARDS = ("sm_80", "sm_90")  # Triton's kernels compiled for them, executed by tools/ptx
+CARDS = ("sm_80", "sm_90", "sm_100")  # Triton's kernels compiled for them, executed by tools/ptx
 TRITON = ("triton", *CARDS)
 ROUTES = ("chunked", "cpu", *TRITON)
 # What mods capture by name, and its shape; "keys" and "queries" change with the call.

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from tests.fuzz import a_fixed_few, packed, plain
 
-TARGETS = ("sm_80", "sm_90")
+TARGETS = ("sm_80", "sm_90", "sm_100")
 FEW = (1, pytest.param(12, marks=pytest.mark.slow))
 KINDS = {"padded": (plain, plain.several_values), "packed": (packed, packed.several_batches)}
 

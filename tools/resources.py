@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,9 +40,30 @@ class Resources:
     registers: int | None = None
     spill_bytes: int | None = None  # local memory: what did not fit into registers, and arrays on the stack
     shared_bytes: int | None = None
-    instructions: dict[str, int] | None = None  # of the whole kernel, by class
     reasons: dict[str, str] = field(default_factory=dict)
-    loops: list[Loop] = field(default_factory=list)  # with work for tensor cores
+    binary: Any = field(default=None, repr=False)  # Triton's compiled kernel, read once somebody asks
+
+    @cached_property
+    def _code(self) -> list[Instruction]:
+        return machine_code(self.binary) if self.binary else []
+
+    @cached_property
+    def instructions(self) -> dict[str, int] | None:
+        """Of the whole kernel, by class."""
+        if self.binary is None:
+            return None
+        classes = _AMD if "amdgcn" in self.binary.asm else _NVIDIA
+        found = (next((name for name, of in classes.items() if i.matches(of)), "other") for i in self._code)
+        return dict(Counter(found))
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """With work for tensor cores."""
+        return [Loop.of(loop) for loop in main_loops(self._code)] if self.binary else []
+
+    def _asdict(self) -> dict[str, Any]:
+        names = ("registers", "spill_bytes", "shared_bytes", "instructions", "reasons", "loops")
+        return {name: getattr(self, name) for name in names}
 
 
 class Occupancy(NamedTuple):
@@ -105,7 +127,7 @@ def compile_untuned(kernel: GeneratedKernel, target: str) -> tuple[dict[str, int
         if adds_twice(config, compiled):
             config = {**config, "COALESCED": 1}
             compiled = compile_for(kernel, config, target)
-        found = resources(compiled, target)
+        found = resources(compiled)
         if best is None or (found.spill_bytes or 0) < (best[2].spill_bytes or 0):
             best = config, compiled, found
         if (best[2].spill_bytes or 0) <= STACK_BYTES:
@@ -127,12 +149,8 @@ def _alone(parse: Callable) -> Callable:
     return alone
 
 
-def resources(compiled: Any, target: str) -> Resources:
-    code = machine_code(compiled)
-    classes = _AMD if target.startswith("gfx") else _NVIDIA
-    counts = Counter(next((name for name, of in classes.items() if i.matches(of)), "other") for i in code)
-    loops = [Loop.of(loop) for loop in main_loops(code)]
-    return Resources(*_used(compiled), compiled.metadata.shared, dict(counts), loops=loops)
+def resources(compiled: Any) -> Resources:
+    return Resources(*_used(compiled), compiled.metadata.shared, binary=compiled)
 
 
 def machine_code(compiled: Any) -> list[Instruction]:

@@ -67,5 +67,5 @@ def test_it_compiles_without_local_memory(given, target, monkeypatch):
     fixed = {(i,): values[name] for i, name in numbered if signature[name] == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in numbered if signature[name].startswith("*")}
     compiled = triton.compile(ASTSource(kernel, signature, fixed, aligned), target=gpu_target(target))
-    found = resources(compiled, target)
+    found = resources(compiled)
     assert found.spill_bytes == 0 and found.registers <= 128, found

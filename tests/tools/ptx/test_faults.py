@@ -127,3 +127,45 @@ def test_a_value_that_nobody_wrote():
     with pytest.raises(ptx.Fault, match="nobody wrote") as caught:
         ptx.run(kernels.add, (1,), a, b, out, 64, target="sm_80", BLOCK=64, unwritten=[b])
     assert caught.value.kind == "unwritten"
+
+
+# Both warps load a number and add to it, the second one late.
+IN_PLACE = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry in_place(.param .u64 x)
+.reqntid 64
+{
+  .reg .pred %p<3>;
+  .reg .b32 %r<4>;
+  .reg .b64 %rd<4>;
+  ld.param.u64 %rd1, [x];
+  mov.u32 %r1, %tid.x;
+  setp.lt.u32 %p1, %r1, 32;
+  mov.u32 %r2, 0;
+  @%p1 bra behind;
+again:
+  add.u32 %r2, %r2, 1;
+  setp.lt.u32 %p2, %r2, 1000;
+  @%p2 bra again;
+behind:
+  and.b32 %r1, %r1, 31;
+  mul.wide.u32 %rd2, %r1, 4;
+  add.u64 %rd3, %rd1, %rd2;
+  ld.global.b32 %r3, [%rd3];
+  add.u32 %r3, %r3, 1;
+  @STORES st.global.b32 [%rd3], %r3;
+  ret;
+}
+"""
+
+
+def test_numbers_that_are_read_too_late():
+    """Triton has several warps compute what one of them stores."""
+    x = torch.zeros(32, dtype=torch.int32)
+    ptx.run_text(IN_PLACE.replace("STORES", "%p1"), "in_place", 1, [x], num_warps=2)
+    assert (x == 1).all()
+    with pytest.raises(ptx.Fault, match="read without a barrier: warp 0 .*warp 1, lane 0") as caught:
+        ptx.run_text(IN_PLACE.replace("@STORES", ""), "in_place", 1, [x], num_warps=2)
+    assert (caught.value.kind, "ld.global.b32" in str(caught.value)) == ("race", True)

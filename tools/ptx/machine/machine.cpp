@@ -16,6 +16,7 @@ void bind(Instruction& in, Launch& launch) {
                        bind_warp_group, bind_tensor_memory, bind_copy, bind_transaction, bind_tensor_map, bind_bulk})
     if (Action found = family(in, launch)) {
       in.execute = found;
+      in.computes = family == bind_scalar || family == bind_exchange;
       return;
     }
   in.execute = [&in](Warp&, uint32_t) -> bool { throw Fault{"unknown_instruction", in.full()}; };
@@ -123,6 +124,23 @@ void check_in_flight(Warp& warp, const Instruction& in) {
     if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used while a product of wgmma that has it is under way"};
 }
 
+// Triton has several warps load and compute what one of them stores: what the others read too late is not used.
+void carry_doubts(Warp& warp, const Instruction& in, uint32_t active) {
+  if (warp.doubts.empty()) return;
+  std::vector<int> reads = {in.guarded ? in.guard : -1};
+  for (size_t o = in.results.empty() ? 0 : 1; active && o < in.operands.size(); ++o)
+    reads.insert(reads.end(), in.operands[o].slots.begin(), in.operands[o].slots.end());
+  for (int slot : reads) {
+    const auto doubt = warp.doubts.find(slot);
+    if (doubt == warp.doubts.end()) continue;
+    if (!in.computes || slot == reads[0]) throw doubt->second;
+    for (int result : in.results) warp.doubts[result] = doubt->second;
+    return;
+  }
+  if (active == warp.live)
+    for (int result : in.results) warp.doubts.erase(result);
+}
+
 // The stamp of a copy: compilers move values between registers behind a fence, and the assembler undoes it.
 uint32_t newest(const Warp& warp, const Operand& from) {
   uint32_t found = 0;
@@ -156,6 +174,7 @@ void step(Warp& warp) {
   }
   warp.agent.line = in.line;
   check_in_flight(warp, in);
+  carry_doubts(warp, in, active);
   if (in.aligned && active) require_all(warp, active, in);
   Counts& counts = launch.counts[counter];
   ++counts.warps;
@@ -204,7 +223,7 @@ void run_some(Launch& launch, Warp& warp) {
       if (++launch.steps > launch.most_steps) throw Fault{"deadlock", text_of("no end after ", launch.most_steps, " instructions")};
     }
   } catch (Fault& fault) {
-    throw Stop{fault, warp.agent.line, warp.block->number, warp.index};
+    throw Stop{fault, fault.line ? fault.line : warp.agent.line, warp.block->number, warp.index};
   }
 }
 

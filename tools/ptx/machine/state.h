@@ -37,6 +37,7 @@ struct Instruction {
   std::function<bool(Warp&, uint32_t)> execute;
   std::vector<int> touched, results;  // registers
   bool copies = false;                // of registers to others
+  bool computes = false;              // registers from others, and nothing else
 
   bool is(const std::string& start) const { return full().rfind(start, 0) == 0; }
   std::string full() const {
@@ -96,6 +97,7 @@ struct Warp {
   uint32_t last_product = 0;     // of tensor memory: its number in the block
   std::map<int, int> in_flight;  // registers of products under way, and how many
   std::set<int> loading;         // registers of loads from tensor memory that were not waited for
+  std::map<int, Fault> doubts;   // of registers whose values were read while another warp wrote them
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1;
 

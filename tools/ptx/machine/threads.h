@@ -197,6 +197,7 @@ inline Action bind_memory(const Instruction& in, Launch& launch) {
   return [&in, &launch, width, count, load, is_signed, space](Warp& warp, uint32_t lanes) {
     Bits addresses[LANES];
     const Operand &place = in.operands[load ? 1 : 0], &values = in.operands[load ? 0 : 1];
+    std::optional<Fault> doubt;
     each_checked(lanes, [&](int lane) {
       const Bits address = addresses[lane] = space == Space::shared ? shared_address(warp, place, lane) : address_of(warp, place, lane);
       uint8_t bytes[64];
@@ -207,8 +208,9 @@ inline Action bind_memory(const Instruction& in, Launch& launch) {
         load ? warp.block->shared->read(warp.agent, address, width * count, bytes)
              : warp.block->shared->write(warp.agent, address, width * count, bytes);
       else
-        load ? launch.global.read(warp.agent, address, width * count, bytes)
+        load ? launch.global.read(warp.agent, address, width * count, bytes, &doubt)
              : launch.global.write(warp.agent, address, width * count, bytes);
+      if (doubt && !doubt->line) doubt->lane = lane, doubt->line = in.line;
       if (!load) return;
       for (int i = 0; i < count; ++i) {
         Bits value = 0;
@@ -217,6 +219,8 @@ inline Action bind_memory(const Instruction& in, Launch& launch) {
         warp.of(values.slots[i], lane) = value;
       }
     });
+    if (doubt)
+      for (int slot : in.results) warp.doubts[slot] = *doubt;
     count_request(launch.counts[in.index], space, addresses, lanes, width * count);
     return true;
   };

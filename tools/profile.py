@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refused(f"{arguments.function} launches no kernels")
     if arguments.json:
         with open(arguments.json, "w") as to:
-            json.dump({"target": arguments.target, "note": MODEL, "kernels": kernels}, to, indent=1)
+            note = MODEL if any(kernel["model"] for kernel in kernels) else ""
+            json.dump({"target": arguments.target, "note": note, "kernels": kernels}, to, indent=1)
         print(f"written to {arguments.json}")
     else:
         _print(kernels)
@@ -165,17 +166,23 @@ def _print(kernels: Sequence[dict[str, Any]]) -> None:
         for name, row in kernel["lines"].items():
             table.add_row(name, *_cells(row))
         console.print(table, "")
-    console.print(MODEL, markup=False)
+    if any(kernel["model"] for kernel in kernels):
+        console.print(MODEL, markup=False)
 
 
 def _head(kernel: dict[str, Any]) -> Iterator[str]:
+    from .ptx.scoreboard import CARDS
+
     launches = f", {kernel['launches']} launches" if kernel["launches"] > 1 else ""
     yield f"== {kernel['name']}: {kernel['blocks']} blocks{launches}"
     config = ", ".join(f"{name} {value}" for name, value in kernel["config"].items())
     yield f"   config  {config}"
     spilled = f"{kernel['registers']} registers, {kernel['spill_bytes']} bytes spilled"
     yield f"   uses    {spilled}, {kernel['shared_bytes']} bytes of shared memory"
-    if model := kernel["model"]:
+    model = kernel["model"]
+    if model is None:
+        yield f"   time    none: there are models of {', '.join(CARDS)} alone"
+    else:
         seconds = f"{model['seconds'] * 1e6:.3g} us on {model['card']}"
         yield f"   time    a model: {seconds}, bound by {model['bound']}"
         waits = ", ".join(f"{name} {cycles:.0f}" for name, cycles in model["stalls"].items())

@@ -93,6 +93,14 @@ Time and cycles are a model's, by published latencies: cycles of an average warp
         )
 
 
+@pytest.mark.long
+def test_a_card_without_a_model_has_no_time(script, capsys):
+    status, out, err = run(capsys, f"{script}:attend", *QKV, "--target", "sm_100", "--no-backward")
+    assert (status, err) == (0, "")
+    assert "   time    none: there are models of sm_80, sm_89, sm_90 alone\n" in out
+    assert "model's" not in out and " all " in out
+
+
 REFUSED = {
     "target": ("attend", ["--target", "sm_1"], "argument --target: invalid choice: 'sm_1' (choose from "),
     "no target": ("attend", [], "the following arguments are required: --target"),

@@ -65,10 +65,15 @@ def inspect(
 
 
 def attention_kernels(
-    fn: Callable, *args: Any, target: str, backward: bool = True, **kwargs: Any
+    fn: Callable,
+    *args: Any,
+    target: str,
+    backward: bool = True,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> list[GeneratedKernel]:
     """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
-    watched = watch(fn, args, kwargs, target, backward)
+    watched = watch(fn, args, kwargs, target, backward, options)
     return [source.triton for source in watched.choices if source.triton is not None]
 
 

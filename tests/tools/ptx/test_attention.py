@@ -178,7 +178,7 @@ def test_a_window_whose_size_changes():
 
 def check(name, target, dtype, options=None):
     attend, in_torch, shapes, kernels = CALLS[name]
-    if (name, target, dtype) == ("short", "sm_100", torch.float32):
+    if (name, dtype) == ("short", torch.float32):  # whose forward has tiles of 64 rows too
         kernels = ["forward"]
     backward = "backward_dq" in kernels
     torch._dynamo.reset()

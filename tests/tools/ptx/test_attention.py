@@ -158,6 +158,28 @@ def test_axis(case):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "sizes", slow_but([(17, 17, 128), (200, 17, 128), (1, 17, 256), (17, 40, 256)], (17, 17, 128)), ids=str
+)
+def test_one_step_with_tensor_memory(sizes):
+    """Triton 3.7.1 would unroll the loop, and set no barrier where sums get the tensor memory of scores."""
+    queries, keys, head_dim = sizes
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, head_dim) for n in (queries, keys, keys))
+
+    def results(call, dtype):
+        given = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+        out = call(*given)
+        found = torch.autograd.grad(out, given, torch.ones_like(out))
+        return dict(zip(["out", "d_query", "d_key", "d_value"], [out.detach(), *found], strict=True))
+
+    found = results(execute.compiled(flex_attention, "sm_100"), torch.bfloat16)
+    eager, gold = (results(sdpa, dtype) for dtype in (torch.bfloat16, torch.float64))
+    assert_accurate(found, eager, gold, torch.bfloat16)
+
+
+@pytest.mark.long
 def test_a_window_whose_size_changes():
     """Its numbers are tensors, which d(key) and d(value) read in a loop over heads."""
     torch._dynamo.reset()

@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 }
 COLUMNS = ["kernel", "tile, warps, stages", "registers", "local bytes", "in loops", "shared KiB", "fits"]
 COLUMNS += ["per score: partial", "full", "for tensor cores", "copies ahead", "barriers"]
-COLUMNS += ["executed: per score", "sectors a request", "ideal", "conflicts for 1024 scores"]
+COLUMNS += ["executed: per score", "for 1024 scores: requests", "sectors", "conflicts"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def counted(launch: Any, head_dim: int) -> dict[str, float]:
     scores = total.products / (sum(PRODUCTS[cost]) * head_dim)
     return {
         "executed": in_loops * 32 / scores,
-        "sectors": total.sectors / total.requests,
-        "ideal_sectors": total.fewest_sectors / total.requests,
+        "requests": total.requests * 1024 / scores,
+        "sectors": total.sectors * 1024 / scores,
         "conflicts": total.conflicts * 1024 / scores,
     }

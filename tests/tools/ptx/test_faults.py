@@ -166,6 +166,6 @@ def test_numbers_that_are_read_too_late():
     x = torch.zeros(32, dtype=torch.int32)
     ptx.run_text(IN_PLACE.replace("STORES", "%p1"), "in_place", 1, [x], num_warps=2)
     assert (x == 1).all()
-    with pytest.raises(ptx.Fault, match="read without a barrier: warp 0 .*warp 1, lane 0") as caught:
+    with pytest.raises(ptx.Fault, match=r"read without a barrier: warp 0 .*warp 1, lane 0") as caught:
         ptx.run_text(IN_PLACE.replace("@STORES", ""), "in_place", 1, [x], num_warps=2)
     assert (caught.value.kind, "ld.global.b32" in str(caught.value)) == ("race", True)

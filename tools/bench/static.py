@@ -63,7 +63,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         return {"configs": {OF_AXES[self.axis]: {self.axis: 1}}} if self.axis else {}
 
-    def made(self, length: int, **others: int) -> tuple[Made, Callable]:
+    def made(self, length: int, **others: Any) -> tuple[Made, Callable]:
         """A call whose inputs all need gradients, as does the bias."""
         made = Made(Call(self.variant, length, self.head_dim, **others))
         return made, lambda *inputs: flex_attention(*inputs, **made.options)

@@ -21,6 +21,7 @@ DTYPES = {
     "cpu": ("float32", "bfloat16", "float16"),
     "triton": ("float32", "float16"),  # Triton's interpreter gets products of bfloat16 wrong
     **dict.fromkeys(CARDS, ("float32", "bfloat16", "float16")),
+    "sm_100": ("bfloat16", "float16"),  # where Triton multiplies fp32 in TF32, see docs/triton.md
 }
 LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, **dict.fromkeys(TRITON, 60)}
 

@@ -29,11 +29,11 @@ demo-distributed: $(VENV)/.ready  ## train one over four processes
 	@echo "flex_inductor: distributed demo finished"
 
 test: $(VENV)/.ready  ## the tests, but those that take long
-	$(bin)/python -m pytest -n 2 --dist worksteal -m "not long and not slow and not gpu" --cells build/cells/test.json
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "not long and not slow and not gpu" --cells=build/cells/test.json
 	@echo "flex_inductor: tests passed"
 
 test-long: $(VENV)/.ready  ## those that take long, which CI runs too
-	$(bin)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not gpu" --cells build/cells/long.json
+	$(bin)/python -m pytest -n 2 --dist worksteal -m "long and not slow and not gpu" --cells=build/cells/long.json
 	@echo "flex_inductor: long tests passed"
 
 test-all: $(VENV)/.ready  ## all tests, with the slow matrix, all compiled as users have it

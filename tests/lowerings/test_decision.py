@@ -31,7 +31,7 @@ class Fixed:
 
 class Problem:
     def __init__(self, route=None, inputs=(), schedule="lists"):
-        self.schedule = schedule
+        self.schedule, self.outputs = schedule, ()
         self.options, self.inputs = CallOptions(route=route or ""), ("score_captures", *inputs)
 
     def describe(self):

@@ -155,6 +155,7 @@ def test_packed_sequences_and_shards_of_heads_keep_the_same(compile):
         assert torch.equal(part.transpose(0, 1)[..., :n] > 0, want[i, :, :n, :n])
 
 
+@pytest.mark.long
 def test_queries_at_the_end_of_their_keys_see_positions():
     """Query i of 5 with 20 keys is at 15 + i: it loses what it loses in a call with 20 queries."""
     few, many = Sequences.from_lengths([5], [20]), Sequences.from_lengths([20])

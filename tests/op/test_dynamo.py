@@ -194,6 +194,7 @@ def test_without_gradients(context, backend):
 
 # What aot_eager takes, eager takes: it stops sooner.
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.long
 def test_compiled_autograd(backend):
     """Both ops in the compiled backward: of a compiled forward, and of an eager one."""
     bias, mask, score_mod = call_with_captures()

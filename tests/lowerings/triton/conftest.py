@@ -17,6 +17,8 @@ def poisoned(monkeypatch):
 
     def empty_strided_cpu(size, stride, dtype):
         buffer = unfilled(size, stride, dtype)
+        if dtype == torch.bool:
+            return buffer.fill_(True)
         return buffer.fill_(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max)
 
     monkeypatch.setattr(guards, "_empty_strided_cpu", empty_strided_cpu)

@@ -54,18 +54,21 @@ def test_what_was_compiled_for_the_cpu_is_not_taken_from_a_cache():
 def test_dead_lanes_neither_load_nor_scatter_out_of_range():
     sizes = Sizes(batch=1, queries=64, keys=64)
 
-    def windowed(table, strength):
-        def score_mod(score, b, h, q_idx, kv_idx):
-            distance = q_idx - kv_idx
-            inside = (distance >= 0) & (distance < 20)  # what the mask leaves
-            # A gigabyte away there is nothing to read: the process would end.
-            return score + strength * table[torch.where(inside, distance, 1 << 28)]
+    def windowed(beside):
+        def build(table, strength):
+            def score_mod(score, b, h, q_idx, kv_idx):
+                distance = q_idx - kv_idx
+                inside = (distance >= 0) & (distance < 20)  # what the mask leaves
+                return score + strength * table[torch.where(inside, distance, beside)]
 
-        return score_mod
+            return score_mod
+
+        return build
 
     captures = torch.randn(20, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
-    # Dense attention would read everywhere; the chunks guard their loads, and are tested on their own.
-    judge_interpreted(windowed, sizes, captures, MASKS["sliding_window"](sizes), dense=attention_of(windowed))
+    # A gigabyte away there is nothing to read: the process would end. Dense attention reads everywhere.
+    mask, dense = MASKS["sliding_window"](sizes), dense_of(windowed(0))
+    judge_interpreted(windowed(1 << 28), sizes, captures, mask, dense=dense)
 
 
 def test_one_number_beside_a_tile():

@@ -44,6 +44,7 @@ print(sys.argv[1:], [d.chosen for d in decisions()])
 """
 
 
+@pytest.mark.long
 def test_script_is_run_in_the_environment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

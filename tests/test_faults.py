@@ -191,10 +191,12 @@ print(decision.kernels[0].why.partition(":")[0], len([*winners.folder().iterdir(
 
 @pytest.mark.long
 def test_two_processes_that_tune_at_once():
+    command = [sys.executable, "-W", "ignore", "-c", TUNED]
+    # A compiled graph from torch's caches would bring its decision along.
+    environment = os.environ | {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+
     def start():
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", TUNED], stdout=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
     first, second = start(), start()
     said = [process.communicate()[0].strip() for process in (first, second)]

@@ -34,7 +34,6 @@ OPERATIONS = {
     "grad_mean": "entropy's gradient",
     "max_indices": "max_indices",
     "column_sums": "column_sums",
-    "ring": "over ranks",
 }
 ROUTES = ("eager", "chunked", "cpu", "triton")
 DIRECTIONS = ("forward", "backward")

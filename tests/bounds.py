@@ -28,55 +28,26 @@ LARGE = 1 << 21  # more numbers in a sum: only worst cases, to save time
 FUNCTION = 4  # units of exp, tanh and other functions; kernels' own exp has 3
 UNBOUNDED = 1e300  # products of it and 0 are 0
 
-CONSTANT = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}
-CONSTANT |= {"new_empty", "new_empty_strided", "zero", "fill", "empty_strided", "scalar_tensor"}
+CONSTANT = {
+    "empty_like", "empty_strided", "fill", "full_like", "new_empty", "new_empty_strided", "new_full",
+    "new_ones", "new_zeros", "ones_like", "scalar_tensor", "zero", "zeros_like",
+}  # fmt: skip
 MOVES = {
-    "clone",
-    "copy",
-    "cat",
-    "stack",
-    "index",
-    "index_select",
-    "gather",
-    "repeat",
-    "constant_pad_nd",
-    "flip",
-}
-MOVES |= {
-    "roll",
-    "select_backward",
-    "slice_backward",
-    "tril",
-    "triu",
-    "_unsafe_view",
-    "lift_fresh",
-    "embedding",
-}
-MOVES |= {"_unsafe_index", "diagonal_backward", "unfold_backward", "_reshape_copy", "lift_fresh_copy", "take"}
+    "_reshape_copy", "_unsafe_index", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy",
+    "diagonal_backward", "diagonal_scatter", "embedding", "flip", "gather", "index", "index_copy",
+    "index_select", "lift_fresh", "lift_fresh_copy", "masked_scatter", "repeat", "roll", "scatter",
+    "select_backward", "select_scatter", "slice_backward", "slice_scatter", "stack", "take", "tril", "triu",
+    "unfold_backward",
+}  # fmt: skip
 SUMS = {
+    "_unsafe_index_put", "cumsum", "embedding_dense_backward", "index_add", "index_put", "scatter_add",
     "sum",
-    "index_put",
-    "_unsafe_index_put",
-    "index_add",
-    "scatter_add",
-    "cumsum",
-    "embedding_dense_backward",
-}
-MOVES |= {"diagonal_scatter", "select_scatter", "slice_scatter", "index_copy", "scatter", "masked_scatter"}
+}  # fmt: skip
 PRODUCTS = {"mm", "bmm", "mv", "dot"}
 EXACT = {
-    "neg",
-    "abs",
-    "where",
-    "maximum",
-    "minimum",
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "relu",
-    "masked_fill",
-}
-EXACT |= {"floor", "ceil", "round", "trunc", "sign", "sgn", "fmod", "remainder", "threshold_backward"}
+    "abs", "ceil", "clamp", "clamp_max", "clamp_min", "floor", "fmod", "masked_fill", "maximum", "minimum",
+    "neg", "relu", "remainder", "round", "sgn", "sign", "threshold_backward", "trunc", "where",
+}  # fmt: skip
 SMOOTH = {"softplus_backward", "elu_backward", "log_sigmoid_backward"}  # torch does not tag them as pointwise
 ONCE = {"add", "sub", "rsub", "mul", "div", "_to_copy"}  # are rounded once
 

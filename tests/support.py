@@ -13,7 +13,7 @@ from torch import Tensor
 from flex_inductor import AuxRequest, BlockMask, create_block_mask, decisions, flex_attention
 from flex_inductor.mod_ir.arguments import score_dtype
 from flex_inductor.reference import reference
-from tests.bounds import Bounds
+from tests.bounds import Bounds, rounding
 
 # The judge.
 
@@ -136,16 +136,21 @@ def judge(
 
 
 def bounded(
-    dtype: torch.dtype, captures: Sequence[Tensor], dense: Callable[[list[Tensor], Bounds], dict[str, Tensor]]
+    dtype: torch.dtype,
+    captures: Sequence[Tensor],
+    dense: Callable[[list[Tensor], Bounds], dict[str, Tensor]],
+    rounded: Sequence[Tensor] = (),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What dense attention gives in fp64, and how far each element of a kernel's results may be off.
 
-    `dense` is called with `captures` in fp64.
+    `dense` is called with `captures` in fp64. A kernel may round `rounded`, which `dense` reads, to the dtype.
     """
     bounds, wide = Bounds(dtype), [c.double() if c.is_floating_point() else c for c in captures]
     for tensor in wide:
         if tensor.is_floating_point():
             bounds.give(tensor, 0.0, bounds.unit)
+    for tensor in rounded:
+        bounds.give(tensor, rounding(tensor, dtype))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # there are many small operations
     try:
@@ -156,20 +161,27 @@ def bounded(
         torch.set_num_threads(threads)
 
 
-def assert_within(ours: dict[str, Tensor], gold: dict[str, Tensor], allowed: dict[str, Tensor]) -> None:
-    """Each element's error against `gold` is within what is allowed for it."""
+def _compared(
+    ours: dict[str, Tensor], gold: dict[str, Tensor], wrong: list[str]
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Name, what came in fp64, what is right, and where that is finite. What is not is judged here."""
     assert ours.keys() == gold.keys()
-    wrong = []
     for name, want in gold.items():
-        got = ours[name].double()
+        got, finite = ours[name].double(), want.isfinite()
         assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        finite = want.isfinite()
         # Infinities and NaN are exact answers: they must be where the gold has them, and nowhere else.
         if not torch.equal(got[~finite].nan_to_num(0.5), want[~finite].nan_to_num(0.5)):
             wrong.append(f"{name}: infinities or NaN differ")
-        if not got[finite].isfinite().all():
+        if got[finite].isfinite().all():
+            yield name, got, want, finite
+        else:
             wrong.append(f"{name}: {(~got[finite].isfinite()).sum()} elements are not finite")
-            continue
+
+
+def assert_within(ours: dict[str, Tensor], gold: dict[str, Tensor], allowed: dict[str, Tensor]) -> None:
+    """Each element's error against `gold` is within what is allowed for it."""
+    wrong: list[str] = []
+    for name, got, want, finite in _compared(ours, gold, wrong):
         error, most = torch.where(finite, (got - want).abs(), 0.0), allowed[name]
         if (off := error > most).any():
             worst = (error / most).nan_to_num(0.0).argmax()
@@ -200,23 +212,13 @@ def assert_accurate(
     gold: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Each tensor's error against `gold` is within the error of `eager` plus rounding: where there are no bounds."""
-    assert ours.keys() == gold.keys()
-    wrong = []
+    """Each tensor's error against `gold` is within the error of `eager` plus rounding: where bounds are wide or none."""
+    wrong: list[str] = []
     # The weights of a backward pass are exp(score - lse), with an lse that was rounded: they are as far off, and so
     # are all gradients. Beyond 16 that is most of what rounding does: at 59, 7.6e-6 of the gradient of key was measured
     # in fp32, and 5.3e-6 with no other rounding in the exponent.
     exponent = _largest(gold["lse"]) if "lse" in gold else 0.0
-    for name, want in gold.items():
-        got = ours[name].double()
-        assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        finite = want.isfinite()
-        # Infinities and NaN are exact answers: they must be where the gold has them, and nowhere else.
-        if not torch.equal(got[~finite].nan_to_num(0.5), want[~finite].nan_to_num(0.5)):
-            wrong.append(f"{name}: infinities or NaN differ")
-        if not got[finite].isfinite().all():
-            wrong.append(f"{name}: {(~got[finite].isfinite()).sum()} elements are not finite")
-            continue
+    for name, got, want, finite in _compared(ours, gold, wrong):
         if not finite.any():
             continue
         error = (got - want)[finite].abs().max().item()

@@ -113,8 +113,11 @@ def _in_one_pass(call: AttentionCall) -> bool:
 
     if call.query.device.type != "cpu" or call.options.verify or _functorch.peek_interpreter_stack():
         return False
+
+    def known(x: Any, y: Any) -> bool:
+        return guard_or_false(x <= y)
+
     sizes, schedule = (call.query.size(2), call.query.size(1), call.key.size(1)), call.inputs.schedule
-    known = lambda x, y: guard_or_false(x <= y)  # noqa: E731
     return has_few_queries(*sizes, schedule and schedule.q_block, call.inputs.given(), known)
 
 

@@ -292,27 +292,19 @@ FLASH_3 = (
         NOSPLIT_KERNEL,
         fixed={"dtype": "float8_e4m3fn", "num_splits": 1},
     ),
-    Suite(
-        "fa3.kvcache_output",
-        "cached",
-        {
-            "causal": (True, False), "num_requests": REQUESTS, "seqlen_q": (1, 8, 25), "seqlen_k": (1600, 4000, 5555),
-            "headdim": (64, 128, 256), "cache_seqlen_rand": (True, False), "gqa_parallel": (True, False),
-            "nheads_kv,gqa_ratio": FEW_HEADS,
-        },
-        NOSPLIT_KERNEL,
-        fixed={"dtype": "bfloat16", "num_splits": 0},
-    ),
-    Suite(
-        "fa3.kvcache_output_fp8",
-        "cached",
-        {
-            "causal": (True, False), "num_requests": REQUESTS, "seqlen_q": (1, 8, 25), "seqlen_k": (1600, 4000, 5555),
-            "headdim": (64, 128, 256), "cache_seqlen_rand": (True, False), "gqa_parallel": (True, False),
-            "nheads_kv,gqa_ratio": FEW_HEADS,
-        },
-        NOSPLIT_KERNEL,
-        fixed={"dtype": "float8_e4m3fn", "num_splits": 0},
+    *(
+        Suite(
+            f"fa3.kvcache_output{suffix}",
+            "cached",
+            {
+                "causal": (True, False), "num_requests": REQUESTS, "seqlen_q": (1, 8, 25), "seqlen_k": (1600, 4000, 5555),
+                "headdim": (64, 128, 256), "cache_seqlen_rand": (True, False), "gqa_parallel": (True, False),
+                "nheads_kv,gqa_ratio": FEW_HEADS,
+            },
+            NOSPLIT_KERNEL,
+            fixed={"dtype": dtype, "num_splits": 0},
+        )
+        for suffix, dtype in (("", "bfloat16"), ("_fp8", "float8_e4m3fn"))
     ),
     Suite(
         "fa3.cluster",

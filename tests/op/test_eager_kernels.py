@@ -66,6 +66,7 @@ def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
     assert not chosen()
 
 
+@pytest.mark.long
 def test_at_once_when_asked_in_any_layout_and_thread():
     set_eager_kernels("always")
     compiled._kernels.cache_clear()

@@ -109,9 +109,8 @@ def test_eager(case, mask_mod):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_kernels(dtype):
     """One kernel for each size of pages, whatever the table says."""
     compiled = torch.compile(varlen_attention, backend="flex_inductor", fullgraph=True, dynamic=True)

@@ -138,7 +138,8 @@ MODS = {"plain": None, "alibi": alibi, "bias": bias_of}
 def cases():
     """All, of which each pair of lengths and mask is quick with one mod."""
     for (x, lengths), (y, mask), (z, mod) in itertools.product(*map(enumerate, (LENGTHS, MASKS, MODS))):
-        marks = () if (x + y) % len(MODS) == z else pytest.mark.slow
+        quick = pytest.mark.long if (lengths, mod) == ("aligned", "bias") else ()
+        marks = quick if (x + y) % len(MODS) == z else pytest.mark.slow
         yield pytest.param(lengths, mask, mod, marks=marks)
 
 

@@ -122,6 +122,7 @@ def test_only_what_is_visited_is_packed(compact):
     torch.testing.assert_close(found[0].double(), want, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_dynamic_length_compiles_once():
     attend = fused(attention_of(MODS["relative_bias"].build), dynamic=True)
     check("relative_bias", "causal", attend=attend, sizes=SIZES)

@@ -84,6 +84,7 @@ def test_captured(name, masked):
     judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, mask)
 
 
+@pytest.mark.long
 def test_windows():
     """What lies beside a window is left out within blocks too, of either side."""
 

@@ -20,7 +20,14 @@ def python(*args, **env):
     )
 
 
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "not slow and not long",
+        pytest.param("not slow and long", marks=pytest.mark.long),
+        pytest.param("slow", marks=pytest.mark.slow),
+    ],
+)
 def test_numerics(chosen):
     """In one process: to start another and compile there for the first time takes as long as several tests.
 

@@ -4,6 +4,7 @@ CONSTRAINTS ?= constraints.txt
 HOURS ?= 0.5
 MINUTES ?= 60
 VERSION ?= 2.15.0
+FRAMEWORKS ?= diffusers onnx torchtitan training vllm
 
 # The triton that each torch is made for.
 TRITON_2.11 := 3.6.0
@@ -15,7 +16,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-browser fits support fuzz load mutants lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-integrations test-browser fits support fuzz load mutants lint clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -72,6 +73,17 @@ test-ptx: $(VENV)/.ready  ## all kernels for cards, executed without one
 fits: $(VENV)/.ready  ## what kernels take of every card, into docs/fits.md
 	$(bin)/python -W ignore -m flex_inductor.tools.fits --out docs/fits.md
 	@echo "flex_inductor: every kernel fits"
+
+test-integrations: $(FRAMEWORKS:%=test-with-%)  ## other frameworks, each in an environment of its own
+	@echo "flex_inductor: integrations passed"
+
+test-with-%: .venv-%/.ready
+	.venv-$*/bin/python -m pytest tests/integrations/$*
+
+.venv-%/.ready: tests/integrations/%/constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet -c $< -e '.[$*]' pytest pytest-xdist expecttest
+	touch $@
 
 test-browser: $(VENV)/.ready  ## the inspector's web page in headless Chromium, and its picture in docs/
 	$(bin)/python -m pytest tests/tools/browser_webpage.py

@@ -1,1 +1,10 @@
-"""Other libraries' ways in. Each is a module to import, which needs that library."""
+"""Other libraries' ways in: a file for each, imported by whoever wants it."""
+
+import warnings
+
+from . import errors
+
+
+def check_version(framework: str, version: str, tested: str) -> None:
+    if not version.startswith(f"{tested}."):
+        warnings.warn(errors.untested(framework, version, tested), stacklevel=3)

@@ -7,17 +7,17 @@ from ..errors import FlexNotImplementedError, FlexValueError
 INSTEAD = 'Use attn_implementation="eager" or "sdpa" for it.'
 
 
-def no_transformers(error: ImportError) -> ImportError:
+def missing(framework: str, tested: str, error: ImportError) -> ImportError:
     return ImportError(
-        f"flex_inductor.integrations.transformers needs transformers 5, with its interfaces for attention: {error}. "
-        "Install flex_inductor[transformers]."
+        f"flex_inductor.integrations.{framework} needs {framework} {tested}: {error}. "
+        f"Install flex_inductor[{framework}]."
     )
 
 
-def untested(version: str, tested: str) -> str:
+def untested(framework: str, version: str, tested: str) -> str:
     return (
-        f"transformers {version}: flex_inductor.integrations.transformers is tested with {tested} alone. "
-        'Compare your model with attn_implementation="eager" first.'
+        f"{framework} {version}: flex_inductor.integrations.{framework} is tested with {tested} alone. "
+        "Compare your model with its own attention first."
     )
 
 

@@ -28,13 +28,13 @@ from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
 from ..options import call_options
 from ..softmax import Scales, Softmax, is_narrow
-from . import errors
+from . import check_version, errors
 
 try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 except ImportError as error:
-    raise errors.no_transformers(error) from error
+    raise errors.missing("transformers", "5", error) from error
 
 NAME = "flex_inductor"
 TESTED = "5.24"
@@ -368,12 +368,7 @@ def _choose_or_refuse(
     return _choose(self, requested_attention, *args, **kwargs)
 
 
-def _check_version(version: str) -> None:
-    if not version.startswith(f"{TESTED}."):
-        warnings.warn(errors.untested(version, TESTED), stacklevel=2)
-
-
-_check_version(transformers.__version__)
+check_version("transformers", transformers.__version__, TESTED)
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
 PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse  # type: ignore[method-assign]

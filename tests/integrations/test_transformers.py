@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import sys
 import time
 import warnings
 
@@ -283,25 +281,10 @@ def test_other_arguments_that_change_attention_are_refused():
         integration.attend(attention, query, query, query, torch.ones(1, 1, 8, 9, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("version, warned", [("5.24.1", False), ("5.25.0", True), ("5.2.4", True)])
-def test_other_versions_of_transformers_warn(version, warned):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        integration._check_version(version)
-    assert [f"transformers {version}: " in str(w.message) for w in seen] == [True] * warned
-
-
 def test_attention_without_an_eager_form_has_no_weights():
     query = torch.randn(1, 4, 8, 8)
     with pytest.raises(FlexError, match=r"^output_attentions: .* and Identity has no eager attention"):
         integration.attend(torch.nn.Identity(), query, query, query, None, output_attentions=True)
-
-
-def test_without_transformers_the_import_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, integration.__name__)
-    with pytest.raises(ImportError, match=r"Install flex_inductor\[transformers\]\.$"):
-        importlib.import_module(integration.__name__)
 
 
 # Few queries: torch's operations.

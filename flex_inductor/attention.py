@@ -135,7 +135,7 @@ def flex_attention(
             if needs_plan():
                 raise errors.unplanned("flex_attention")
             if block_mask is not None:
-                _check_block_mask(block_mask, query, key)
+                check_block_mask(block_mask, query, key)
         except errors.FlexError as error:
             refused(error)
         mark_sizes(query, key, value)
@@ -232,7 +232,7 @@ def _check_scale(scale: Any, query: Tensor) -> None:
         raise errors.scale_beyond(dtype)
 
 
-def _check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:
+def check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:
     if not isinstance(block_mask, (BlockMask, RunSchedule)):
         raise errors.not_a_block_mask(block_mask)
     if compat.is_sliced(block_mask):

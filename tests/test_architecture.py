@@ -34,7 +34,7 @@ MAY_IMPORT = {
     ),
     "masks": ("op", "visits", "mod_ir", "errors", "compat"),
     "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "options"),
-    "integrations": ("softmax", "attention", "masks", "op", "errors", "kept", "options"),
+    "integrations": ("softmax", "attention", "masks", "mods", "op", "errors", "kept", "options"),
     "laws": ("take_over", "reference", "op", "mod_ir", "errors", "compat", "options"),
     "distributed": (
         "attention",

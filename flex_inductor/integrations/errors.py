@@ -46,8 +46,21 @@ def no_weights(module: str) -> FlexNotImplementedError:
     )
 
 
-def mask_shape(given: tuple[int, ...], wanted: tuple[int, ...]) -> FlexValueError:
+def mask_shape(argument: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> FlexValueError:
     return FlexValueError(
-        f"attention_mask: expected a mask that broadcasts to [batch, heads, queries, keys] = {list(wanted)}, got "
+        f"{argument}: expected a mask that broadcasts to [batch, heads, queries, keys] = {list(wanted)}, got "
         f"{list(given)}. A mask of 4 dimensions is for the keys in the cache too."
+    )
+
+
+def mask_twice() -> FlexValueError:
+    return FlexValueError(
+        "attn_mask: expected one mask of blocks, got two, from attn_mask, is_causal or mods(). "
+        "Make one of both with and_masks."
+    )
+
+
+def context_parallel() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "parallel_config: diffusers' context parallelism is not served. Use its own attention for it."
     )

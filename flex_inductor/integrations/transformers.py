@@ -20,15 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from ..attention import check_options, check_tensors, mark_sizes, refused
+from .. import mods
+from ..attention import check_options, check_tensors, refused
 from ..errors import FlexError
 from ..kept import Kept
 from ..masks import create_block_mask
-from ..masks.schedule import schedule_parts
-from ..op import Inputs, attention
-from ..options import call_options
 from ..softmax import Scales, Softmax, is_narrow
 from . import check_version, errors
+from .tables import attend_tables
 
 try:
     import transformers
@@ -174,52 +173,9 @@ def attend(
     if not dropout and _is_small(query, key, value, mask, s_aux, *biases):
         out = _few_queries(query, key, value, mask, biases, scale, softcap, s_aux)
     else:
-        out = _call(query, key, value, mask, biases, scale, softcap, softmax.drawn(query))
+        score_mod = None if softcap is None else mods.softcap(softcap)
+        out, _ = attend_tables(query, key, value, mask, biases, scale, score_mod, softmax.drawn(query))
     return out.transpose(1, 2).contiguous(), None
-
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    biases: list[Tensor],
-    scale: float,
-    softcap: float | None,
-    softmax: Softmax,
-) -> Tensor:
-    """By the op."""
-
-    def score_mod(score, b, h, q_idx, kv_idx):
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        for bias in biases:
-            score = score + _entry(bias, b, h, q_idx, kv_idx)
-        return score
-
-    def mask_mod(b, h, q_idx, kv_idx):
-        return _entry(mask, b, h, q_idx, kv_idx)
-
-    schedule, inner = None, None if mask is None else mask_mod
-    if isinstance(mask, BlockMask):
-        schedule, inner = schedule_parts(mask)
-    mark_sizes(query, key, value)
-    out, _, _ = attention(
-        query,
-        key,
-        value,
-        score_mod if biases or softcap is not None else None,
-        inner,
-        scale,
-        Inputs(schedule=schedule, **softmax.inputs(query), **Scales().of_rows(key, lambda scale: scale)),
-        call_options(None, lse=False, max_scores=False),
-    )
-    return out
-
-
-def _entry(table: Tensor, *indices: Tensor) -> Tensor:
-    """Of a table that broadcasts."""
-    return table[tuple(0 if size == 1 else index for size, index in zip(table.shape, indices, strict=True))]
 
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Tensor | None) -> bool:
@@ -285,7 +241,7 @@ def _check_arguments(
     if isinstance(mask, Tensor) and (
         mask.dim() != 4 or any(own != 1 and own != size for own, size in zip(mask.shape, wanted, strict=True))
     ):
-        raise errors.mask_shape(tuple(mask.shape), wanted)
+        raise errors.mask_shape("attention_mask", tuple(mask.shape), wanted)
 
 
 def _mask_of_lengths(function: Callable, query: Tensor, key: Tensor) -> Any:

@@ -11,8 +11,9 @@ import torch
 import transformers
 from transformers import DynamicCache, masking_utils
 
-from flex_inductor import FlexError, create_block_mask
+from flex_inductor import FlexError, create_block_mask, mods
 from flex_inductor.integrations import transformers as integration
+from flex_inductor.integrations.tables import attend_tables
 from flex_inductor.softmax import Softmax
 from tests.integrations.families import CAUSAL, FAMILIES, LENGTH, WINDOW, inputs, model_of, tokens
 
@@ -300,10 +301,10 @@ def test_few_queries_are_as_the_op_has_them(queries, biased, softcap, with_sinks
     mask[0, :, 0] = False  # sees nothing
     biases = [torch.randn(1, 8, queries, 40)] if biased else []
     sinks = torch.randn(8) if with_sinks else None
-    rest = (mask, biases, 0.25, softcap)
     assert integration._is_small(query, key, value, mask, sinks, *biases)
-    few = integration._few_queries(query, key, value, *rest, sinks)
-    op = integration._call(query, key, value, *rest, Softmax(sinks))
+    few = integration._few_queries(query, key, value, mask, biases, 0.25, softcap, sinks)
+    score_mod = softcap and mods.softcap(softcap)
+    op, _ = attend_tables(query, key, value, mask, biases, 0.25, score_mod, Softmax(sinks))
     assert few[0, :, 0].abs().max() == 0
     torch.testing.assert_close(few, op, rtol=0, atol=2e-6)
 

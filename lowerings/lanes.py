@@ -132,10 +132,11 @@ class Mod(NamedTuple):
     program: LaneProgram
     captures: list[Any]
     invariants: list[Any]  # results of the prologue: buffers of the surrounding graph, and sizes
+    columns: Sequence[Any] = ()  # tables over the keys, of what lanes compute of kv_idx alone
 
     @property
     def inputs(self) -> list[Any]:
-        return [*self.captures, *self.invariants]
+        return [*self.captures, *self.invariants, *self.columns]
 
     @property
     def outputs(self) -> Sequence[Any]:
@@ -162,7 +163,7 @@ class Mod(NamedTuple):
 
     def gradients(self, sums: Sequence[Any]) -> list[Any]:
         """The gradient of each capture from the sums of the leaves, in the surrounding graph."""
-        found = _Outside(self.program.epilogue).run(*sums, *self.inputs)
+        found = outside(self.program.epilogue, *sums, *self.captures, *self.invariants)
         return [
             None
             if gradient is None
@@ -187,7 +188,7 @@ def mods(programs: Programs, inputs: Any) -> Mods:
 
 def _mod(program: LaneProgram, captures: Sequence[Any]) -> Mod:
     captures = [*map(realized, captures)]
-    found = _Outside(program.prologue).run(*captures)
+    found = outside(program.prologue, *captures)
     return Mod(
         program,
         captures,
@@ -232,9 +233,12 @@ class LaneLowering(PointwiseSubgraphLowering):
         return [*results]
 
 
-class _Outside(fx.Interpreter):
-    """Lowers a prologue or an epilogue, ordinary tensor code, into the surrounding graph."""
+def outside(part: Any, *inputs: Any) -> Any:
+    """What a prologue or an epilogue gives, ordinary tensor code, lowered into the surrounding graph."""
+    return _Outside(part).run(*inputs)
 
+
+class _Outside(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         with V.graph.set_current_node(node):  # some lowerings look at it
             return super().run_node(node)

@@ -24,6 +24,7 @@ from ..lanes import graph, mods
 from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
 from . import lanes, template, tuner
+from .columns import with_columns
 from .configs import Caches, candidates, estimate
 
 AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some would belong to a neighbour
@@ -53,8 +54,11 @@ def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     if call.inputs.tile_map is not None:
         sizes = {}  # its indices are data
-    found = mods(programs(problem), call.inputs)
-    return Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in found))
+    inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(programs(problem), call.inputs)))
+    for of_mod in (inlined.score, inlined.mask):
+        if of_mod is not None and sizes:
+            of_mod.mod = with_columns(of_mod.mod, problem.N)
+    return inlined
 
 
 class _Reads:

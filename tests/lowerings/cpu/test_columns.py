@@ -1,0 +1,67 @@
+"""Values of kv_idx alone that are slow to compute: once for each key."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from flex_inductor import create_block_mask, flex_attention, mods
+from tests.lowerings.cpu.helpers import fused
+from tests.support import Sizes, attention_of, dense_of, judge
+
+WIDTH = 7
+SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=90, head_dim=16, value_dim=8)
+
+
+def near(b, h, q_idx, kv_idx):
+    """Within two rows and columns of an image."""
+    rows, columns = q_idx // WIDTH - kv_idx // WIDTH, q_idx % WIDTH - kv_idx % WIDTH
+    return (rows.abs() <= 2) & (columns.abs() <= 2)
+
+
+def by_places(table):
+    """A bias that reads tables at computed keys, and values of keys in several dtypes."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        scaled = score + table[h, kv_idx // 2] * torch.exp(-0.1 * (kv_idx % 5))
+        return scaled + (kv_idx // 3 + kv_idx.long() * (kv_idx % 4 == 2)) * 1e-3
+
+    return score_mod
+
+
+def divided(code):
+    """The divisions of a partial tile, and those of them that keys are part of."""
+    start = code.index("const auto partial_tile")
+    found = re.findall(r"(?:div_floor_integer\(|% )[^;]*", code[start : code.index("const auto", start + 9)])
+    return found, [division for division in found if re.search(r"TILE_KV|x1_inner", division)]
+
+
+def test_keys_are_not_divided_in_lanes():
+    mask = create_block_mask(near, None, None, 90, 90, "cpu", BLOCK_SIZE=32)
+    attend = fused(lambda *tensors: flex_attention(*tensors, block_mask=mask))
+    with torch.no_grad():
+        _, code = run_and_get_code(attend, *(torch.randn(1, 2, 90, 16) for _ in range(3)))
+    of_queries, of_keys = divided("\n".join(code))
+    assert of_queries and not of_keys
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_are_right(dynamic):
+    table = torch.randn(4, 45, dtype=torch.float64)
+    attend = fused(attention_of(by_places), dynamic=dynamic)
+    for keys in (90, 63):
+        sizes = SIZES._replace(keys=keys)
+        mask = create_block_mask(near, None, None, sizes.queries, keys, "cpu", BLOCK_SIZE=32)
+        judge(attend, dense_of(by_places), sizes.inputs(torch.float32), [table], mask)
+
+
+def test_one_query_reads_the_same_tables():
+    sizes = SIZES._replace(queries=1, keys=200)
+    mask = create_block_mask(lambda b, h, q, kv: kv % WIDTH < 3, None, None, 1, 200, "cpu")
+    table = torch.randn(4, 9, 79, dtype=torch.float64)  # of an image of 5 rows
+
+    def build(table):
+        return mods.relative_bias_2d(table, 40)
+
+    judge(fused(attention_of(build)), dense_of(build), sizes.inputs(torch.float32), [table], mask)

@@ -3,12 +3,14 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
 import flex_inductor
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import create_block_mask, flex_attention, masks
 from flex_inductor.errors import FlexNotImplementedError, FlexValueError
 from flex_inductor.reference import reference
 
@@ -118,6 +120,75 @@ def test_files_that_another_process_loads(tmp_path):
         for n, out in outputs.items():
             want = of.expected(*by_length[n]).detach()
             assert torch.allclose(out, want, rtol=1e-5, atol=1e-5), (name, n, (out - want).abs().max())
+
+
+class Held(torch.nn.Module):
+    """A learnt bias, and a mask that the module holds: kernels alone, nothing of ours runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 2))
+        self.mask = create_block_mask(masks.causal(), None, None, 64, 64, compact=True)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.bias[h] * (kv_idx - q_idx)
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, self.score_mod, self.mask)
+
+
+WITHOUT = """
+import sys
+sys.modules["flex_inductor"] = None  # as where it is not installed
+import torch
+folder = sys.argv[1]
+run = torch._inductor.aoti_load_package(f"{folder}/package.pt2")
+torch.save(run(*torch.load(f"{folder}/inputs")), f"{folder}/found")
+"""
+
+PROGRAM = """
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/from_file.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+int main(int, char** argv) {
+  const std::string folder = argv[1];
+  const auto read = [&](const char* name) {
+    return at::from_file(folder + "/" + name, false, 1 * 2 * 64 * 8, at::kFloat).view({1, 2, 64, 8});
+  };
+  torch::inductor::AOTIModelPackageLoader model(folder + "/package.pt2");
+  std::vector<at::Tensor> inputs{read("query"), read("key"), read("value")};
+  return at::allclose(model.run(inputs)[0], read("wanted"), 1e-5, 1e-5) ? 0 : 1;
+}
+"""
+
+
+@pytest.mark.long
+def test_a_package_of_kernels_runs_without_us_and_in_cxx(tmp_path):
+    args, module = tuple(t.detach() for t in inputs()), Held()
+    flex_inductor.decisions(clear=True)
+    with torch.no_grad(), torch._inductor.config.patch({"aot_inductor.precompile_headers": False}):
+        program = torch.export.export(module, args, strict=False)
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "package.pt2"))
+        wanted = reference(*args, module.score_mod, create_block_mask(masks.causal(), None, None, 64, 64))[0]
+    assert [decision.chosen for decision in flex_inductor.decisions()] == ["cpu"]
+
+    torch.save(args, tmp_path / "inputs")
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.load(tmp_path / "found"), wanted, rtol=1e-5, atol=1e-5)
+
+    for name, tensor in zip(("query", "key", "value", "wanted"), (*args, wanted), strict=True):
+        tensor.contiguous().numpy().tofile(tmp_path / name)
+    (tmp_path / "main.cpp").write_text(PROGRAM)
+    libraries = str(Path(torch.__file__).parent / "lib")
+    build = ["g++", "-std=c++20", "main.cpp", "-o", "main", *(f"-I{path}" for path in include_paths())]
+    build += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    assert subprocess.run([tmp_path / "main", tmp_path]).returncode == 0
+    (torch.from_numpy(wanted.numpy()) * 2).contiguous().numpy().tofile(tmp_path / "wanted")
+    assert subprocess.run([tmp_path / "main", tmp_path]).returncode == 1
 
 
 class Rounded(torch.autograd.Function):

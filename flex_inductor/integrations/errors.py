@@ -64,3 +64,17 @@ def context_parallel() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "parallel_config: diffusers' context parallelism is not served. Use its own attention for it."
     )
+
+
+def not_in_onnx(names: list[str]) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"export to ONNX: got a call with {', '.join(sorted(names))}. Served are plain calls with mods, a block_mask, "
+        "scale, enable_gqa, and the logsumexp or maximum."
+    )
+
+
+def dense_in_onnx(reason: str) -> str:
+    return (
+        f"export to ONNX: a call becomes dense attention, whose memory grows with queries times keys: {reason}, and "
+        "FlexAttention has no place for it."
+    )

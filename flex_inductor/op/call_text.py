@@ -93,6 +93,13 @@ def dump(
     return text, tensors
 
 
+def without_schedule(text: str) -> str:
+    """The same call on all blocks. Its captures keep their places."""
+    call: Any = serialise.load(text)
+    inputs = {name: value for name, value in call["inputs"].items() if name != "schedule"}
+    return serialise.dump({**call, "inputs": inputs})
+
+
 def load(text: str, tensors: Sequence[Tensor] | None, mods: type[Mods]) -> Call[Mods]:
     kind: Any = mods
     read = _read(text, kind)

@@ -11,7 +11,7 @@ import functools
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
@@ -29,6 +29,13 @@ _functorch: Any = torch._C._functorch  # its stubs are not complete
 
 
 class _Op(HigherOrderOperator):
+    def __call__(self, *args: Any) -> Any:
+        """By `called`; of proxies, as where a graph is read from a cache, by torch."""
+        return super().__call__(*args) if isinstance(args[0], fx.Proxy) else self.called(*args)
+
+    def called(self, *args: Any) -> Any:
+        raise NotImplementedError
+
     def given(self, call: AttentionCall | BackwardCall) -> Any:
         """The op's results. torch's dispatcher takes longer than a small kernel, so it is asked only if it has a
         choice."""
@@ -83,7 +90,7 @@ class Attention(_Op):
     def __init__(self) -> None:
         super().__init__("flex_inductor_attention", cacheable=True)
 
-    def __call__(self, *args: Any) -> tuple[Tensor, ...]:
+    def called(self, *args: Any) -> tuple[Tensor, ...]:
         if supported.UNTESTED and not _len_torch_dispatch_stack():
             upward.self_check("eager")
         call = lift_captures(AttentionCall.read(*args))
@@ -103,7 +110,7 @@ class AttentionBackward(_Op):
     def __init__(self) -> None:
         super().__init__("flex_inductor_attention_backward", cacheable=True)
 
-    def __call__(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
+    def called(self, *args: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple]:
         return self.given(BackwardCall.read(*args))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from flex_inductor.integrations import check_version
 
-FRAMEWORKS = ["diffusers", "transformers"]
+FRAMEWORKS = ["diffusers", "onnx", "transformers"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

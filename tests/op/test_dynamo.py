@@ -223,6 +223,33 @@ def test_compiled_autograd(backend):
     close(grads(), expected)
 
 
+@pytest.mark.long
+def test_blocks_that_are_compiled_once_and_read_from_the_cache():
+    """Regional compilation: three blocks, one region. Its graph is read again by torch.fx's own tracer."""
+    bias, mask, score_mod = call_with_captures()
+
+    @torch.compiler.nested_compile_region
+    def block(x, k, v):
+        return x + flex_attention(x.sin(), k, v, score_mod, mask)
+
+    def model(x, k, v):
+        return block(block(block(x, k, v), k, v), k, v)
+
+    q, k, v = qkv()
+    x = torch.randn_like(q, requires_grad=True)
+    leaves = [x, k, v, bias]
+
+    def grads(of):
+        return list(torch.autograd.grad(of(x, k, v).sin().sum(), leaves))
+
+    expected = grads(model)
+    for hits in (0, 1):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        close(grads(torch.compile(model, backend="flex_inductor", fullgraph=True)), expected)
+        assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] >= hits
+
+
 @pytest.mark.parametrize("policy, expected", [("MUST_SAVE", 1), ("MUST_RECOMPUTE", 2)])
 def test_selective_checkpointing(policy, expected, monkeypatch):
     bias, mask, score_mod = call_with_captures()

@@ -78,3 +78,10 @@ def dense_in_onnx(reason: str) -> str:
         f"export to ONNX: a call becomes dense attention, whose memory grows with queries times keys: {reason}, and "
         "FlexAttention has no place for it."
     )
+
+
+def no_flex_attention(config: str) -> FlexValueError:
+    return FlexValueError(
+        f"FlexInductorConverter: expected a model with FlexAttention, got {config}, which has none. Build it with "
+        'attn_backend="flex".'
+    )

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ..attention import mark_sizes, refused
 from ..compat import mark_changing
 from ..errors import FlexError, derivative_of_shards
-from ..masks import planned
+from ..masks import planned, portable
 from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
@@ -31,7 +31,7 @@ from ..op.autograd import has_tangent
 from ..op.ring import Ring
 from ..softmax import AuxRequest, Softmax
 from ..visits import BlockRuns
-from . import errors, portable
+from . import errors
 from .cost import MethodChoice
 from .dtensors import lifted, local_tensors, whole
 from .exchange import Cast, Traffic, move, process_group, send_keys

@@ -161,9 +161,7 @@ def _prepare_input(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     cp = getattr(cp_mesh, SERVED, None)
     if cp is None:
-        return _prepare(
-            inputs, labels, extra_kwargs, cp_mesh, device, load_balancer_type, ptrr_mask_key
-        )
+        return _prepare(inputs, labels, extra_kwargs, cp_mesh, device, load_balancer_type, ptrr_mask_key)
     cp.balance = BALANCERS.get(load_balancer_type, load_balancer_type)
     masks = cp.plan(extra_kwargs["attention_masks"])
     inputs, labels, positions = cp.shard((inputs, labels, extra_kwargs["positions"]), 1)

@@ -30,6 +30,7 @@ from .errors import MaskArgumentError
 from .library.algebra import offset
 from .lists import block_mask_from_runs
 from .ordinary import ordinary_tensors
+from .portable import portable
 from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, tables, transposed
 
 SIDES = ("kv", "full_kv", "q", "full_q")
@@ -94,6 +95,9 @@ class RunSchedule:
     def to_block_mask(self, separate_full_blocks: bool | None = None) -> BlockMask:
         separate = self.separate_full_blocks if separate_full_blocks is None else separate_full_blocks
         return block_mask_from_runs(self.row_runs(), self.grids, self.extent, self.mask_mod, separate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "mask_mod": portable(self.mask_mod, torch.empty(0, device=self.device))}
 
     @property
     def tensors(self) -> list[Tensor]:

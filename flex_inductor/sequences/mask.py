@@ -17,6 +17,7 @@ from ..masks.analysis.tiles import analysed
 from ..masks.analysis.trace import name_of
 from ..masks.analysis.window import seen
 from ..masks.ordinary import ordinary_tensors
+from ..masks.portable import portable
 from ..masks.runs import Extent, merged, tables, transposed
 from ..masks.window_schedule import BLOCK, bounds_of
 from ..visits import KINDS, BlockRuns, Bounds, TileMap, kind_of
@@ -40,6 +41,9 @@ class SequenceMask:
     sequences: Any
     mask_mod: MaskMod | None
     heads: int | None  # the number that mask_mod tells apart
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "mask_mod": portable(self.mask_mod, self.sequences.cu_q)}
 
     @property
     def visits(self) -> Bounds | BlockRuns:

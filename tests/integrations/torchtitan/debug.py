@@ -113,7 +113,9 @@ def dense(q, k, v, *, block_mask, scale, enable_gqa, **_):
     return out, SimpleNamespace(lse=None)
 
 
-def trainer(group, attention, settings, documents=3, checkpointing=None, layers=2, cp_method="auto", **training):
+def trainer(
+    group, attention, settings, documents=3, checkpointing=None, layers=2, cp_method="auto", **training
+):
     """A Trainer in this process, one of `group`. `settings` is of names with dots."""
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
     torch._dynamo.reset()
@@ -158,7 +160,10 @@ def losses(group, attention, settings, **more):
 def step_times(group, length, steps=10):
     """Seconds of steps by ours and by torchtitan's own, in turn."""
     settings = {"parallelism.spmd_backend": "full_dtensor"}
-    made = {name: trainer(group, name, settings, documents=1, layers=6, seq_len=length) for name in ("sdpa", "ours")}
+    made = {
+        name: trainer(group, name, settings, documents=1, layers=6, seq_len=length)
+        for name in ("sdpa", "ours")
+    }
     data = {name: made[name].batch_generator(made[name].dataloader) for name in made}
     found = {name: [] for name in made}
     for step in range(steps + 2):

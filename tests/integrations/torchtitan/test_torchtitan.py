@@ -43,15 +43,27 @@ def test_losses_are_those_of_dense_attention(group, layout, backend):
     routes = both(group, "dense", {"parallelism.spmd_backend": backend, **layout}, steps=steps)
     planned = [route for route in routes if route in PLANS]
     assert len(planned) == (steps if layout is CP else 0)
-    assert [route for route in routes if route not in PLANS] == ["cpu", "cpu"]  # forward, backward: compiled once
+    assert [route for route in routes if route not in PLANS] == [
+        "cpu",
+        "cpu",
+    ]  # forward, backward: compiled once
 
 
 @pytest.mark.parametrize(
     "checkpointing, backend, calls",
-    [(None, "inductor", 2), (SelectiveAC, "inductor", 2), (FullAC, "inductor", 3), (SelectiveAC, "aot_eager", None)],
+    [
+        (None, "inductor", 2),
+        (SelectiveAC, "inductor", 2),
+        (FullAC, "inductor", 3),
+        (SelectiveAC, "aot_eager", None),
+    ],
 )
 def test_compiled_and_checkpointed_blocks(group, checkpointing, backend, calls):
-    settings = {"parallelism.spmd_backend": "full_dtensor", "compile.enable": True, "compile.backend": backend}
+    settings = {
+        "parallelism.spmd_backend": "full_dtensor",
+        "compile.enable": True,
+        "compile.backend": backend,
+    }
     more = {"checkpointing": checkpointing and checkpointing.Config(), "steps": 3}
     routes = both(group, "dense", settings, **more)
     assert set(routes) == {"cpu"}
@@ -96,7 +108,12 @@ def test_what_selective_checkpointing_saves(own):
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
         with Counted():
             out = checkpoint(
-                lambda *args: module(*args, attention_masks=mask).sin(), q, k, v, use_reentrant=False, context_fn=contexts
+                lambda *args: module(*args, attention_masks=mask).sin(),
+                q,
+                k,
+                v,
+                use_reentrant=False,
+                context_fn=contexts,
             )
             assert ran == [inductor_compiled_code if own else attention]
             out.sum().backward()
@@ -108,15 +125,26 @@ def test_other_results_and_head_layout():
     module = FlexInductorAttention(FlexInductorAttention.Config())
     q, k, v = torch.randn(3, 2, 64, 4, 16).unbind()
     mask = create_block_mask(causal(), None, None, 64, 64, "cpu")
-    out, lse = module(q, k[:, :, :2], v[:, :, :2], attention_masks=mask, enable_gqa=True, out_transform=lambda *results: results)
+    out, lse = module(
+        q,
+        k[:, :, :2],
+        v[:, :, :2],
+        attention_masks=mask,
+        enable_gqa=True,
+        out_transform=lambda *results: results,
+    )
     scores = torch.einsum("blnh,bmnh->bnlm", q, k[:, :, :2].repeat_interleave(2, 2)) / 4
     scores = scores.masked_fill(~torch.ones(64, 64, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(1, 2))
-    torch.testing.assert_close(out, torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v[:, :, :2].repeat_interleave(2, 2)))
+    torch.testing.assert_close(
+        out, torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v[:, :, :2].repeat_interleave(2, 2))
+    )
 
 
 def test_every_flex_attention_is_converted():
-    model = debug.model_registry("debugmodel", converters=[FlexInductorConverter.Config(cp_method="cast")]).model
+    model = debug.model_registry(
+        "debugmodel", converters=[FlexInductorConverter.Config(cp_method="cast")]
+    ).model
     found = [layer.attention.inner_attention for layer in model.layers]
     assert {type(config) for config in found} == {FlexInductorAttention.Config}
     assert {config.cp_method for config in found} == {"cast"}
@@ -129,7 +157,7 @@ def test_a_model_without_flex_attention_is_refused():
 
 
 def test_an_unknown_method_is_refused_before_training(group):
-    with pytest.raises(AssertionError, match='method: expected'):
+    with pytest.raises(AssertionError, match="method: .*mail"):
         group.run(refused_method, ranks=2)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import hashlib
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from ..errors import FlexError
+from ..kept import Kept
 from ..mod_ir import serialise
 from ..mod_ir.arguments import MASK_LANES
 from ..mod_ir.capture import lift
@@ -22,8 +27,7 @@ class PortableMask:
 
     def __init__(self, text: str, captures: tuple[Tensor, ...]):
         self.text, self.captures = text, captures
-        (graph,) = serialise.fields(serialise.load(text), "graph")
-        self.function = serialise.graph_function(graph)
+        self.function = _functions.once(text, lambda: _function(text, captures))
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.function(b, h, q_idx, kv_idx, *self.captures)
@@ -32,7 +36,19 @@ class PortableMask:
         return PortableMask, (self.text, self.captures)
 
 
-def portable(mask_mod: Callable, like: Tensor) -> Callable:
+_functions: Kept[Callable] = Kept(
+    512
+)  # one for each text: masks that differ in their tensors share compiled code
+
+
+def _function(text: str, captures: tuple[Tensor, ...]) -> Callable:
+    """As torch.fx has it, which Dynamo can trace."""
+    (graph,) = serialise.fields(serialise.load(text), "graph")
+    query = torch.empty(0, device=captures[0].device if captures else None)
+    return lane_graph(serialise.graph_function(graph), "mask_mod", query, captures)
+
+
+def portable(mask_mod: Any, like: Tensor) -> Any:
     """`mask_mod`, or its graph if it is a closure or a lambda; `like` is on the device of the call."""
     try:
         pickle.dumps(mask_mod)
@@ -64,3 +80,14 @@ def _read(mask_mod: Callable, like: Tensor) -> tuple[str, tuple[Tensor, ...]]:
     lifted, captures = lift(mask_mod, MASK_LANES, query)
     graph = lane_graph(lifted, "mask_mod", query, captures)
     return serialise.dump({"graph": serialise.graph_data(graph)}), tuple(captures)
+
+
+def _reduce(block_mask: BlockMask) -> Any:
+    """torch's own class, whose mask_mod pickle cannot name if it is a closure, as those of this library are."""
+    make, given, state, *rest = object.__reduce_ex__(block_mask, 2)
+    with suppress(FlexError):  # pickle then says itself that it cannot name the function
+        state = {**state, "mask_mod": portable(block_mask.mask_mod, block_mask.kv_num_blocks)}
+    return make, given, state, *rest
+
+
+copyreg.pickle(BlockMask, _reduce)

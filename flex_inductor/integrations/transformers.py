@@ -1,6 +1,6 @@
 """Importing this replaces PreTrainedModel.get_correct_attn_implementation of Hugging Face transformers.
 
-From then on attn_implementation="flex_inductor" is a choice, and refused for models with attention of their own.
+From then on attn_implementation="flex_inductor" is a choice, "local/flex_inductor/attention" the same one, and refused for models with attention of their own.
 Transformers asks for two functions: `make_mask`, once in each step for each kind of mask, and `attend`, in each layer.
 A mask for few queries is a plain tensor of booleans, one for many is a BlockMask.
 """
@@ -36,6 +36,8 @@ except ImportError as error:
     raise errors.missing("transformers", "5", error) from error
 
 NAME = "flex_inductor"
+# For frameworks that take names with a slash alone. One slash would be a kernel to download.
+WITH_SLASHES = "local/flex_inductor/attention"
 TESTED = "5.24"
 FEW = 32  # queries: their mask is quicker to compute than to analyse
 
@@ -319,12 +321,13 @@ _choose = PreTrainedModel.get_correct_attn_implementation
 def _choose_or_refuse(
     self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> str:
-    if requested_attention == NAME and _has_own_attention(type(self)):
+    if requested_attention in (NAME, WITH_SLASHES) and _has_own_attention(type(self)):
         raise errors.own_attention(type(self).__name__)
     return _choose(self, requested_attention, *args, **kwargs)
 
 
 check_version("transformers", transformers.__version__, TESTED)
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, make_mask)
+for _name in (NAME, WITH_SLASHES):
+    AttentionInterface.register(_name, attend)
+    AttentionMaskInterface.register(_name, make_mask)
 PreTrainedModel.get_correct_attn_implementation = _choose_or_refuse  # type: ignore[method-assign]

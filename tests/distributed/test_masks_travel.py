@@ -95,9 +95,13 @@ def test_masks_of_sequences_from_a_loader_worker():
         here, own_causal, own_other = sequences(documents(n))
         for mask, own in ((causal, own_causal), (other, own_other)):
             expected = varlen_attention(q, k, v, here, block_mask=own)
-            torch.testing.assert_close(varlen_attention(q, k, v, packed, block_mask=mask), expected, rtol=0, atol=0)
+            torch.testing.assert_close(
+                varlen_attention(q, k, v, packed, block_mask=mask), expected, rtol=0, atol=0
+            )
         one = dense(documents(n)[:1])(*(tensor[:1] for tensor in inputs()))
-        torch.testing.assert_close(varlen_attention(q, k, v, packed, block_mask=causal), one[0].transpose(0, 1))
+        torch.testing.assert_close(
+            varlen_attention(q, k, v, packed, block_mask=causal), one[0].transpose(0, 1)
+        )
 
 
 @pytest.mark.long

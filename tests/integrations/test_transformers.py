@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache, masking_utils
+from transformers.integrations import hub_kernels
 
 from flex_inductor import FlexError, create_block_mask, mods
 from flex_inductor.integrations import transformers as integration
@@ -318,3 +319,20 @@ def test_few_queries_keep_scores_in_single_precision(softcap):
     )
     assert few.dtype == torch.bfloat16
     torch.testing.assert_close(few, wide.to(few.dtype), rtol=2**-7, atol=1e-3)
+
+
+def test_a_name_with_slashes_is_the_same_attention_and_no_kernel_of_the_hub():
+    """axolotl takes only names that it knows or that have a slash; transformers downloads what has one slash."""
+    name = integration.WITH_SLASHES
+    assert (
+        "/" in name and not hub_kernels.is_kernel(name) and hub_kernels.is_kernel("flex_inductor/attention")
+    )
+    model, given = model_of("Gemma 2"), inputs("Gemma 2", "padded")
+    seen = given["attention_mask"]
+    ours, other = (trained(model, given, each, seen) for each in (NAME, name))
+    assert ours.keys() == other.keys() and all(torch.equal(ours[key], other[key]) for key in ours)
+    assert model.config._attn_implementation == name
+    with pytest.raises(FlexError, match="attention of its own"):
+        transformers.BloomForCausalLM(
+            transformers.BloomConfig(n_layer=1, hidden_size=32, attn_implementation=name)
+        )

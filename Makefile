@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 HOURS ?= 0.5
 MINUTES ?= 60
 VERSION ?= 2.15.0
-FRAMEWORKS ?= diffusers onnx torchtitan training vllm
+FRAMEWORKS ?= diffusers litgpt onnx torchtitan training vllm
 
 # The triton that each torch is made for.
 TRITON_2.11 := 3.6.0

@@ -1,6 +1,7 @@
 """Importing this replaces PreTrainedModel.get_correct_attn_implementation of Hugging Face transformers.
 
-From then on attn_implementation="flex_inductor" is a choice, "local/flex_inductor/attention" the same one, and refused for models with attention of their own.
+From then on attn_implementation="flex_inductor" is a choice, "local/flex_inductor/attention" the same one; both are
+refused for models with attention of their own.
 Transformers asks for two functions: `make_mask`, once in each step for each kind of mask, and `attend`, in each layer.
 A mask for few queries is a plain tensor of booleans, one for many is a BlockMask.
 """

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 NEEDS = {
     "diffusers": "diffusers",
+    "litgpt": "litgpt",
     "onnx": "onnx",
     "torchtitan": "torchtitan",
     "training": "peft",

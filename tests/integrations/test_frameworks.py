@@ -8,7 +8,7 @@ import pytest
 
 from flex_inductor.integrations import check_version
 
-FRAMEWORKS = ["diffusers", "onnx", "transformers"]
+FRAMEWORKS = ["diffusers", "onnx", "torchtitan", "transformers"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

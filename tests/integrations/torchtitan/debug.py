@@ -133,7 +133,7 @@ def trainer(
     config.activation_checkpoint = checkpointing
     config.debug.seed = 1
     config.dump_folder = tempfile.gettempdir()
-    small = dict(local_batch_size=2, seq_len=256, steps=20, mixed_precision_param="float32")
+    small = {"local_batch_size": 2, "seq_len": 256, "steps": 20, "mixed_precision_param": "float32"}
     for name, value in {**small, "disable_cuda_graphs": True, **training}.items():
         setattr(config.training, name, value)
     for path, value in settings.items():

@@ -1,12 +1,15 @@
 """torchtitan's Trainer with FlexInductorConverter, beside torchtitan's own modules."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch._higher_order_ops import inductor_compiled_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
@@ -17,6 +20,7 @@ from flex_inductor.masks import causal
 from flex_inductor.op import attention
 from tests.integrations.torchtitan import debug
 
+ROOT = Path(__file__).parents[3]
 FSDP = {}
 CP = {"parallelism.context_parallel_degree": 2, "parallelism.data_parallel_shard_degree": 1}
 TP = {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_shard_degree": 1}
@@ -152,14 +156,31 @@ def test_every_flex_attention_is_converted():
 
 
 def test_a_model_without_flex_attention_is_refused():
-    with pytest.raises(FlexValueError, match="with FlexAttention, got Llama3Model.Config, which has none"):
+    with pytest.raises(FlexValueError, match=r"with FlexAttention, got Llama3Model\.Config, which has none"):
         debug.model_registry("debugmodel", attn_backend="varlen", converters=[FlexInductorConverter.Config()])
 
 
 def test_an_unknown_method_is_refused_before_training(group):
-    with pytest.raises(AssertionError, match="method: .*mail"):
+    with pytest.raises(AssertionError, match=r"method: .*mail"):
         group.run(refused_method, ranks=2)
 
 
 def refused_method(group):
     debug.trainer(group, "ours", {"parallelism.spmd_backend": "full_dtensor", **CP}, cp_method="mail")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_beside_lora(first):
+    both = [FlexInductorConverter.Config(), LoRAConverter.Config(rank=4)]
+    model = debug.model_registry("debugmodel", converters=both if first else both[::-1]).model
+    attention = model.build().layers["0"].attention
+    assert isinstance(attention.inner_attention, FlexInductorAttention)
+    assert type(attention.wo).__name__ == "LoRALinear"
+
+
+def test_what_the_docs_show():
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/torchtitan.md").read_text(), re.DOTALL)
+    shown = {}
+    exec(snippet, shown)
+    model = shown["config"].model_spec.model
+    assert isinstance(model.first_attention.inner_attention, FlexInductorAttention.Config)

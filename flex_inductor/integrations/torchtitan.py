@@ -45,6 +45,8 @@ BALANCERS = {None: "contiguous", "headtail": "head_tail", "ptrr": "work"}  # tor
 class FlexInductorAttention(FlexAttention):
     """torchtitan's module of the same layouts, [B, L, N, H] to [B, L, N, H]."""
 
+    _sharding_config: Any
+
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
         cp_method: str = "auto"  # of context_parallel

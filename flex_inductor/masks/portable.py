@@ -84,7 +84,8 @@ def _read(mask_mod: Callable, like: Tensor) -> tuple[str, tuple[Tensor, ...]]:
 
 def _reduce(block_mask: BlockMask) -> Any:
     """torch's own class, whose mask_mod pickle cannot name if it is a closure, as those of this library are."""
-    make, given, state, *rest = object.__reduce_ex__(block_mask, 2)
+    reduced: Any = object.__reduce_ex__(block_mask, 2)
+    make, given, state, *rest = reduced
     with suppress(FlexError):  # pickle then says itself that it cannot name the function
         state = {**state, "mask_mod": portable(block_mask.mask_mod, block_mask.kv_num_blocks)}
     return make, given, state, *rest

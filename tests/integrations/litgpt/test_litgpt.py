@@ -10,7 +10,14 @@ from litgpt.model import CausalSelfAttention
 
 from tests.support import served_by
 
-TINY = {"n_layer": 2, "n_head": 4, "n_embd": 64, "padded_vocab_size": 50, "block_size": 256, "intermediate_size": 64}
+TINY = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "padded_vocab_size": 50,
+    "block_size": 256,
+    "intermediate_size": 64,
+}
 MODELS = {
     "grouped": {"n_query_groups": 2},
     "softcap": {"attention_logit_softcapping": 2.0, "attention_scores_scalar": 10},
@@ -31,7 +38,9 @@ def test_what_the_docs_show(name, monkeypatch):
     monkeypatch.setattr(CausalSelfAttention, "scaled_dot_product_attention", own)  # put back afterwards
     model, tokens = GPT(Config(**TINY, **MODELS[name])), torch.randint(50, (2, 200))
     expected = trained(model, tokens)
-    (snippet,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs/litgpt.md").read_text(), re.DOTALL)
+    (snippet,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs/litgpt.md").read_text(), re.DOTALL
+    )
     torch._dynamo.reset()
     exec(snippet, {})
     with served_by("cpu"):

@@ -21,6 +21,7 @@ from flex_inductor.op import attention
 from tests.integrations.torchtitan import debug
 
 ROOT = Path(__file__).parents[3]
+FULL = {"parallelism.spmd_backend": "full_dtensor"}
 FSDP = {}
 CP = {"parallelism.context_parallel_degree": 2, "parallelism.data_parallel_shard_degree": 1}
 TP = {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_shard_degree": 1}
@@ -161,12 +162,8 @@ def test_a_model_without_flex_attention_is_refused():
 
 
 def test_an_unknown_method_is_refused_before_training(group):
-    with pytest.raises(AssertionError, match=r"method: .*mail"):
-        group.run(refused_method, ranks=2)
-
-
-def refused_method(group):
-    debug.trainer(group, "ours", {"parallelism.spmd_backend": "full_dtensor", **CP}, cp_method="mail")
+    with pytest.raises(AssertionError, match=r"method: expected one of .*, got 'mail'"):
+        group.run(functools.partial(debug.losses, cp_method="mail"), "ours", CP | FULL, ranks=2)
 
 
 @pytest.mark.parametrize("first", [True, False])

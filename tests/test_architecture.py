@@ -32,11 +32,12 @@ MAY_IMPORT = {
         "options",
         "upward",
     ),
-    "masks": ("op", "visits", "mod_ir", "errors", "compat"),
+    "masks": ("op", "visits", "mod_ir", "kept", "errors", "compat"),
     "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "options"),
     "integrations": (
         "softmax",
         "attention",
+        "distributed",
         "masks",
         "mods",
         "op",

@@ -36,6 +36,12 @@ def compiled(call: Any, its_class: Any = None) -> Any:
     return import_module(f"{_LOWERINGS}.compiled").compiled(call, its_class)
 
 
+def kernels_of(call: Any) -> Any:
+    """A function that chooses the kernel for tensors of a call like this one."""
+    register_lowerings()
+    return import_module(f"{_LOWERINGS}.compiled").kernels_of(call)
+
+
 def record_eager(call: Any, why: str) -> None:
     """Say in the decisions that an eager call goes in chunks."""
     import_module(f"{_LOWERINGS}.decision_log").record_eager(call, why)

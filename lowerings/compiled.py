@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.convert_frame import compile_lock
@@ -36,6 +37,7 @@ from . import errors
 MOST_LAYOUTS = 8  # kernels of one class, for tensors with different layouts
 
 Call = AttentionCall | BackwardCall
+Run = Callable[[Sequence[Tensor]], Any]  # a call's results, for all tensors with the same sizes and strides
 
 
 class Place(NamedTuple):
@@ -73,16 +75,11 @@ clear_on_fresh_cache(_kernels)
 
 def compiled(call: Call, its_class: Any = None) -> Callable[[], Any]:
     """A function with the op's results. Its kernel is already compiled: errors that it raises are the call's."""
-    key = class_of(call) if its_class is None else its_class, known.settings()
-    kernels = _kernels.once(key, list)
-    tensors = tensors_of(call)
-    if not _have_one(kernels, tensors):
-        with compile_lock:
-            if not _have_one(kernels, tensors):
-                if len(kernels) >= MOST_LAYOUTS:
-                    raise errors.too_many_layouts(MOST_LAYOUTS)
-                kernels.append(_compile(call))
-    run_known = functools.partial(_run, kernels, isinstance(call, AttentionCall))
+    choose, tensors = kernels_of(call, its_class), tensors_of(call)
+
+    def run_known(tensors: Sequence[Tensor]) -> Any:
+        chosen = choose(tensors)
+        return None if chosen is None else chosen(tensors)
 
     def run() -> Any:
         results = run_known(tensors)
@@ -92,23 +89,40 @@ def compiled(call: Call, its_class: Any = None) -> Callable[[], Any]:
     return run
 
 
+def kernels_of(call: Call, its_class: Any = None) -> Callable[[Sequence[Tensor]], Run | None]:
+    """A function that chooses the kernel for tensors of a call of this class. None if no kernel fits them."""
+    key = class_of(call) if its_class is None else its_class, known.settings()
+    kernels = _kernels.once(key, list)
+    tensors = tensors_of(call)
+    if not _have_one(kernels, tensors):
+        with compile_lock:
+            if not _have_one(kernels, tensors):
+                if len(kernels) >= MOST_LAYOUTS:
+                    raise errors.too_many_layouts(MOST_LAYOUTS)
+                kernels.append(_compile(call))
+    return functools.partial(_choose, kernels, isinstance(call, AttentionCall))
+
+
 def _have_one(kernels: list[Kernel], tensors: Sequence[Tensor]) -> bool:
     return any(kernel.fits(tensors, kernel.sizes(tensors)) for kernel in kernels)
 
 
-def _run(kernels: list[Kernel], is_forward: bool, tensors: Sequence[Tensor]) -> Any:
-    """The results of the kernel that fits; None if none does."""
+def _choose(kernels: list[Kernel], is_forward: bool, tensors: Sequence[Tensor]) -> Run | None:
     for kernel in kernels:
         sizes = kernel.sizes(tensors)
         if kernel.fits(tensors, sizes):
-            try:
-                results = kernel.run([*sizes, *tensors])
-            except RuntimeError as error:
-                if "index out of bounds" not in str(error):
-                    raise
-                raise errors.index_out_of_bounds(error) from error  # what operations in chunks raise
-            return tuple(results) if is_forward else (*results[:3], tuple(results[3:]))
+            return functools.partial(_run, kernel, sizes, is_forward)
     return None
+
+
+def _run(kernel: Kernel, sizes: Sequence[int], is_forward: bool, tensors: Sequence[Tensor]) -> Any:
+    try:
+        results = kernel.run([*sizes, *tensors])
+    except RuntimeError as error:
+        if "index out of bounds" not in str(error):
+            raise
+        raise errors.index_out_of_bounds(error) from error  # what operations in chunks raise
+    return tuple(results) if is_forward else (*results[:3], tuple(results[3:]))
 
 
 def _compile(call: Call) -> Kernel:
@@ -169,7 +183,7 @@ def _layout_test(
     fakes: Sequence[Any], symbols: Sequence[Any]
 ) -> Callable[[Sequence[Tensor], Sequence[int]], bool]:
     """Whether tensors have the sizes and strides that the kernel was made for, given the values of its symbols."""
-    names = {symbol.node.expr: f"sizes[{i}]" for i, symbol in enumerate(symbols)}
+    names = {symbol.node.expr: sympy.Symbol(f"sizes[{i}]") for i, symbol in enumerate(symbols)}
     tests = []
     for i, fake in enumerate(fakes):
         for what, values in (("shape", fake.size()), ("stride()", fake.stride())):
@@ -179,16 +193,12 @@ def _layout_test(
     return eval(f"lambda tensors, sizes: {' and '.join(tests) or 'True'}")
 
 
-def _text(value: Any, names: dict[Any, str]) -> str:
+def _text(value: Any, names: dict[Any, Any]) -> str:
     if not isinstance(value, torch.SymInt):
         return str(int(value))
     expression = value.node.expr
-    if expression in names:
-        return names[expression]
-    if expression.is_Integer:
-        return str(int(expression))
-    assert expression.is_Mul, "a stride is a product of sizes"
-    return "*".join(names[factor] if factor in names else str(int(factor)) for factor in expression.args)
+    assert expression.is_polynomial(), "a stride is made of sums and products of sizes"
+    return str(expression.xreplace(names))
 
 
 def _flat(value: Any) -> list[Any]:

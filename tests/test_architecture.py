@@ -33,7 +33,7 @@ MAY_IMPORT = {
         "upward",
     ),
     "masks": ("op", "visits", "mod_ir", "kept", "errors", "compat"),
-    "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "options"),
+    "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "kept", "options"),
     "integrations": (
         "softmax",
         "attention",
@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "masks",
         "mods",
         "op",
+        "sequences",
         "visits",
         "reference",
         "errors",
@@ -77,6 +78,7 @@ MAY_IMPORT = {
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.
 COMPUTES_NAMES = {
     "flex_inductor.compat",
+    "flex_inductor.integrations.vllm",
     "flex_inductor.upward",
     "flex_inductor.tools.cli",
     "flex_inductor.tools.users_code",

@@ -66,10 +66,10 @@ def varlen_attention(
         if not isinstance(sequences, Sequences):
             raise errors.not_sequences(sequences)
         in_cache = sequences.cu_k is None
-        as_op = _as_rows if in_cache else _as_batch
+        as_op = as_rows if in_cache else as_batch
         _check_ranks(query, {"key": key, "value": value}, sequences)
         by_token = tuple(key.shape[:-1]) if isinstance(key, Tensor) else ()
-        query, key, value = _as_batch(query), as_op(key), as_op(value)
+        query, key, value = as_batch(query), as_op(key), as_op(value)
         first_key, first_value = (t[:1] if isinstance(t, Tensor) else t for t in (key, value))
         check_tensors(query, first_key, first_value, enable_gqa, narrow=True)
         check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
@@ -88,21 +88,12 @@ def varlen_attention(
     )
     mark_sizes(query, key, value)
     mask = sequences.mask() if block_mask is None else block_mask
-    tile_map, scattered = mask.tile_map, sequences.pages is not None
-    if in_cache:  # a row or a page that is not there is never read
-        batch, row, rest = tile_map.keys.split([1, 1, COLUMNS - 2], 1)
-        batch = batch.clamp(0, key.size(0) - 1)
-        if scattered and _follow(key) and _follow(value):  # kernels look up one number per key
-            batch, row = torch.zeros_like(batch), batch * key.size(2) + row
-            key, value = _one_row(key), _one_row(value)
-            of_rows = {
-                n: tuple(_one_row(s.unsqueeze(-1)).squeeze(-1) for s in both) for n, both in of_rows.items()
-            }
-        tile_map = TileMap(tile_map.queries, torch.cat([batch, row, rest], 1))
+    tile_map, key, value, of_rows = located(mask, key, value, of_rows)
     of_softmax = softmax.inputs(query)
     if softmax.dropout_p and sequences.cu_k is sequences.cu_q and sequences.used_k is sequences.used_q:
         of_softmax["in_blocks"] = True  # positions of queries are their places
     wanted = asked(return_aux, return_lse)
+    scattered = sequences.pages is not None
     found = attention(
         query,
         key,
@@ -121,6 +112,25 @@ def varlen_attention(
     return answer(return_aux, return_lse, (*results, last), softmax, kept, packed=True)
 
 
+def located(
+    mask: SequenceMask, key: Tensor, value: Tensor, of_rows: dict[str, Any]
+) -> tuple[TileMap, Tensor, Tensor, dict[str, Any]]:
+    """The mask's tiles where keys and values of the op's form lie, and these as kernels read them."""
+    tile_map, sequences = mask.tile_map, mask.sequences
+    if sequences.cu_k is not None:
+        return tile_map, key, value, of_rows
+    # A row or a page that is not there is never read.
+    batch, row, rest = tile_map.keys.split([1, 1, COLUMNS - 2], 1)
+    batch = batch.clamp(0, key.size(0) - 1)
+    if sequences.pages is not None and _follow(key) and _follow(value):  # kernels look up one number per key
+        batch, row = torch.zeros_like(batch), batch * key.size(2) + row
+        key, value = _one_row(key), _one_row(value)
+        of_rows = {
+            n: tuple(_one_row(s.unsqueeze(-1)).squeeze(-1) for s in both) for n, both in of_rows.items()
+        }
+    return TileMap(tile_map.queries, torch.cat([batch, row, rest], 1)), key, value, of_rows
+
+
 def _dropout_mask(softmax: Softmax, sequences: Sequences, query: Tensor) -> Tensor | None:
     len_q, len_k = (places.lengths for places in sequences.places)
     sizes = sequences.count, query.size(1), sequences.max_q, sequences.max_k
@@ -129,7 +139,7 @@ def _dropout_mask(softmax: Softmax, sequences: Sequences, query: Tensor) -> Tens
     return dropout_mask(softmax, (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), positions, kv), query)
 
 
-def _as_batch(packed: Any) -> Any:
+def as_batch(packed: Any) -> Any:
     """[T, H, D] as the one batch [1, H, T, D] that the op has."""
     return packed.transpose(0, 1).unsqueeze(0) if isinstance(packed, Tensor) else packed
 
@@ -143,7 +153,7 @@ def _one_row(pages: Tensor) -> Tensor:
     return pages.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
-def _as_rows(cache: Any) -> Any:
+def as_rows(cache: Any) -> Any:
     """[B, S, H, D] as the op has it."""
     return cache.transpose(1, 2) if isinstance(cache, Tensor) else cache
 

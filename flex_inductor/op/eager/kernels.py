@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ... import errors, upward
 from ...kept import Kept
 from ..call import AttentionCall, BackwardCall, class_of, tensors_of
+from ..prepare import lift_captures, prepare, with_score_graph
 from . import known
 
 ENOUGH = 1 << 29  # some 7 s of forwards in chunks on two cores, where a forward and a backward compile in 15
@@ -68,6 +69,13 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
         log.warning("an eager call's kernel could not be made, it goes on in chunks: %s", error)
         return chunked()
     return run_compiled()
+
+
+def chosen_for(call: AttentionCall) -> tuple[Callable[[Sequence[Tensor]], Any], AttentionCall]:
+    """A function that chooses the kernel for tensors of calls like this one, and the call as kernels get it."""
+    call = with_score_graph(prepare(lift_captures(call)))
+    call = call._replace(options=call.options._replace(eager=True))
+    return upward.kernels_of(call), call
 
 
 def _may_compile(call: AttentionCall | BackwardCall, tensors: list[Tensor]) -> bool:

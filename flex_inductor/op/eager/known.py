@@ -86,6 +86,11 @@ def settings() -> tuple[Any, ...]:
     )
 
 
+def sizes_of_class(batches: int, *lengths: int) -> tuple[int, ...]:
+    """A mod's integers are as wide as these need."""
+    return rounded(batches), *(rounded(max(length, SHORT)) for length in lengths)
+
+
 _ATOMS = (type(None), bool, int, float, str)
 
 
@@ -104,7 +109,7 @@ def _key(call: Call, tensors: Sequence[Tensor]) -> Any:
     if call.inputs.tile_map is None and call.inputs.sharded is None:
         shapes = shapes_of_class(shapes, len(rows_of(call)))
     batch, _, queries, _ = call.query.shape
-    sizes = [rounded(size) for size in (batch, max(queries, SHORT), max(call.key.size(2), SHORT))]
+    sizes = sizes_of_class(batch, queries, call.key.size(2))
     seen = [(t.dtype, t.device, t.requires_grad) for t in tensors]
     return *shapes, *sizes, *seen, settings(), call.options, *constants
 

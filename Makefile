@@ -83,6 +83,9 @@ test-with-%: .venv-%/.ready
 .venv-%/.ready: tests/integrations/%/constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet -c $< -e '.[$*]' pytest pytest-xdist expecttest
+	for extra in torchvision torchaudio torchcodec; do \
+		.venv-$*/bin/python -c "import $$extra" 2>/dev/null || .venv-$*/bin/python -m pip uninstall --quiet --yes $$extra; \
+	done  # asked for by others, who run without them, and made for CUDA where pip sees PyPI alone
 	touch $@
 
 test-browser: $(VENV)/.ready  ## the inspector's web page in headless Chromium, and its picture in docs/

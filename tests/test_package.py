@@ -73,6 +73,7 @@ def test_wheel_metadata(installed):
     assert entry_points == {
         ("torch_dynamo_backends", "flex_inductor"): "flex_inductor.backend:flex_inductor",
         ("console_scripts", "flex-inductor"): "flex_inductor.tools.cli:main",
+        ("vllm.general_plugins", "flex_inductor"): "flex_inductor.integrations.vllm_plugin:load",
     }
 
 

@@ -85,3 +85,39 @@ def no_flex_attention(config: str) -> FlexValueError:
         f"FlexInductorConverter: expected a model with FlexAttention, got {config}, which has none. Build it with "
         'attn_backend="flex".'
     )
+
+
+def other_vllm(version: str, tested: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"vllm {version}: its attention backends are no stable interface, and this one serves {tested} alone. Install "
+        f"vllm {tested}, or leave FLEX_INDUCTOR_VLLM unset."
+    )
+
+
+def not_served_in_vllm(argument: str, value: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"{argument}: vLLM asks for {value}, which this attention backend does not serve. Leave FLEX_INDUCTOR_VLLM "
+        "unset for this model."
+    )
+
+
+def bad_pattern(pattern: object, error: Exception) -> FlexValueError:
+    return FlexValueError(f"register_mods: pattern: expected a regular expression, got {pattern!r}: {error}.")
+
+
+def not_a_mod(name: str, mod: object) -> FlexValueError:
+    return FlexValueError(f"register_mods: {name}: expected a function, got {mod!r}.")
+
+
+def mods_elsewhere(patterns: list[str], variable: str) -> FlexValueError:
+    return FlexValueError(
+        f"register_mods: {', '.join(map(repr, patterns))}: registered in the process that started this one, where the "
+        f"model does not run. Name a module that registers mods in {variable}, or set VLLM_ENABLE_V1_MULTIPROCESSING=0."
+    )
+
+
+def needs_whole_prompts(pattern: str, option: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"register_mods({pattern!r}, causal=False): tokens that see later ones need their prompt in one step, which "
+        f"{option}=True does not promise. Start vLLM with {option}=False."
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from flex_inductor.integrations import check_version
 
-FRAMEWORKS = ["diffusers", "onnx", "torchtitan", "transformers"]
+FRAMEWORKS = ["diffusers", "onnx", "torchtitan", "transformers", "vllm"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

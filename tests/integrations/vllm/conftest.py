@@ -1,0 +1,29 @@
+"""What tests of vLLM share."""
+
+import os
+
+import pytest
+
+from flex_inductor.integrations import vllm as integration
+
+
+@pytest.fixture
+def mods():
+    """Forgets the mods that a test registers."""
+    yield integration.register_mods
+    integration._mods.clear()
+    os.environ.pop(integration._EXPECTED, None)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The queries of each call of this backend's."""
+    seen = []
+    attend = integration.Repeated.__call__
+
+    def counted(self, query, *args):
+        seen.append(query.size(0))
+        return attend(self, query, *args)
+
+    monkeypatch.setattr(integration.Repeated, "__call__", counted)
+    return seen

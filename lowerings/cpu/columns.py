@@ -67,12 +67,12 @@ def _of_key_alone(lane: fx.Graph, key: fx.Node) -> dict[fx.Node, bool]:
 
 
 def _places(length: Any, dtype: torch.dtype) -> ir.TensorBox:
-    return ir.Pointwise.create(
-        device=torch.device("cpu"),
-        dtype=dtype,
-        inner_fn=lambda i: ops.index_expr(i[0], dtype),
-        ranges=[length],
-    )
+    """0, 1, 2, ... as values: Inductor would divide a loop's index by splitting the loop, and leave out its rest."""
+
+    def place(index: Any) -> Any:
+        return ops.bitwise_or(ops.index_expr(index[0], dtype), ops.constant(0, dtype))
+
+    return ir.Pointwise.create(device=torch.device("cpu"), dtype=dtype, inner_fn=place, ranges=[length])
 
 
 def _kept(column: ir.TensorBox) -> ir.TensorBox:

@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "op",
         "sequences",
         "visits",
+        "mod_ir",
         "reference",
         "errors",
         "kept",

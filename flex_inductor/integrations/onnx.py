@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..mod_ir import serialise
 from ..op import call_text
 from ..op.call_text import Graphs
 from ..reference import over_lanes
@@ -82,9 +83,11 @@ def _drop_schedule(node: torch.fx.Node) -> None:
     if unserved:
         raise errors.not_in_onnx(unserved)
     schedule = call.inputs.schedule
-    made = any(source.target is _LISTS for tensor in tensors for source in tensor.all_input_nodes)
+    made = [source for tensor in tensors for source in tensor.all_input_nodes if source.target is _LISTS]
     if schedule is None or not (made or isinstance(schedule, Bounds)):
         return
+    if made and serialise.load(made[0].args[1])["mask"] != call.data["mask"]:
+        raise errors.not_in_onnx(["blocks of another mask_mod, made as it runs"])
     captures = len(call.inputs.score_captures) + len(call.inputs.mask_captures)
     node.args = (query, key, value, tensors[:captures], call_text.without_schedule(text))
 

@@ -302,10 +302,9 @@ class Layer(AttentionImpl[Metadata]):
             self._pages = kv_cache.transpose(1, 2).split(sizes, 3)
             self._rows = [pages.view(-1, *pages.shape[2:]) for pages in self._pages]
         if self.appends and key is not None and value is not None:
+            # By one thread, which is quicker than indexing by several.
             for rows, new in zip(self._rows, (key, value), strict=True):
-                rows.index_copy_(
-                    0, attn_metadata.slots, _until(tokens, new)
-                )  # by one thread, which is quicker
+                rows.index_copy_(0, attn_metadata.slots, _until(tokens, new))
         keys, values = self._pages
         step = attn_metadata.step(self, keys, values)
         out = self.attend(_until(tokens, query).contiguous(), keys, values, step)

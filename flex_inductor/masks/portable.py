@@ -36,9 +36,8 @@ class PortableMask:
         return PortableMask, (self.text, self.captures)
 
 
-_functions: Kept[Callable] = Kept(
-    512
-)  # one for each text: masks that differ in their tensors share compiled code
+# One for each text: masks that differ in their tensors share compiled code.
+_functions: Kept[Callable] = Kept(512)
 
 
 def _function(text: str, captures: tuple[Tensor, ...]) -> Callable:

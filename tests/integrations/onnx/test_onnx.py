@@ -188,6 +188,17 @@ def test_what_is_not_served_is_named():
         ours.export(Attention(sinks=torch.randn(H)), inputs())
 
 
+def test_blocks_of_another_mask_are_not_dropped():
+    class Mixed(Attention):
+        def forward(self, query, key, value):
+            mask = create_block_mask(masks.sliding_window(9), None, None, M, N, BLOCK_SIZE=8)
+            mask.mask_mod = masks.causal()
+            return flex_attention(query, key, value, block_mask=mask)
+
+    with pytest.raises(FlexError, match=r"^export to ONNX: got a call with blocks of another mask_mod"):
+        ours.export(Mixed(), inputs())
+
+
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     text = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
     (example,) = re.findall(r"## ONNX\n.*?```python\n(.*?)```", text, re.DOTALL)

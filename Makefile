@@ -16,7 +16,7 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-integrations test-browser fits support fuzz load mutants lint clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-integrations test-browser fits support fuzz load mutants lint docs clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -99,6 +99,14 @@ lint: $(VENV)/.ready  ## formatting, rules and types
 	ln -s $(addprefix ../../../,$(wildcard flex_inductor/*) lowerings templates tools) build/mypy/flex_inductor
 	$(bin)/python -m mypy
 	@echo "flex_inductor: lint passed"
+
+docs: $(VENV)/.docs  ## the site, into build/docs/html
+	PYTHONPATH=docs $(bin)/python -m sphinx -W --keep-going -q -d build/docs/doctrees docs build/docs/html
+	@echo "flex_inductor: docs built: build/docs/html/index.html"
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(bin)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
+	touch $@
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

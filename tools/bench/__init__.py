@@ -14,12 +14,35 @@ from .. import options
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    from . import compile, cpu, distributed, gpu, harness, huggingface, masks, static, varlen
+    from . import (
+        bias,
+        compile,
+        cpu,
+        decode,
+        distributed,
+        gpu,
+        harness,
+        huggingface,
+        masks,
+        memory,
+        page,
+        peak,
+        shares,
+        small,
+        static,
+        threads,
+        varlen,
+    )
 
-    parser = subparsers.add_parser("bench", help="measure")
-    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
-    for kind in (compile, cpu, distributed, gpu, huggingface, masks, static, varlen):
-        name = kind.__name__.rpartition(".")[2]
+    on_cpus = (cpu, shares, decode, varlen, small, threads, bias, memory, compile, masks, peak)
+    named = {
+        kind.__name__.rpartition(".")[2]: kind for kind in (*on_cpus, distributed, gpu, huggingface, static)
+    }
+    bench = subparsers.add_parser("bench", help=page.HELP, description=page.__doc__)
+    page.add_options(bench, [*named][: len(on_cpus)])
+    bench.set_defaults(run=partial(page.run, named))
+    kinds = bench.add_subparsers(title="what to measure", metavar="KIND")
+    for name, kind in named.items():
         parser = kinds.add_parser(name, help=kind.HELP, description=kind.__doc__)
         if kind is gpu:
             options.add(parser, gpu.OPTIONS)

@@ -82,6 +82,11 @@ def measure(case: Case, arguments: Namespace) -> Iterator[Result]:
             yield Result(f"{case.title}, {what}", side, spread, facts=facts)
 
 
+def headline(results: list[Result]) -> str:
+    ours = [r for r in results if r.side == OURS and "at_most" in r.facts and "kernels" not in r.facts]
+    return ", ".join(f"{r.case}: {r.facts['ratio'].median:.2f} of SDPA's time" for r in ours)
+
+
 def parts_of(step: Step) -> dict[str, tuple[float, Any]]:
     """Seconds of what a step consists of, and of the compiler how often it ran."""
     kernels: dict[str, list[float]] = {}
@@ -111,13 +116,13 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.between(x))))
 
 
-def attention_of(side: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attention_of(side: str, length: int = LENGTH) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if side == SDPA:
         return lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     from flex_inductor import create_block_mask, flex_attention
     from flex_inductor.masks import library
 
-    mask = create_block_mask(library.causal(), None, None, LENGTH, LENGTH, device="cpu")
+    mask = create_block_mask(library.causal(), None, None, length, length, device="cpu")
     return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
 
 

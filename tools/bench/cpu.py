@@ -6,6 +6,7 @@ rounds and the middle half of them. Before it is timed, each side is checked aga
 
 from __future__ import annotations
 
+import statistics
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,6 +103,13 @@ def sides_of(made: Made) -> dict[str, Callable]:
         sides[MASKED] = partial(sdpa, attn_mask=made.allowed())
     sides[DENSE] = made.dense
     return sides
+
+
+def headline(results: list[Result]) -> str:
+    """How many times as long as ours the others take, by the median of the cases that they serve."""
+    sides = (FLEX, SDPA, MASKED, DENSE)
+    ratios = {side: [r.facts["ratio"].median for r in results if r.side == side and r.ms] for side in sides}
+    return ", ".join(f"{side} {statistics.median(of):.1f}x ours" for side, of in ratios.items() if of)
 
 
 def plot(axis: Any, results: list[Result], _: Namespace) -> None:

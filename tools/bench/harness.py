@@ -97,7 +97,12 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
                 print(table.row(result), flush=True)
     if arguments.json:
         options = {name: value for name, value in vars(arguments).items() if not callable(value)}
-        found = {"machine": machine(), "options": options, "results": [*map(asdict, results)]}
+        found = {
+            "machine": machine(),
+            "date": time.strftime("%Y-%m-%d"),
+            "options": options,
+            "results": [*map(asdict, results)],
+        }
         with nullcontext(sys.stdout) if quiet else open(arguments.json, "w") as to:
             print(json.dumps(found, indent=2), file=to)
     if drawn:

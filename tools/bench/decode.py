@@ -1,0 +1,90 @@
+"""`flex-inductor bench decode`: decoding next to the speed at which this machine reads memory.
+
+A step reads all keys and values once. The first side reads as many bytes: the best of a plain sum, of memcpy's reads
+and of a loop that prefetches. Pages have 16 tokens and lie in random order. With --busy another process keeps one core
+at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import loops, varlen
+from .harness import PLOT, Result, Spread, alternate, keep_freed_memory, milliseconds, results_of, rounds
+
+HELP = "decoding, next to the memory's speed"
+COLUMNS = ("side", "ms", "over reading", "GB/s", "share")
+OPTIONS = {
+    **rounds(11),
+    **PLOT,
+    "--busy": {"action": "store_true", "help": "keep one core busy with something else"},
+}
+READING = "reading"
+
+
+def _case(count: int, dtype: torch.dtype) -> varlen.Case:
+    lengths = (32768,) if count == 1 else varlen._mixed(count, 65536)
+    return varlen.Case("decode", lengths, (16,), heads=32, kv_heads=8, head_dim=128, dtype=dtype)
+
+
+CASES = tuple(_case(count, dtype) for dtype in (torch.float32, torch.bfloat16) for count in (1, 4, 16, 64))
+
+
+def measure(case: varlen.Case, arguments: Namespace) -> list[Result]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    keep_freed_memory()
+    sides, _ = varlen.decoding(case)
+    size = sum(case.lengths) * case.kv_heads * case.head_dim * 2 * case.dtype.itemsize
+    steps: dict[str, Callable[[], Any]] = {READING: loops.reader(size)}
+    steps |= {name: side.step for name, side in sides.items() if name != varlen.SDPA}
+    for step in steps.values():
+        step()
+    with busy() if arguments.busy else contextlib.nullcontext():
+        times = alternate(
+            {name: partial(milliseconds, step) for name, step in steps.items()}, arguments.rounds
+        )
+
+    def facts(_: str, taken: list[float]) -> dict[str, Any]:
+        share = [own / ms for own, ms in zip(times[READING], taken, strict=True)]
+        return {"rate": Spread.of([size / ms / 1e6 for ms in taken]), "share": Spread.of(share)}
+
+    return results_of(case.title, times, facts)
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Another process that takes all of a core."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def headline(results: list[Result]) -> str:
+    least = min((r for r in results if r.side != READING), key=lambda r: r.facts["share"].median)
+    return f"worst share of the memory's speed: {least.facts['share'].median:.2f}, {least.case}, {least.side}"
+
+
+def plot(axis: Any, results: list[Result], _: Namespace) -> None:
+    """Bars: the share of the memory's speed."""
+    shown = [result for result in results if result.side != READING]
+    cases, names = ([*dict.fromkeys(getattr(r, name) for r in shown)] for name in ("case", "side"))
+    axis.figure.set_size_inches(8, 0.4 * len(cases) + 1)
+    for i, side in enumerate(names):
+        of = {cases.index(r.case) + 0.4 * i: r.facts["share"].median for r in shown if r.side == side}
+        axis.barh([*of], [*of.values()], 0.4, label=side)
+    axis.axvline(1, color="gray", linewidth=1)
+    axis.set(xlabel="share of the speed at which memory is read")
+    axis.set_yticks([i + 0.2 for i in range(len(cases))], cases)
+    axis.invert_yaxis()

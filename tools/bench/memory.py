@@ -1,0 +1,57 @@
+"""`flex-inductor bench memory`: the peak of a transformer's training step, next to SDPA's.
+
+Each side has a process of its own. What is measured is the process's resident memory at its peak during a step, above
+what it was before: activations, gradients and what kernels hold.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..options import count
+from .compile import HEADS, OURS, SDPA, WIDTH, Layer, attention_of
+from .harness import Result, above_start
+from .workers import Job, Worker
+
+HELP = "memory of a training step, next to SDPA's"
+COLUMNS = ("side", "ms", "MB at the peak", "over SDPA")
+OPTIONS = {"--length": count(4096, "tokens"), "--layers": count(12, "layers of the transformer")}
+
+
+class Case(NamedTuple):
+    layers: int
+    length: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.layers} layers, {self.length} tokens, width {WIDTH}, {HEADS} heads, fp32"
+
+
+def cases(arguments: Namespace) -> list[Case]:
+    return [Case(arguments.layers, arguments.length)]
+
+
+def measure(case: Case, _: Namespace) -> Iterator[Result]:
+    peaks = {}
+    for side in (SDPA, OURS):
+        with Worker() as worker:
+            peaks[side] = worker.run(Job(peak_of_step, (side, *case)))
+        facts = {"MB": peaks[side], "ratio": peaks[side] / peaks[SDPA]}
+        yield Result(case.title, side, note="", facts=facts)
+
+
+def peak_of_step(side: str, layers: int, length: int) -> float:
+    model = nn.Sequential(*(Layer(attention_of(side, length)) for _ in range(layers)))
+    compiled = torch.compile(model, backend="flex_inductor" if side == OURS else "inductor")
+    x = torch.randn(1, length, WIDTH)
+    compiled(x[:, :length]).sum().backward()  # compiles
+    return above_start(lambda: compiled(x).sum().backward())
+
+
+def headline(results: list[Result]) -> str:
+    return f"{results[-1].facts['ratio']:.2f} of SDPA's peak"

@@ -132,11 +132,11 @@ class Mod(NamedTuple):
     program: LaneProgram
     captures: list[Any]
     invariants: list[Any]  # results of the prologue: buffers of the surrounding graph, and sizes
-    columns: Sequence[Any] = ()  # tables over the keys, of what lanes compute of kv_idx alone
+    tables: Sequence[Any] = ()  # of values that lanes load instead of computing them
 
     @property
     def inputs(self) -> list[Any]:
-        return [*self.captures, *self.invariants, *self.columns]
+        return [*self.captures, *self.invariants, *self.tables]
 
     @property
     def outputs(self) -> Sequence[Any]:

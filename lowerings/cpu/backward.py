@@ -64,9 +64,13 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
                 {
                     "over_rows": scatter.over_rows,
                     "over_columns": scatter.over_columns,
+                    "over_diagonals": scatter.over_diagonals,
                     "size": " * ".join(["int64_t(1)", *map(kernel.text, sizes)]),
                     "code": lanes.code(
-                        scatter.body, kernel, row=not scatter.over_rows, column=not scatter.over_columns
+                        scatter.body,
+                        kernel,
+                        row=not (scatter.over_rows or scatter.over_diagonals),
+                        column=not scatter.over_columns,
                     ),
                 }
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)

@@ -24,8 +24,8 @@ from ..lanes import graph, mods
 from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
 from . import lanes, template, tuner
-from .columns import with_columns
 from .configs import Caches, candidates, estimate
+from .tables import with_tables
 
 AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some would belong to a neighbour
 
@@ -57,7 +57,7 @@ def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
     inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(programs(problem), call.inputs)))
     for of_mod in (inlined.score, inlined.mask):
         if of_mod is not None and sizes:
-            of_mod.mod = with_columns(of_mod.mod, problem.N)
+            of_mod.mod = with_tables(of_mod.mod, sizes)
     return inlined
 
 

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import sympy
 import torch
+from torch import fx
 from torch._inductor import config, ir
 from torch._inductor.codegen.cpp import CppKernelProxy, KernelGroup, ParallelDepth
 from torch._inductor.loop_body import LoopBody
@@ -36,6 +37,7 @@ from flex_inductor.mod_ir.ranges import Range, all_known
 
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
+from . import differences
 from .index_ranges import NoMore, may_wrap, needed
 from .template import NamedSizes, TemplateKernel
 
@@ -110,14 +112,19 @@ class Lanes:
     def tensors(self) -> list[Any]:
         return [t for t in self.mod.inputs if isinstance(t, ir.IRNode)]
 
-    def inline(self, live: Any) -> list[Any]:
-        """The lane graph over a tile, as Pointwise values, one for each of its outputs."""
+    def inline(self, live: Any, over_diagonals: bool = False) -> list[Any]:
+        """The lane graph over a tile, as Pointwise values, one for each of its outputs.
+
+        Over diagonals there is one row, of the differences of key and query in ascending order: that of the tile's last
+        query, with keys beyond the tile's.
+        """
+        row = (lambda i: _ROWS - 1) if over_diagonals else (lambda i: i[0])
         given = {
             "score": lambda: _lanes_of("raw"),
             "grad_score": lambda: _lanes_of("grads"),
             "b": lambda: _index(lambda i: _B),
             "h": lambda: _index(lambda i: _H),
-            "q_idx": lambda: _index(lambda i: (_Q if self.sizes else _Q_MAPPED) + i[0]),
+            "q_idx": lambda: _index(lambda i: (_Q if self.sizes else _Q_MAPPED) + row(i)),
             "kv_idx": lambda: _index(lambda i: _KV + i[1]),
         }
         program = self.mod.program
@@ -130,12 +137,19 @@ class Lanes:
     def conditions(self, indices: Sequence[Any], sizes: Sequence[Any]) -> set[NoMore] | None:
         """The conditions for `indices`, nodes of the lane graph, to lie within `sizes` in every lane; None if
         unknown."""
-        found = all_known(
-            needed(index, size, self.bounds) for index, size in zip(indices, sizes, strict=False)
-        )
+        found = all_known(self._needed(index, size) for index, size in zip(indices, sizes, strict=False))
         if found is None or (any(found) and not self.of_tile):
             return None
         return set().union(*found)
+
+    def _needed(self, index: Any, size: Any) -> set[NoMore] | None:
+        """The conditions for an index to lie within `size`. Of a few lengths, all its values are computed."""
+        found = needed(index, size, self.bounds)
+        if found == set() or not self.sizes or not isinstance(index, fx.Node):
+            return found
+        lengths = differences.static(self.sizes["q_idx"], self.sizes["kv_idx"], size)
+        values = lengths and differences.evaluated(self.mod.program, index, *lengths[:2])
+        return set() if values and values[0] >= 0 and values[1] < lengths[2] else found
 
     def _drop_needless_guards(self) -> None:
         """An index that cannot leave the tensor needs neither guard nor check."""
@@ -242,39 +256,45 @@ def body(make: Callable[..., list[Store]], *mods: Lanes | None) -> Body:
 
 
 class Scatter(NamedTuple):
-    """How lanes add to a leaf. Lanes with the same index along rows or columns of the tile are summed first."""
+    """How lanes add to a leaf. Lanes with the same index along rows, columns or diagonals are summed first."""
 
     over_rows: bool  # one sum for each column
     over_columns: bool  # one sum for each row
+    over_diagonals: bool  # one sum for each difference of key and query
     body: Body
 
 
 def scatters(joint: Lanes) -> list[Scatter]:
     result = []
-    for i, leaf in enumerate(joint.mod.program.leaves):
+    program = joint.mod.program
+    kinds = differences.found(program)
+    for i, (leaf, _, indices) in enumerate(program.by_leaf(joint.mod.outputs)):
         over_rows, over_columns = "q_idx" not in leaf.axes, "kv_idx" not in leaf.axes
-        at = _summed_at(over_rows, over_columns)
-        store, _ = _scatter(joint, i, at)
-        inner, found = _scatter(joint.in_tile, i, at) if joint.in_tile else (store, frozenset())
-        result.append(Scatter(over_rows, over_columns, Body([store], [inner], found)))
+        over_diagonals = not (over_rows or over_columns) and all(index in kinds for index in indices)
+        at = _summed_at(over_rows, over_columns, over_diagonals)
+        store, _ = _scatter(joint, i, at, over_diagonals)
+        inner, found = (
+            _scatter(joint.in_tile, i, at, over_diagonals) if joint.in_tile else (store, frozenset())
+        )
+        result.append(Scatter(over_rows, over_columns, over_diagonals, Body([store], [inner], found)))
     return result
 
 
-def _summed_at(over_rows: bool, over_columns: bool) -> Callable:
+def _summed_at(over_rows: bool, over_columns: bool, over_diagonals: bool) -> Callable:
     """Where a lane's sum is kept."""
     if over_columns:
         return lambda i: sympy.S.Zero if over_rows else i[0]
-    return (lambda i: i[1]) if over_rows else _lane_at
+    return (lambda i: i[1]) if over_rows or over_diagonals else _lane_at
 
 
-def _scatter(joint: Lanes, leaf: int, at: Callable) -> tuple[Store, frozenset[NoMore]]:
+def _scatter(joint: Lanes, leaf: int, at: Callable, over_diagonals: bool) -> tuple[Store, frozenset[NoMore]]:
     """The statement, and what it needs to hold of a tile."""
     value = _lanes_of(f"leaf_{leaf}_lanes", at)
     # A lane that adds nothing may hold any index.
     adds = lowerings[aten.ne.Scalar](value, 0.0)
     program = joint.mod.program
     (_, _, indices), (_, _, nodes) = (
-        program.by_leaf(outputs)[leaf] for outputs in (joint.inline(adds), joint.mod.outputs)
+        program.by_leaf(outputs)[leaf] for outputs in (joint.inline(adds, over_diagonals), joint.mod.outputs)
     )
     parts: list[tuple[Callable, Any, bool]] = []
     found: set[NoMore] = set()

@@ -1,0 +1,139 @@
+"""Values of a mod that are slow to compute for each score: tables hold them, and lanes load them.
+
+One has an entry for each key: vectors of integers have no division, so `kv_idx // width` would be computed one lane at
+a time. Another has one for each difference of key and query (and head), such as a relative bias: lanes of a row lie
+side by side in it, whatever the mod's own table looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import ops
+
+from flex_inductor.mod_ir.ranges import operation
+
+from ..buffers import realized
+from ..lanes import Mod, graph, outside
+from . import differences
+
+aten = torch.ops.aten
+
+_SLOW = {"div", "exp", "floor_divide", "fmod", "log", "pow", "remainder"}
+_LOOKUPS = {"index", "_unsafe_index"}
+FEW_ROWS = 32  # with fewer queries, a table of differences has about as many entries as there are scores
+
+
+def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
+    """The mod, its lane graph changed in place to load such values; `sizes` are those of b, h, q_idx and kv_idx."""
+    mod = _with_differences(mod, sizes)
+    return _with_columns(mod, sizes["kv_idx"])
+
+
+def _with_columns(mod: Mod, length: Any) -> Mod:
+    key = differences.coordinate(mod.program, "kv_idx")
+    slow = _of_key_alone(graph(mod.program.lane), key)
+    ends = [node for node in slow if slow[node] and any(user not in slow for user in node.users)]
+    if not ends:
+        return mod
+    columns = outside(differences.apart(ends, [key]), _places([length], 0, key.meta["val"].dtype))
+    return _loaded(mod, ends, slow, columns, [key])
+
+
+def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
+    static = differences.static(*(sizes[name] for name in ("q_idx", "kv_idx", "h")))
+    if static is None or static[0] < FEW_ROWS:
+        return mod
+    queries, keys, heads = static
+    program, lane = mod.program, graph(mod.program.lane)
+    placeholders = lane.find_nodes(op="placeholder")
+    named = dict(zip(placeholders[len(placeholders) - len(mod.inputs) :], mod.inputs, strict=True))
+    tables = [node for node, tensor in named.items() if isinstance(tensor, ir.IRNode)]
+    kinds = differences.found(program, tables)
+    slow: dict[fx.Node, bool] = {}
+    for node, kind in kinds.items():
+        takes_long = operation(node.target) in _SLOW | _LOOKUPS
+        slow[node] = kind == differences.DIFFERENCE and (
+            takes_long or any(slow.get(source) for source in node.all_input_nodes)
+        )
+    ends = [node for node in kinds if slow[node] and any(user not in kinds for user in node.users)]
+    if not ends:
+        return mod
+    query, key, head = (differences.coordinate(program, name) for name in ("q_idx", "kv_idx", "h"))
+    dtype = key.meta["val"].dtype
+    # Only the difference counts: all are those of the last query and of keys, some of them beyond the last.
+    last = ir.Pointwise.create(
+        device=torch.device("cpu"),
+        dtype=dtype,
+        inner_fn=lambda _: ops.constant(queries - 1, dtype),
+        ranges=[1, 1],
+    )
+    places = _places([1, queries + keys - 1], 1, dtype), _places([heads, 1], 0, head.meta["val"].dtype)
+    found = outside(
+        differences.apart(ends, [query, key, head, *tables]), last, *places, *(named[node] for node in tables)
+    )
+    with lane.inserting_after(placeholders[-1]):
+        ahead = lane.call_function(aten.sub.Tensor, (key, query))
+    with lane.inserting_after(ahead):
+        at = lane.call_function(aten.add.Tensor, (ahead, queries - 1))
+    ahead.meta["val"] = at.meta["val"] = key.meta["val"]
+    for end, table in zip(ends, found, strict=True):
+        by_head = len(table.get_size()) == 2 and table.get_size()[0] != 1
+        table = table if by_head else lowerings[aten.squeeze.dim](table, 0)
+        mod = _loaded(mod, [end], kinds, [table], [head, at] if by_head else [at])
+    return mod
+
+
+def _loaded(
+    mod: Mod, ends: Sequence[fx.Node], of_table: Any, tables: Sequence[Any], at: list[fx.Node]
+) -> Mod:
+    """The mod with `ends` loaded from tables, but where others of `of_table` use them."""
+    lane = graph(mod.program.lane)
+    for node, table in zip(ends, tables, strict=True):
+        with lane.inserting_after(lane.find_nodes(op="placeholder")[-1]):
+            given = lane.placeholder(f"table_{node.name}")
+        given.meta["val"] = node.meta["val"].new_empty([1] * len(at))
+        with lane.inserting_after(node):
+            load = lane.call_function(aten._unsafe_index.Tensor, (given, at))
+        load.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(load, lambda user: user not in of_table)
+        mod = mod._replace(tables=[*mod.tables, _kept(table)])
+    lane.eliminate_dead_code()
+    return mod
+
+
+def _of_key_alone(lane: fx.Graph, key: fx.Node) -> dict[fx.Node, bool]:
+    """The nodes computed of kv_idx and numbers alone, in order, and whether that is slow.
+
+    Those of several dtypes are left out: a table's dtype counts where that of a 0-d tensor may not.
+    """
+    found: dict[fx.Node, bool] = {}
+    for node in lane.nodes:
+        sources = node.all_input_nodes
+        if node.op != "call_function" or not sources or any(s is not key and s not in found for s in sources):
+            continue
+        if len({source.meta["val"].dtype for source in sources}) == 1:
+            name = node.target.overloadpacket.__name__
+            found[node] = name in _SLOW or any(found.get(source) for source in sources)
+    return found
+
+
+def _places(sizes: list[Any], dim: int, dtype: torch.dtype) -> ir.TensorBox:
+    """0, 1, 2, ... along a dimension, as values: Inductor would divide a loop's index by splitting the loop, and leave
+    out its rest."""
+
+    def place(index: Any) -> Any:
+        return ops.bitwise_or(ops.index_expr(index[dim], dtype), ops.constant(0, dtype))
+
+    return ir.Pointwise.create(device=torch.device("cpu"), dtype=dtype, inner_fn=place, ranges=sizes)
+
+
+def _kept(table: ir.TensorBox) -> ir.TensorBox:
+    """As a view of a buffer: Inductor would compute one that reads nothing again in every lane."""
+    buffer = realized(table)
+    return ir.TensorBox(ir.ReinterpretView(data=buffer.data, layout=buffer.get_layout()))

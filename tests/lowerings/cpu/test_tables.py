@@ -1,0 +1,147 @@
+"""Values of a mod that are slow to compute: once for each key, or for each difference of key and query."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from flex_inductor import create_block_mask, flex_attention, mods
+from tests.lowerings.cpu.helpers import fused
+from tests.support import Sizes, attention_of, dense_of, judge
+
+WIDTH = 7
+SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=70, keys=90, head_dim=16, value_dim=8)
+
+
+def near(b, h, q_idx, kv_idx):
+    """Within two rows and columns of an image."""
+    rows, columns = q_idx // WIDTH - kv_idx // WIDTH, q_idx % WIDTH - kv_idx % WIDTH
+    return (rows.abs() <= 2) & (columns.abs() <= 2)
+
+
+def by_places(table):
+    """A bias that reads tables at computed keys, and values of keys in several dtypes."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        scaled = score + table[h, kv_idx // 2] * torch.exp(-0.1 * (kv_idx % 5))
+        return scaled + (kv_idx // 3 + kv_idx.long() * (kv_idx % 4 == 2)) * 1e-3
+
+    return score_mod
+
+
+def divisions(coordinate, code):
+    body = code[code.index("const auto partial_tile") :]
+    return re.findall(
+        rf"div_floor_integer\(static_cast<int64_t>\({coordinate} |\({coordinate} [^()]*\) % ", body
+    )
+
+
+def test_keys_are_not_divided_in_lanes():
+    mask = create_block_mask(near, None, None, 90, 90, "cpu", BLOCK_SIZE=32)
+    attend = fused(lambda *tensors: flex_attention(*tensors, block_mask=mask))
+    with torch.no_grad():
+        _, code = run_and_get_code(attend, *(torch.randn(1, 2, 90, 16) for _ in range(3)))
+    assert divisions("TILE_Q", "\n".join(code)) and not divisions("TILE_KV", "\n".join(code))
+
+
+def same_chunk(b, h, q_idx, kv_idx):
+    """Alone, a division by 16: torch's Inductor computes `torch.arange(90) // 16` for 80 numbers."""
+    return q_idx // 16 == kv_idx // 16
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mask_mod", [near, same_chunk])
+def test_results_are_right(mask_mod, dynamic):
+    table = torch.randn(4, 45, dtype=torch.float64)
+    attend = fused(attention_of(by_places), dynamic=dynamic)
+    for keys in (90, 63):
+        sizes = SIZES._replace(keys=keys)
+        mask = create_block_mask(mask_mod, None, None, sizes.queries, keys, "cpu", BLOCK_SIZE=32)
+        judge(attend, dense_of(by_places), sizes.inputs(torch.float32), [table], mask)
+
+
+def test_one_query_reads_the_same_tables():
+    sizes = SIZES._replace(queries=1, keys=200)
+    mask = create_block_mask(lambda b, h, q, kv: kv % WIDTH < 3, None, None, 1, 200, "cpu")
+    table = torch.randn(4, 9, 79, dtype=torch.float64)  # of an image of 5 rows
+
+    def build(table):
+        return mods.relative_bias_2d(table, 40)
+
+    judge(fused(attention_of(build)), dense_of(build), sizes.inputs(torch.float32), [table], mask)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def buckets(table):
+    """T5's: the entry follows from the difference by a logarithm. Bounds of its steps do not say that it is in range."""
+    return mods.t5_bias(table)
+
+
+def distances(table):
+    """One number for each head and distance. The table has none for what the mask hides."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, q_idx - kv_idx]
+
+    return score_mod
+
+
+def decays(table):
+    """A captured table of both signs, without a head, and slow operations of the difference."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        ahead = kv_idx + 100 - q_idx
+        return score * table[ahead] + torch.exp(-0.01 * (ahead - 100).abs())
+
+    return score_mod
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "mod, shape, mask_mod",
+    [(buckets, (32, 4), None), (distances, (4, 90), causal), (decays, (190,), None)],
+)
+def test_values_of_the_difference(mod, shape, mask_mod, dtype):
+    table = torch.randn(shape, dtype=torch.float64)
+    mask = mask_mod and create_block_mask(mask_mod, None, None, 70, 90, "cpu", BLOCK_SIZE=32)
+    judge(fused(attention_of(mod)), dense_of(mod), SIZES.inputs(dtype), [table], mask)
+
+
+def test_lengths_that_change_compute_them_in_lanes():
+    attend = fused(attention_of(buckets), dynamic=True)
+    for keys in (90, 63):
+        judge(
+            attend,
+            dense_of(buckets),
+            SIZES._replace(keys=keys).inputs(torch.float32),
+            [torch.randn(32, 4).double()],
+            None,
+        )
+
+
+def test_gradients_of_a_difference_are_summed_along_diagonals():
+    """One sum for each diagonal of a tile is scattered, and nothing is computed of the logarithm in lanes."""
+    table = torch.randn(32, 4, requires_grad=True)
+    query, key, value = (torch.randn(1, 4, 70, 16, requires_grad=True) for _ in range(3))
+
+    def step():
+        out = fused(lambda q, k, v: flex_attention(q, k, v, mods.t5_bias(table)))(query, key, value)
+        return torch.autograd.grad(out.sum(), [query, table])
+
+    _, code = run_and_get_code(step)
+    forward, backward = (text for text in code if "TILE_Q" in text)
+    assert "log(" not in forward[forward.index("TILE_Q") :]
+    assert "rows + columns - 1" in backward
+
+
+def test_a_live_index_out_of_range_raises():
+    """A table of all differences would hide it, or raise for what the mask hides."""
+    table = torch.randn(4, 60)
+    attend = fused(lambda *tensors: flex_attention(*tensors, distances(table), mask, enable_gqa=True))
+    mask = create_block_mask(causal, None, None, 70, 90, "cpu")
+    with torch.no_grad(), pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        attend(*SIZES.inputs(torch.float32))

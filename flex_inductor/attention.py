@@ -109,10 +109,10 @@ def flex_attention(
     Example:
         >>> query = torch.randn(1, 4, 64, 32)
         >>> bias = torch.zeros(64, requires_grad=True)
-        >>> mask = flex_inductor.create_block_mask(masks.causal(), None, None, 64, 64)
+        >>> mask = create_block_mask(masks.causal(), None, None, 64, 64)
         >>> def score_mod(score, b, h, q_idx, kv_idx):
         ...     return score + bias[kv_idx]
-        >>> out = flex_inductor.flex_attention(query, query, query, score_mod, mask)
+        >>> out = flex_attention(query, query, query, score_mod, mask)
         >>> out.sum().backward()
         >>> out.shape, bias.grad.shape
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))

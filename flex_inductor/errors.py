@@ -21,7 +21,7 @@ class FlexError(Exception):
     Example:
         >>> query, key = torch.zeros(1, 8, 16, 32), torch.zeros(1, 2, 16, 32)
         >>> try:
-        ...     flex_inductor.flex_attention(query, key, key)
+        ...     flex_attention(query, key, key)
         ... except flex_inductor.FlexError as error:
         ...     print(*str(error).split(". "), sep="\n")
         query has 8 heads and key has 2; without enable_gqa they must be equal
@@ -47,10 +47,11 @@ class FlexTypeError(FlexError, TypeError):
     Example:
         >>> query = torch.zeros(1, 1, 4, 8)
         >>> try:
-        ...     flex_inductor.flex_attention(query, query, query, masks.causal())
+        ...     flex_attention(query, query, query, masks.causal())
         ... except TypeError as error:
-        ...     print(*str(error).split(". "), sep="\n")
-        score_mod must take 5 arguments, score_mod(score, b, h, q_idx, kv_idx), but `causal.<locals>.causal` takes 4
+        ...     print(*str(error).replace(", but", ". But").split(". "), sep="\n")
+        score_mod must take 5 arguments, score_mod(score, b, h, q_idx, kv_idx)
+        But `causal.<locals>.causal` takes 4
         It looks like a mask_mod: were the two swapped?
     """
 
@@ -62,7 +63,7 @@ class FlexNotImplementedError(FlexError, NotImplementedError):
         >>> query = torch.ones(1, 1, 4, 8, requires_grad=True)
         >>> def derivative(result):
         ...     return torch.autograd.grad(result.sin().sum(), query, create_graph=True)[0]
-        >>> second = derivative(derivative(flex_inductor.flex_attention(query, query, query)))
+        >>> second = derivative(derivative(flex_attention(query, query, query)))
         >>> try:
         ...     derivative(second)
         ... except NotImplementedError as error:
@@ -77,7 +78,7 @@ class FlexRuntimeError(FlexError, RuntimeError):
     Example:
         >>> query = torch.zeros(1, 1, 4, 8)
         >>> try:
-        ...     flex_inductor.flex_attention(query, query, query, lambda score, *_: score + torch.rand(()))
+        ...     flex_attention(query, query, query, lambda score, *_: score + torch.rand(()))
         ... except RuntimeError as error:
         ...     print(str(error).partition(" (")[0])
         score_mod draws random numbers

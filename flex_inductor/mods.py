@@ -133,7 +133,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     Example:
         >>> table = torch.zeros(2, 5, requires_grad=True)
         >>> query = torch.randn(1, 2, 8, 16)
-        >>> flex_inductor.flex_attention(query, query, query, mods.relative_bias(table)).sum().backward()
+        >>> flex_attention(query, query, query, mods.relative_bias(table)).sum().backward()
         >>> table.grad.shape
         torch.Size([2, 5])
     """

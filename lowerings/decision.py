@@ -18,7 +18,8 @@ class Choice(NamedTuple):
 
     Example:
         >>> from flex_inductor.lowerings.decision import Choice
-        >>> print(Choice("forward", {"block_m": 64, "block_n": 32, "stages": 0}, "the first that fits"))
+        >>> config = {"block_m": 64, "block_n": 32, "stages": 0}
+        >>> print(Choice("forward", config, "the first that fits"))
         forward block_m=64 block_n=32 (the first that fits)
     """
 
@@ -50,7 +51,7 @@ class Decision(NamedTuple):
 
     Example:
         >>> query = torch.randn(1, 1, 1024, 40)
-        >>> out = flex_inductor.flex_attention(query, query, query)
+        >>> out = flex_attention(query, query, query)
         >>> flex_inductor.decisions()[-1].chosen
         'chunked'
     """

@@ -80,7 +80,7 @@ def decisions(*, clear: bool = False) -> list[Decision]:
 
     Example:
         >>> query = torch.randn(1, 1, 1024, 24)
-        >>> out = flex_inductor.flex_attention(query, query, query)
+        >>> out = flex_attention(query, query, query)
         >>> print(flex_inductor.decisions()[-1])
         call:     forward float32 on cpu, B1 H1 M1024 N1024 D24
         chosen:   chunked (an eager call; its class gets a kernel after 536,870,912 scores)

@@ -60,7 +60,8 @@ def trace_mod(
 
     Example:
         >>> query = torch.zeros(1, 1, 8, 16)
-        >>> flex_inductor.trace_mod(mods.soft_distance(1, 2.0), query, query, q_range=(0, 3), kv_range=(0, 4)).result
+        >>> ranges = {"q_range": (0, 3), "kv_range": (0, 4)}
+        >>> flex_inductor.trace_mod(mods.soft_distance(1, 2.0), query, query, **ranges).result
         tensor([[ 0.,  0., -2., -4.],
                 [ 0.,  0.,  0., -2.],
                 [-2.,  0.,  0.,  0.]], dtype=torch.float64)
@@ -96,7 +97,8 @@ class Step:
 
     Example:
         >>> query = torch.zeros(1, 1, 8, 16)
-        >>> trace = flex_inductor.trace_mod(mods.softcap(2.0), query, query, q_range=(0, 1), kv_range=(0, 2))
+        >>> ranges = {"q_range": (0, 1), "kv_range": (0, 2)}
+        >>> trace = flex_inductor.trace_mod(mods.softcap(2.0), query, query, **ranges)
         >>> first = trace.steps[0]
         >>> first.text, first.values
         ('score', {(0, 0): tensor(0.), (0, 1): tensor(0.)})
@@ -117,7 +119,8 @@ class ModTrace:
 
     Example:
         >>> query = torch.zeros(1, 1, 8, 16)
-        >>> trace = flex_inductor.trace_mod(masks.causal(), query, query, q_range=(0, 2), kv_range=(0, 2))
+        >>> ranges = {"q_range": (0, 2), "kv_range": (0, 2)}
+        >>> trace = flex_inductor.trace_mod(masks.causal(), query, query, **ranges)
         >>> print(str(trace).partition("\n")[0])
         causal on queries 0 to 1 (down) and keys 0 to 1 (across)
         >>> trace.result  # [queries, keys]
@@ -147,7 +150,8 @@ class ModTrace:
 
         Example:
             >>> query = torch.zeros(1, 1, 8, 16)
-            >>> trace = flex_inductor.trace_mod(masks.causal(), query, query, q_range=(0, 1), kv_range=(0, 1))
+            >>> ranges = {"q_range": (0, 1), "kv_range": (0, 1)}
+            >>> trace = flex_inductor.trace_mod(masks.causal(), query, query, **ranges)
             >>> trace.note("mine", None, (0, 0), torch.tensor(7), "a value of mine")
             >>> trace.steps[-1].text
             'a value of mine'

@@ -47,20 +47,23 @@ class ContextParallel:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> cp = flex_inductor.context_parallel(dist.group.WORLD)
-        >>> planned = cp.plan({"local": masks.sliding_window(64), "global": masks.causal()}, length=256)
+        >>> both = {"local": masks.sliding_window(64), "global": masks.causal()}
+        >>> planned = cp.plan(both, length=256)
         >>> tokens = torch.arange(256)[None]
         >>> cp.shard(tokens, dims=1).shape, cp.next_tokens(tokens)[0, -3:].tolist()
         (torch.Size([1, 256]), [254, 255, -100])
         >>> query = cp.shard(torch.randn(1, 2, 256, 16), dims=2)
-        >>> out = flex_inductor.flex_attention(query, query, query, block_mask=planned["local"])
+        >>> out = flex_attention(query, query, query, block_mask=planned["local"])
         >>> cp.unshard(out, dim=2).shape
         torch.Size([1, 2, 256, 16])
+        >>> from torch.nn.functional import scaled_dot_product_attention
         >>> with cp:
-        ...     dense = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        ...     dense = scaled_dot_product_attention(query, query, query, is_causal=True)
         >>> step = torch.randn(1, 2, 1, 16)
-        >>> cp.decode(step, query, query, positions=torch.arange(256), at=torch.tensor([255])).shape
+        >>> places = {"positions": torch.arange(256), "at": torch.tensor([255])}
+        >>> cp.decode(step, query, query, **places).shape
         torch.Size([1, 2, 1, 16])
-        >>> out, lse = flex_inductor.flex_attention(step, query, query, return_lse=True)
+        >>> out, lse = flex_attention(step, query, query, return_lse=True)
         >>> [part.shape for part in cp.merge(out, lse)]
         [torch.Size([1, 2, 1, 16]), torch.Size([1, 2, 1])]
         >>> dist.destroy_process_group()
@@ -346,12 +349,12 @@ def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") ->
 
     Example:
         >>> import torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun has more ranks
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> cp = flex_inductor.context_parallel(dist.group.WORLD, method="ring")
         >>> mask = cp.plan(masks.causal(), length=512)
         >>> whole = torch.randn(1, 2, 512, 16)
         >>> query = cp.shard(whole, dims=2)
-        >>> out = flex_inductor.flex_attention(query, query, query, block_mask=mask)
+        >>> out = flex_attention(query, query, query, block_mask=mask)
         >>> cp.unshard(out, dim=2).shape
         torch.Size([1, 2, 512, 16])
         >>> dist.destroy_process_group()

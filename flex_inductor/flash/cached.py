@@ -94,7 +94,9 @@ def flash_attn_with_kvcache(
         >>> k_cache, v_cache = torch.zeros(2, 2, 16, 4, 8)
         >>> q, new = torch.randn(2, 1, 4, 8), torch.ones(2, 1, 4, 8)
         >>> lengths = torch.tensor([3, 9], dtype=torch.int32)
-        >>> flash.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lengths, causal=True).shape
+        >>> out = flash.flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, new, new, cache_seqlens=lengths, causal=True)
+        >>> out.shape
         torch.Size([2, 1, 4, 8])
         >>> k_cache[:, :, 0, 0].nonzero().tolist()  # where the new keys are
         [[0, 3], [1, 9]]

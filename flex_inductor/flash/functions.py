@@ -83,7 +83,8 @@ def flash_attn_func(
         FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
 
     Example:
-        >>> q, k, v = torch.randn(1, 2, 8, 16), torch.randn(1, 6, 2, 16), torch.randn(1, 6, 2, 16)
+        >>> q = torch.randn(1, 2, 8, 16)
+        >>> k, v = torch.randn(2, 1, 6, 2, 16)
         >>> flash.flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 2, 8, 16])
         >>> _, lse, _ = flash.flash_attn_func(q * 0, k, v, causal=True, return_attn_probs=True)
@@ -155,7 +156,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -
         Tensor: [B, M, H, D], or what `flash_attn_func` returns beside.
 
     Example:
-        >>> flash.flash_attn_kvpacked_func(torch.randn(2, 3, 4, 8), torch.randn(2, 10, 2, 2, 8)).shape
+        >>> q, kv = torch.randn(2, 3, 4, 8), torch.randn(2, 10, 2, 2, 8)
+        >>> flash.flash_attn_kvpacked_func(q, kv).shape
         torch.Size([2, 3, 4, 8])
     """
     k, v = kv.unbind(2)
@@ -306,7 +308,8 @@ def flash_attn_varlen_qkvpacked_func(
 
     Example:
         >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
-        >>> flash.flash_attn_varlen_qkvpacked_func(torch.randn(10, 3, 2, 8), cu, 7, causal=True).shape
+        >>> qkv = torch.randn(10, 3, 2, 8)
+        >>> flash.flash_attn_varlen_qkvpacked_func(qkv, cu, 7, causal=True).shape
         torch.Size([10, 2, 8])
     """
     q, k, v = qkv.unbind(1)

@@ -41,7 +41,8 @@ def register(*, instead_of_flex: bool = False) -> None:
         instead_of_flex: also serve the name "flex", which some models choose by themselves, for the whole process.
 
     Example:
-        >>> from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+        >>> from diffusers.models.attention_dispatch import attention_backend
+        >>> from diffusers.models.attention_dispatch import dispatch_attention_fn
         >>> from flex_inductor.integrations import diffusers as ours
         >>> ours.register()
         >>> query = torch.randn(1, 24, 2, 8)  # [B, M, H, D]
@@ -59,7 +60,7 @@ def register(*, instead_of_flex: bool = False) -> None:
 def mods(
     block_mask: BlockMask | RunSchedule | None = None, score_mod: Callable[..., Tensor] | None = None
 ) -> Iterator[None]:
-    """Give these to models that have no place for them, in this thread, until the end of the `with` block.
+    """Give a mask and a score_mod to models that have no place for them, in this thread, until the block ends.
 
     They are for the calls with as many queries and keys as `block_mask` has, or, without one, as many queries as keys.
     So cross attention to a text of another length stays as it is. A call's own mask holds too.
@@ -72,7 +73,7 @@ def mods(
         >>> from flex_inductor.integrations import diffusers as ours
         >>> window = masks.neighborhood((4, 6), (3, 3))
         >>> query = torch.randn(1, 24, 2, 8)
-        >>> with ours.mods(flex_inductor.create_block_mask(window, None, None, 24, 24)):
+        >>> with ours.mods(create_block_mask(window, None, None, 24, 24)):
         ...     near = ours.attend(query, query, query)
         >>> torch.equal(near, ours.attend(query, query, query))
         False
@@ -121,6 +122,7 @@ def attend(
         enable_gqa: let groups of query heads share a head of keys and values.
         return_lse: return (out, logsumexp).
         score_mod: of a model's `attention_kwargs`; that of `mods` by default.
+        _parallel_config: how diffusers would spread the call over ranks, which must be None.
 
     Returns:
         Tensor: [B, M, H, V], or (out, logsumexp [B, M, H]).
@@ -132,7 +134,8 @@ def attend(
     Example:
         >>> from flex_inductor.integrations import diffusers as ours
         >>> query = torch.randn(1, 24, 2, 8)
-        >>> out, lse = ours.attend(query, query, query, attn_mask=torch.ones(1, 24) > 0, return_lse=True)
+        >>> seen = torch.arange(24) < 20
+        >>> out, lse = ours.attend(query, query, query, attn_mask=seen, return_lse=True)
         >>> out.shape, lse.shape
         (torch.Size([1, 24, 2, 8]), torch.Size([1, 24, 2]))
     """

@@ -63,7 +63,7 @@ def export(
         >>> from flex_inductor.integrations import onnx as ours
         >>> class Attention(torch.nn.Module):
         ...     def forward(self, query):
-        ...         return flex_inductor.flex_attention(query, query, query, mods.softcap(20.0))
+        ...         return flex_attention(query, query, query, mods.softcap(20.0))
         >>> program = ours.export(Attention(), (torch.randn(1, 2, 8, 16),))
         >>> [node.op_type for node in program.model.graph]
         ['FlexAttention']

@@ -54,9 +54,13 @@ class FlexInductorAttention(FlexAttention):
         >>> from flex_inductor.integrations.torchtitan import FlexInductorAttention
         >>> attend = FlexInductorAttention(FlexInductorAttention.Config())
         >>> query = torch.randn(1, 64, 2, 16)
-        >>> mask = flex_inductor.create_block_mask(masks.causal(), None, None, 64, 64)
+        >>> mask = create_block_mask(masks.causal(), None, None, 64, 64)
         >>> attend.forward(query, query, query, attention_masks=mask).shape
         torch.Size([1, 64, 2, 16])
+        >>> from torchtitan.distributed.parallel_dims import ParallelDims
+        >>> ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1)
+        >>> alone = ParallelDims(**ones, world_size=1)
+        >>> attend.parallelize(alone)  # torchtitan calls it on each process
     """
 
     _sharding_config: Any
@@ -152,11 +156,12 @@ class FlexInductorConverter(ModelConfigConverter):
     Example:
         >>> from flex_inductor.integrations.torchtitan import FlexInductorConverter
         >>> from torchtitan.models.llama3 import model_registry
-        >>> model = model_registry("debugmodel", converters=[FlexInductorConverter.Config()]).model
+        >>> converters = [FlexInductorConverter.Config()]
+        >>> model = model_registry("debugmodel", converters=converters).model
         >>> type(model.layers[0].attention.inner_attention).__qualname__
         'FlexInductorAttention.Config'
-        >>> found = FlexInductorConverter(FlexInductorConverter.Config(cp_method="ring")).convert(model)
-        >>> found.layers[0].attention.inner_attention.cp_method
+        >>> converter = FlexInductorConverter(FlexInductorConverter.Config(cp_method="ring"))
+        >>> converter.convert(model).layers[0].attention.inner_attention.cp_method
         'ring'
     """
 

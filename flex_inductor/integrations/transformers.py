@@ -201,7 +201,8 @@ def attend(
         >>> import transformers
         >>> import flex_inductor.integrations.transformers
         >>> config = transformers.LlamaConfig(
-        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+        ...     hidden_size=32, intermediate_size=32, vocab_size=64,
+        ...     num_hidden_layers=1, num_attention_heads=2)
         >>> config._attn_implementation = "flex_inductor"
         >>> transformers.LlamaForCausalLM(config)(torch.arange(48)[None]).logits.shape
         torch.Size([1, 48, 64])

@@ -42,7 +42,7 @@ def check(
         laws: the names of those to judge by, all by default.
 
     Returns:
-        Report: what became of each law; `report.ok` says whether all that apply hold.
+        flex_inductor.laws.Report: what became of each law; `report.ok` says whether all that apply hold.
 
     Raises:
         FlexValueError: a law has no such name, `documents` do not fit, or an input is on another device.
@@ -50,10 +50,11 @@ def check(
 
     Example:
         >>> def two_documents(query, key, value):
-        ...     mask = flex_inductor.create_block_mask(masks.causal(), None, None, 8, 8)  # forgets the documents
-        ...     return flex_inductor.flex_attention(query, key, value, block_mask=mask)
+        ...     forgets = create_block_mask(masks.causal(), None, None, 8, 8)
+        ...     return flex_attention(query, key, value, block_mask=forgets)
         >>> inputs = [torch.randn(1, 1, 8, 16) for _ in range(3)]
-        >>> report = flex_inductor.check(two_documents, inputs, documents=[4, 4], laws=["documents"])
+        >>> laws = ["documents"]
+        >>> report = flex_inductor.check(two_documents, inputs, documents=[4, 4], laws=laws)
         >>> report.ok, report.failures[0].law
         (False, 'documents')
     """

@@ -33,7 +33,7 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
         laws: the names of those to judge by, all by default.
 
     Returns:
-        Report: as `check` returns.
+        flex_inductor.laws.Report: as `check` returns.
 
     Raises:
         FlexTypeError: it is no model of transformers, or the batch has no tokens.
@@ -42,10 +42,11 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
     Example:
         >>> import transformers
         >>> config = transformers.LlamaConfig(
-        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+        ...     hidden_size=32, intermediate_size=32, vocab_size=64,
+        ...     num_hidden_layers=1, num_attention_heads=2)
         >>> model = transformers.LlamaForCausalLM(config)
-        >>> batch = {"input_ids": torch.arange(16)[None], "attention_mask": torch.ones(1, 16, dtype=torch.int64)}
-        >>> batch["attention_mask"][0, :4] = 0  # padding
+        >>> tokens = torch.arange(16)[None]
+        >>> batch = {"input_ids": tokens, "attention_mask": (tokens > 3).long()}  # padded
         >>> report = flex_inductor.check_model(model, batch, laws=["masked"])
         >>> report.results[0].outcome, report.results[0].text.partition(".")[0]
         ('holds', 'Padding replaced by other tokens')

@@ -51,14 +51,14 @@ class Report:
 
     Example:
         >>> def attend(query, key, value):
-        ...     return flex_inductor.flex_attention(query, key, value, mods.softcap(20.0))
+        ...     return flex_attention(query, key, value, mods.softcap(20.0))
         >>> inputs = [torch.randn(1, 2, 16, 8) for _ in range(3)]
-        >>> report = flex_inductor.check(attend, inputs, laws=["masked", "shift"])
+        >>> report = flex_inductor.check(attend, inputs, laws=["shift", "batch"])
         >>> print(report)
         Laws of attend
-        not applicable  masked  call 0 (<doctest Report[0]>:2): every query sees every key
-        holds           shift   A constant added to all scores. 1 call of 1 kind.
-        holds 1, not applicable 1
+        holds  shift  A constant added to all scores. 1 call of 1 kind.
+        holds  batch  Entries alone, among others, and with others replaced.
+        holds 2
         >>> report.ok, report.failures, report.not_run
         (True, [], [])
         >>> report.to_dict()["laws"][1]["outcome"]

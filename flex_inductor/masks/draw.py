@@ -37,7 +37,7 @@ def draw_mask(
     h: int = 0,
     zoom: tuple[int, int] | None = None,
 ) -> Any:
-    """Draw one (b, h) of a mask.
+    r"""Draw one (b, h) of a mask.
 
     Beyond 512 tiles a side, a cell of the picture stands for several tiles and mixes their colours.
 
@@ -63,8 +63,9 @@ def draw_mask(
 
     Example:
         >>> figure = flex_inductor.draw_mask(masks.causal(), Q_LEN=512, KV_LEN=512, zoom=(1, 1))
-        >>> [axis.get_title() for axis in figure.axes]
-        ['causal: 512 x 512, tiles of 128 x 128, sparsity 37.50%', 'tile (1, 1): 8256 of 16384 pairs']
+        >>> print(*(axis.get_title() for axis in figure.axes), sep="\n")
+        causal: 512 x 512, tiles of 128 x 128, sparsity 37.50%
+        tile (1, 1): 8256 of 16384 pairs
     """
     pyplot = load_pyplot()
     if path is not None and Path(path).suffix not in FORMATS:
@@ -110,7 +111,8 @@ def load_ipython_extension(ipython: Any) -> None:
         >>> from types import SimpleNamespace
         >>> drawn = {}
         >>> html = SimpleNamespace(for_type=drawn.__setitem__)
-        >>> shell = SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": html}))
+        >>> formatter = SimpleNamespace(formatters={"text/html": html})
+        >>> shell = SimpleNamespace(display_formatter=formatter)
         >>> masks.load_ipython_extension(shell)  # IPython passes its own shell
         >>> drawn[flex_inductor.BlockMask].__name__
         'to_html'

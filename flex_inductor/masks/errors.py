@@ -28,7 +28,7 @@ class MaskModError(FlexTypeError):
     Example:
         >>> ids = torch.zeros(4, dtype=torch.int64)
         >>> try:
-        ...     flex_inductor.create_block_mask(lambda b, h, q, kv: ids[kv] == 0, None, None, 8, 8)
+        ...     create_block_mask(lambda b, h, q, kv: ids[kv] == 0, None, None, 8, 8)
         ... except flex_inductor.masks.errors.MaskModError as error:
         ...     print(str(error).rpartition(". ")[2])
         A captured tensor needs an entry for every index it is read at.

@@ -55,8 +55,9 @@ def append_kv(
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 8, 1, 4), torch.zeros(2, 8, 1, 4)
-        >>> starts, used = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 1, 2], [3, 5]))
-        >>> sequences = flex_inductor.Sequences(starts, used_k=used)  # a token each, the third and the fifth
+        >>> starts = torch.tensor([0, 1, 2], dtype=torch.int32)  # a new token each,
+        >>> used = torch.tensor([3, 5], dtype=torch.int32)  # the third and the fifth
+        >>> sequences = Sequences(starts, used_k=used)
         >>> new = torch.ones(2, 1, 4)
         >>> flex_inductor.append_kv(k_cache, v_cache, new, new, sequences)
         >>> k_cache[:, :, 0, 0]

@@ -70,12 +70,13 @@ def varlen_attention(
         FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
 
     Example:
-        >>> sequences = flex_inductor.Sequences.from_lengths([3, 50, 7])
+        >>> sequences = Sequences.from_lengths([3, 50, 7])
         >>> query = torch.randn(60, 4, 16)
         >>> mask = sequences.mask(masks.causal())
-        >>> out = flex_inductor.varlen_attention(query, query, query, sequences, block_mask=mask)
-        >>> alone = flex_inductor.varlen_attention(*[query[3:53]] * 3, flex_inductor.Sequences.from_lengths([50]))
-        >>> out.shape, torch.allclose(out[52], alone[-1], atol=1e-6)  # the last token sees all of its sequence
+        >>> out = varlen_attention(query, query, query, sequences, block_mask=mask)
+        >>> second = query[3:53]
+        >>> alone = varlen_attention(second, second, second, Sequences.from_lengths([50]))
+        >>> out.shape, torch.allclose(out[52], alone[-1], atol=1e-6)  # the last token sees all
         (torch.Size([60, 4, 16]), True)
     """
     try:

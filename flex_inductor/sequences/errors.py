@@ -14,7 +14,7 @@ class SequencesError(FlexValueError):
 
     Example:
         >>> try:
-        ...     flex_inductor.Sequences(torch.tensor([0, 5, 3], dtype=torch.int32))
+        ...     Sequences(torch.tensor([0, 5, 3], dtype=torch.int32))
         ... except flex_inductor.FlexError as error:
         ...     print(*str(error).split(". "), sep="\n")
         cu_q: expected offsets that start at 0 and never fall, but it falls from 5 to 3 at entry 2

@@ -44,10 +44,10 @@ class SequenceMask:
         heads: the number of heads that mask_mod tells apart, or None.
 
     Example:
-        >>> sequences = flex_inductor.Sequences.from_lengths([100, 300])
+        >>> sequences = Sequences.from_lengths([100, 300])
         >>> type(sequences.mask(masks.causal()).visits).__name__  # the numbers of a window
         'Bounds'
-        >>> type(sequences.mask(masks.dilated_window(4, 3)).visits).__name__  # tables of runs of tiles
+        >>> type(sequences.mask(masks.dilated_window(4, 3)).visits).__name__  # tables of tiles
         'BlockRuns'
     """
 

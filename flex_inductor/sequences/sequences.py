@@ -46,15 +46,15 @@ class Sequences:
 
     Example:
         >>> int32 = torch.int32
-        >>> packed = flex_inductor.Sequences(torch.tensor([0, 3, 53, 60], dtype=int32))
+        >>> packed = Sequences(torch.tensor([0, 3, 53, 60], dtype=int32))
         >>> packed.count, packed.max_q, packed.total_q
         (3, 50, 60)
-        >>> pages = torch.tensor([[4, 0], [2, -1]], dtype=int32)  # of a pool of pages of 16 tokens
-        >>> paged = flex_inductor.Sequences(
+        >>> pages = torch.tensor([[4, 0], [2, -1]], dtype=int32)  # of a pool of five
+        >>> paged = Sequences(
         ...     torch.tensor([0, 1, 2], dtype=int32), used_k=torch.tensor([20, 5], dtype=int32),
         ...     pages=pages, page_size=16)
         >>> query, pool = torch.randn(2, 4, 8), torch.randn(5, 16, 4, 8)
-        >>> flex_inductor.varlen_attention(query, pool, pool, paged).shape
+        >>> varlen_attention(query, pool, pool, paged).shape
         torch.Size([2, 4, 8])
     """
 
@@ -176,8 +176,9 @@ class Sequences:
             SequencesError: it does not fit.
 
         Example:
-            >>> starts, used = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
-            >>> sequences = flex_inductor.Sequences(starts, used_k=used)
+            >>> starts = torch.tensor([0, 1], dtype=torch.int32)
+            >>> used = torch.tensor([9], dtype=torch.int32)
+            >>> sequences = Sequences(starts, used_k=used)
             >>> try:
             ...     sequences.check_cache("k_cache", rows=1, length=8)
             ... except flex_inductor.FlexError as error:
@@ -203,7 +204,7 @@ class Sequences:
         Example:
             >>> offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
             >>> numbers = {"max_q": 4, "max_k": 4, "total_q": 8, "total_k": 8}  # upper bounds
-            >>> flex_inductor.Sequences.unchecked(offsets, offsets, **numbers).count
+            >>> Sequences.unchecked(offsets, offsets, **numbers).count
             2
         """
         made = object.__new__(cls)
@@ -233,7 +234,7 @@ class Sequences:
             FlexTypeError: they are no integers.
 
         Example:
-            >>> flex_inductor.Sequences.from_lengths([3, 0, 4]).cu_q
+            >>> Sequences.from_lengths([3, 0, 4]).cu_q
             tensor([0, 3, 3, 7], dtype=torch.int32)
         """
         cu_k = None if lengths_k is None else _summed("lengths_k", lengths_k, device)
@@ -251,7 +252,7 @@ class Sequences:
 
         Example:
             >>> mask = torch.tensor([[True, True, False], [True, False, False]])
-            >>> flex_inductor.Sequences.from_padding_mask(mask).cu_q
+            >>> Sequences.from_padding_mask(mask).cu_q
             tensor([0, 2, 3], dtype=torch.int32)
         """
         check_padding_mask(mask)
@@ -269,8 +270,9 @@ class Sequences:
             FlexTypeError: one is no jagged nested tensor.
 
         Example:
-            >>> nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
-            >>> flex_inductor.Sequences.from_nested(nested).cu_q
+            >>> parts = [torch.zeros(3, 8), torch.zeros(5, 8)]
+            >>> nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+            >>> Sequences.from_nested(nested).cu_q
             tensor([0, 3, 8], dtype=torch.int32)
         """
         for name, tensor in (("query", query), ("key", key)):
@@ -305,10 +307,10 @@ class Sequences:
             MaskModError: the mask cannot be evaluated.
 
         Example:
-            >>> sequences = flex_inductor.Sequences.from_lengths([200, 56])
+            >>> sequences = Sequences.from_lengths([200, 56])
             >>> window = sequences.mask(masks.sliding_window(64))
             >>> query = torch.randn(256, 2, 8)
-            >>> flex_inductor.varlen_attention(query, query, query, sequences, block_mask=window).shape
+            >>> varlen_attention(query, query, query, sequences, block_mask=window).shape
             torch.Size([256, 2, 8])
         """
         return sequence_mask(self, mask_mod, heads, block_size)

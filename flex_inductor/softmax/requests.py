@@ -34,7 +34,7 @@ class AuxRequest(NamedTuple):
     Example:
         >>> query = torch.zeros(1, 2, 4, 8)  # so that all weights are equal
         >>> request = flex_inductor.AuxRequest(entropy=True, column_sums=True)
-        >>> out, aux = flex_inductor.flex_attention(query, query, query, return_aux=request)
+        >>> out, aux = flex_attention(query, query, query, return_aux=request)
         >>> aux.entropy[0, 0].exp(), aux.column_sums[0, 0]
         (tensor([4., 4., 4., 4.]), tensor([1., 1., 1., 1.]))
     """
@@ -85,7 +85,7 @@ class AuxOutput(NamedTuple):
     Example:
         >>> query = torch.randn(1, 2, 4, 8)
         >>> request = flex_inductor.AuxRequest(lse=True, max_indices=True)
-        >>> _, aux = flex_inductor.flex_attention(query, query, query, return_aux=request)
+        >>> _, aux = flex_attention(query, query, query, return_aux=request)
         >>> aux.lse.shape, aux.max_indices.shape, aux.entropy
         (torch.Size([1, 2, 4]), torch.Size([1, 2, 4]), None)
     """

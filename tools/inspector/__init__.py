@@ -51,7 +51,7 @@ def inspect(
         options: those of the backend, as `torch.compile(..., options=...)` takes them.
 
     Returns:
-        Report: `print` it for a page; see docs/inspector.md.
+        flex_inductor.tools.inspector.Report: `print` it for a page; see docs/inspector.md.
 
     Raises:
         FlexValueError: `fn` makes no call, is not one graph, or the target does not fit the tensors.
@@ -60,7 +60,7 @@ def inspect(
     Example:
         >>> query = torch.randn(1, 2, 64, 16)
         >>> def attend(query):
-        ...     return flex_inductor.flex_attention(query, query, query, mods.softcap(20.0))
+        ...     return flex_attention(query, query, query, mods.softcap(20.0))
         >>> report = flex_inductor.inspect(attend, query, target="cpu")
         >>> report.calls[0].decision.chosen, [kernel.kind for kernel in report.kernels]
         ('cpu', ['forward'])
@@ -105,7 +105,7 @@ def attention_kernels(
     Example:
         >>> from flex_inductor.tools.inspector import attention_kernels, kind
         >>> query = torch.randn(1, 2, 64, 16)
-        >>> kernels = attention_kernels(lambda q: flex_inductor.flex_attention(q, q, q), query, target="sm_90")
+        >>> kernels = attention_kernels(flex_attention, query, query, query, target="sm_90")
         >>> [kind(kernel) for kernel in kernels]
         ['forward']
     """
@@ -122,7 +122,7 @@ def kind(kernel: GeneratedKernel) -> str:
     Example:
         >>> from flex_inductor.tools.inspector import attention_kernels, kind
         >>> query = torch.randn(1, 2, 64, 16, requires_grad=True)
-        >>> kernels = attention_kernels(lambda q: flex_inductor.flex_attention(q, q, q), query, target="sm_90")
+        >>> kernels = attention_kernels(flex_attention, query, query, query, target="sm_90")
         >>> sorted({kind(kernel) for kernel in kernels})
         ['backward_dkdv', 'backward_dq', 'forward']
     """

@@ -50,7 +50,7 @@ class Kernel:
     Example:
         >>> import tempfile
         >>> query = torch.randn(1, 2, 64, 16)
-        >>> report = flex_inductor.inspect(lambda q: flex_inductor.flex_attention(q, q, q), query, target="cpu")
+        >>> report = flex_inductor.inspect(flex_attention, query, query, query, target="cpu")
         >>> kernel = report.kernels[0]
         >>> kernel.kind, "float" in kernel.source, kernel.occupancy
         ('forward', True, None)
@@ -124,7 +124,7 @@ class Call:
     Example:
         >>> query, options = torch.randn(1, 2, 64, 16, requires_grad=True), {"route": "chunked"}
         >>> def attend(query):
-        ...     return flex_inductor.flex_attention(query, query, query, mods.softcap(20.0))
+        ...     return flex_attention(query, query, query, mods.softcap(20.0))
         >>> call = flex_inductor.inspect(attend, query, options=options).calls[0]
         >>> sorted(call.lowered), sorted(call.graphs), call.mask
         (['backward', 'forward'], ['joint', 'score_mod'], None)

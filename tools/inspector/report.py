@@ -27,7 +27,7 @@ class Report:
     Example:
         >>> query = torch.randn(1, 2, 64, 16)
         >>> options = {"route": "chunked"}  # compiles no kernel
-        >>> report = flex_inductor.inspect(lambda q: flex_inductor.flex_attention(q, q, q), query, options=options)
+        >>> report = flex_inductor.inspect(flex_attention, query, query, query, options=options)
         >>> len(report.calls), report.kernels, sorted(report.to_dict())
         (1, [], ['calls', 'kernels', 'plans', 'target', 'versions'])
     """
@@ -64,7 +64,7 @@ class Report:
         Example:
             >>> import pathlib, tempfile
             >>> query, options = torch.randn(1, 2, 64, 16), {"route": "chunked"}
-            >>> report = flex_inductor.inspect(lambda q: flex_inductor.flex_attention(q, q, q), query, options=options)
+            >>> report = flex_inductor.inspect(flex_attention, query, query, query, options=options)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     path = pathlib.Path(folder, "report.json")
             ...     report.to_json(path)
@@ -82,7 +82,7 @@ class Report:
         Example:
             >>> import pathlib, tempfile
             >>> query, options = torch.randn(1, 2, 64, 16), {"route": "chunked"}
-            >>> report = flex_inductor.inspect(lambda q: flex_inductor.flex_attention(q, q, q), query, options=options)
+            >>> report = flex_inductor.inspect(flex_attention, query, query, query, options=options)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     path = pathlib.Path(folder, "report.html")
             ...     report.to_html(path)

@@ -26,7 +26,8 @@ class Count:
         written_bytes: those of global_bytes that are not read.
 
     Example:
-        >>> both = ptx.Count(warps=1, wavefronts=4, fewest_wavefronts=1) + ptx.Count(warps=2, global_bytes=128)
+        >>> shared = ptx.Count(warps=1, wavefronts=4, fewest_wavefronts=1)
+        >>> both = shared + ptx.Count(warps=2, global_bytes=128)
         >>> both.warps, both.conflicts, both.read_bytes
         (3, 3, 128)
     """
@@ -88,7 +89,7 @@ class Counts:
         ...     ret;
         ... }
         ... '''
-        >>> counts = ptx.run_text(text, "store", 1, [torch.zeros(256, dtype=torch.int32)], num_warps=1)
+        >>> counts = ptx.run_text(text, "store", 1, [torch.zeros(256)], num_warps=1)
         >>> store = counts.by_family()["st"]
         >>> store.sectors, store.fewest_sectors
         (32, 4)

@@ -43,7 +43,7 @@ class Fault(RuntimeError):
         ... }
         ... '''
         >>> try:
-        ...     ptx.run_text(text, "store", 1, [torch.zeros(16, dtype=torch.int32)], num_warps=1)
+        ...     ptx.run_text(text, "store", 1, [torch.zeros(16)], num_warps=1)
         ... except ptx.Fault as fault:
         ...     print(fault.kind, fault.line, text.splitlines()[fault.line - 1].strip())
         out_of_bounds 11 st.global.u32 [%rd1+64], %r1;

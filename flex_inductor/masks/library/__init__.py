@@ -31,7 +31,7 @@ def causal() -> MaskMod:
         mask_mod: with bool results, like all functions of this page.
 
     Example:
-        >>> schedule = flex_inductor.create_block_mask(masks.causal(), None, None, 65536, 65536, compact=True)
+        >>> schedule = create_block_mask(masks.causal(), None, None, 65536, 65536, compact=True)
         >>> round(schedule.sparsity(), 1)  # percent of the tiles that nobody visits
         49.9
     """
@@ -61,7 +61,7 @@ def sliding_window(size: int, *, causal: bool = True) -> MaskMod:
 
     Example:
         >>> window = masks.sliding_window(1024)
-        >>> schedule = flex_inductor.create_block_mask(window, None, None, 65536, 65536, compact=True)
+        >>> schedule = create_block_mask(window, None, None, 65536, 65536, compact=True)
         >>> round(schedule.sparsity(), 1)
         98.3
     """
@@ -94,7 +94,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
         >>> prefixes = torch.tensor([1, 3])
         >>> mask_mod = masks.prefix_lm(prefixes)
         >>> query, keys = 0, torch.arange(4)
-        >>> [mask_mod(b, 0, query, keys).int().tolist() for b in (0, 1)]  # what the first token sees
+        >>> [mask_mod(b, 0, query, keys).int().tolist() for b in (0, 1)]
         [[1, 0, 0, 0], [1, 1, 1, 0]]
     """
     if isinstance(prefix, Tensor) and prefix.dim() != 1:
@@ -226,7 +226,7 @@ def global_local(window: int, global_tokens: int) -> MaskMod:
 
     Example:
         >>> mask_mod = masks.global_local(window=256, global_tokens=64)
-        >>> schedule = flex_inductor.create_block_mask(mask_mod, None, None, 8192, 8192, compact=True)
+        >>> schedule = create_block_mask(mask_mod, None, None, 8192, 8192, compact=True)
         >>> round(schedule.sparsity(), 1)
         89.4
     """
@@ -263,7 +263,7 @@ def block_diffusion(length: int, block: int) -> MaskMod:
 
     Example:
         >>> mask_mod = masks.block_diffusion(length=2048, block=256)
-        >>> flex_inductor.create_block_mask(mask_mod, None, None, 4096, 4096, compact=True).sparsity()
+        >>> create_block_mask(mask_mod, None, None, 4096, 4096, compact=True).sparsity()
         71.875
     """
     _positive("block_diffusion", length=length, block=block)
@@ -300,7 +300,8 @@ def neighborhood(shape: Sizes, window: Sizes, tile: Sizes | None = None) -> Mask
     Example:
         >>> def sparsity(**tile):
         ...     mask_mod = masks.neighborhood((64, 64), (7, 7), **tile)
-        ...     return flex_inductor.create_block_mask(mask_mod, None, None, 4096, 4096, compact=True).sparsity()
+        ...     schedule = create_block_mask(mask_mod, None, None, 4096, 4096, compact=True)
+        ...     return schedule.sparsity()
         >>> sparsity(), sparsity(tile=(8, 16))  # tiles are worth a new order
         (84.765625, 78.515625)
     """
@@ -408,7 +409,7 @@ def shared_prefix(prefix: int, suffix: int) -> MaskMod:
 
     Example:
         >>> mask_mod = masks.shared_prefix(prefix=2, suffix=2)
-        >>> mask_mod(0, 0, 5, torch.arange(6)).int().tolist()  # the last token does not see the first answer
+        >>> mask_mod(0, 0, 5, torch.arange(6)).int().tolist()  # does not see the first answer
         [1, 1, 0, 0, 1, 1]
     """
     _positive("shared_prefix", suffix=suffix)
@@ -493,7 +494,7 @@ def ragged(q_lengths: Tensor, kv_lengths: Tensor | None = None) -> MaskMod:
 
     Example:
         >>> mask_mod = masks.ragged(torch.tensor([300, 40]))
-        >>> schedule = flex_inductor.create_block_mask(mask_mod, 2, None, 512, 512, compact=True)
+        >>> schedule = create_block_mask(mask_mod, 2, None, 512, 512, compact=True)
         >>> schedule[0].sparsity(), schedule[1].sparsity()
         (43.75, 93.75)
     """

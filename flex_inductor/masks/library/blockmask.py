@@ -72,11 +72,11 @@ def create_block_mask(
         FlexTypeError: the mask takes other arguments or returns no bool.
 
     Example:
-        >>> mask = flex_inductor.create_block_mask(masks.sliding_window(256), None, None, 1024, 1024)
+        >>> mask = create_block_mask(masks.sliding_window(256), None, None, 1024, 1024)
         >>> mask.kv_num_blocks + mask.full_kv_num_blocks  # tiles that each row of tiles visits
         tensor([[[1, 2, 3, 3, 3, 3, 3, 3]]], dtype=torch.int32)
-        >>> longer = flex_inductor.create_block_mask(masks.causal(), None, None, 1 << 20, 1 << 20, compact=True)
-        >>> longer.shape
+        >>> long = create_block_mask(masks.causal(), None, None, 1 << 20, 1 << 20, compact=True)
+        >>> long.shape
         (1, 1, 1048576, 1048576)
     """
     extent, device = check_arguments(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)

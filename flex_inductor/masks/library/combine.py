@@ -37,8 +37,8 @@ def intersect(first: Blocks, second: BlockMask | RunSchedule) -> Blocks:
 
     Example:
         >>> sizes = (None, None, 1024, 1024)
-        >>> window = flex_inductor.create_block_mask(masks.sliding_window(256), *sizes, compact=True)
-        >>> packed = flex_inductor.create_block_mask(masks.document(lengths=[512, 512]), *sizes, compact=True)
+        >>> window = create_block_mask(masks.sliding_window(256), *sizes, compact=True)
+        >>> packed = create_block_mask(masks.document(lengths=[512, 512]), *sizes, compact=True)
         >>> window.sparsity(), masks.intersect(window, packed).sparsity()
         (67.1875, 71.875)
     """
@@ -60,8 +60,10 @@ def unite(first: Blocks, second: BlockMask | RunSchedule) -> Blocks:
 
     Example:
         >>> sizes = (None, None, 1024, 1024)
-        >>> window = flex_inductor.create_block_mask(masks.sliding_window(128), *sizes, compact=True)
-        >>> prefix = flex_inductor.create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx < 256, *sizes, compact=True)
+        >>> window = create_block_mask(masks.sliding_window(128), *sizes, compact=True)
+        >>> def first(b, h, q_idx, kv_idx):
+        ...     return kv_idx < 256
+        >>> prefix = create_block_mask(first, *sizes, compact=True)
         >>> window.sparsity(), masks.unite(window, prefix).sparsity()
         (76.5625, 57.8125)
     """

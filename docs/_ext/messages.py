@@ -25,7 +25,7 @@ class Messages(SphinxDirective):
         folder = SOURCES / self.arguments[0]
         files = folder.glob("*.py") if folder == SOURCES else folder.rglob("*.py")
         known = _classes(FlexError)
-        found: dict[str, list[list[nodes.Node]]] = defaultdict(list)
+        found: dict[str, list[str]] = defaultdict(list)
         for file in sorted(files):
             self.env.note_dependency(str(file))
             for call in ast.walk(ast.parse(file.read_text())):
@@ -35,9 +35,7 @@ class Messages(SphinxDirective):
         shown: list[nodes.Node] = []
         for kind, texts in sorted(found.items()):
             shown.append(nodes.paragraph("", "", nodes.strong("", kind)))
-            shown.append(
-                nodes.bullet_list("", *(nodes.list_item("", nodes.paragraph("", "", *t)) for t in texts))
-            )
+            shown.append(nodes.bullet_list("", *(nodes.list_item("", nodes.paragraph("", t)) for t in texts)))
         return shown
 
 
@@ -45,18 +43,12 @@ def _classes(kind: type) -> set[str]:
     return {kind.__name__}.union(*map(_classes, kind.__subclasses__()))
 
 
-def _text(argument: ast.expr) -> list[nodes.Node]:
-    """The message; what it puts in is emphasized."""
+def _text(argument: ast.expr) -> str:
+    """The message, with an ellipsis for what it puts in."""
     if isinstance(argument, ast.Constant):
-        return [nodes.Text(argument.value)]
-    if not isinstance(argument, ast.JoinedStr):
-        return []
-    return [
-        nodes.Text(part.value)
-        if isinstance(part, ast.Constant)
-        else nodes.emphasis("", ast.unparse(part.value))
-        for part in argument.values
-    ]
+        return str(argument.value)
+    parts = argument.values if isinstance(argument, ast.JoinedStr) else []
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "\u2026" for part in parts)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

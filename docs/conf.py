@@ -14,6 +14,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "_ext.command_line",
+    "_ext.from_source",
+    "_ext.messages",
 ]
 exclude_patterns = ["tutorials", "gallery", "_ext"]  # sphinx-gallery makes pages of these in made/
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
@@ -21,9 +24,11 @@ suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+default_role = "py:obj"  # single backticks in docstrings: code, and a link where the name is known
 autodoc_typehints = "none"  # signatures have them
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 
 sphinx_gallery_conf = {
     "examples_dirs": ["tutorials", "gallery"],

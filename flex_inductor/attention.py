@@ -64,23 +64,25 @@ def flex_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Any:
-    """Attention with scores changed by `score_mod` and pairs left out by `block_mask`.
+    """Attend with scores changed by `score_mod` and pairs left out by `block_mask`.
 
-    Signature and meaning are those of torch.nn.attention.flex_attention.flex_attention, with gradients,
-    logsumexp and maximum on every device, and gradients of every tensor that score_mod captures.
+    Signature and meaning are those of `torch.nn.attention.flex_attention.flex_attention`, with gradients, logsumexp and
+    maximum on every device, and gradients of every tensor that score_mod captures. Compile the calling function with
+    `torch.compile(..., backend="flex_inductor")` for a fused kernel; an eager call runs in chunks at first.
 
-    Nested (jagged) tensors attend within each sequence and give nested results; then `block_mask` is what
+    Nested (jagged) tensors attend within each sequence and give nested results. Their `block_mask` is what
     `Sequences.from_nested(query, key).mask(mask_mod)` returns.
 
     Args:
-        query: [B, H, M, D].
+        query: [B, H, M, D] in float16, bfloat16, float32 or float64.
         key: [B or 1, H, N, D]; fewer heads, dividing H, with `enable_gqa`.
         value: [B or 1, H, N, V]; V may differ from D.
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)` on 0-d tensors returns the new score.
-        block_mask: which blocks to visit and the mask_mod inside them, as torch's BlockMask or as a
-            RunSchedule; see create_block_mask. With one that context_parallel has planned, the call is on the
-            part of the sequence that this rank has.
+        block_mask: which blocks to visit and the mask_mod inside them, as torch's BlockMask or as a RunSchedule; see
+            create_block_mask. With one that context_parallel has planned, the call is on the part of the sequence that
+            this rank has.
         scale: multiplies the scores before score_mod; 1/sqrt(D) by default.
+        enable_gqa: let groups of query heads share a head of keys and values.
         return_lse: return `(out, logsumexp)`.
         kernel_options: tuning hints, those of torch's FlexKernelOptions.
         return_aux: return `(out, AuxOutput)` with what the AuxRequest names, in natural logarithm.
@@ -92,8 +94,28 @@ def flex_attention(
         head_offset: the number of query's first head where it has a part of all heads: dropout then leaves out what it
             does in a call with all of them.
         q_scale, k_scale, v_scale: what multiplies queries, keys and values of 8 bits (float8_e4m3fn or float8_e5m2,
-            without gradients): [], or for each head [B, H]; of keys and values also for each row, [B, H, N]. The
-            output has the query's dtype, but bfloat16 where that has 8 bits too.
+            without gradients): [], or for each head [B, H]; of keys and values also for each row, [B, H, N]. The output
+            has the query's dtype, but bfloat16 where that has 8 bits too.
+
+    Returns:
+        Tensor: [B, H, M, V]; with `return_lse` (out, logsumexp [B, H, M]); with `return_aux` (out, AuxOutput).
+
+    Raises:
+        FlexValueError: shapes, dtypes, devices or options do not fit.
+        FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
+        FlexRuntimeError: a mod draws random numbers, or writes into what it captures.
+        FlexNotImplementedError: something that is not served, such as a third derivative.
+
+    Example:
+        >>> query = torch.randn(1, 4, 64, 32)
+        >>> bias = torch.zeros(64, requires_grad=True)
+        >>> mask = create_block_mask(masks.causal(), None, None, 64, 64)
+        >>> def score_mod(score, b, h, q_idx, kv_idx):
+        ...     return score + bias[kv_idx]
+        >>> out = flex_attention(query, query, query, score_mod, mask)
+        >>> out.sum().backward()
+        >>> out.shape, bias.grad.shape
+        (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
     softmax, scales = Softmax(sinks, dropout_p, rng_state, head_offset), Scales(q_scale, k_scale, v_scale)
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):

@@ -14,23 +14,75 @@ from torch import Tensor
 
 
 class FlexError(Exception):
-    """Base of all errors raised by flex_inductor."""
+    r"""Base of all errors raised by flex_inductor.
+
+    A message names the argument, what came, what was expected and what to do.
+
+    Example:
+        >>> query, key = torch.zeros(1, 8, 16, 32), torch.zeros(1, 2, 16, 32)
+        >>> try:
+        ...     flex_attention(query, key, key)
+        ... except flex_inductor.FlexError as error:
+        ...     print(*str(error).split(". "), sep="\n")
+        query has 8 heads and key has 2; without enable_gqa they must be equal
+        For grouped-query attention pass enable_gqa=True.
+    """
 
 
 class FlexValueError(FlexError, ValueError):
-    """An argument has the right type and a value that cannot be served."""
+    """An argument has the right type and a value that cannot be served. It is a ValueError too.
+
+    Example:
+        >>> try:
+        ...     mods.softcap(-1.0)
+        ... except ValueError as error:
+        ...     print(error)
+        softcap: cap: expected a positive number, got -1.0.
+    """
 
 
 class FlexTypeError(FlexError, TypeError):
-    """An argument has the wrong type, or a function the wrong signature or result."""
+    r"""An argument has the wrong type, or a function the wrong signature or result. It is a TypeError too.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 4, 8)
+        >>> try:
+        ...     flex_attention(query, query, query, masks.causal())
+        ... except TypeError as error:
+        ...     print(*str(error).replace(", but", ". But").split(". "), sep="\n")
+        score_mod must take 5 arguments, score_mod(score, b, h, q_idx, kv_idx)
+        But `causal.<locals>.causal` takes 4
+        It looks like a mask_mod: were the two swapped?
+    """
 
 
 class FlexNotImplementedError(FlexError, NotImplementedError):
-    """Something that flex_inductor does not do."""
+    """Something that flex_inductor does not do. It is a NotImplementedError too.
+
+    Example:
+        >>> query = torch.ones(1, 1, 4, 8, requires_grad=True)
+        >>> def derivative(result):
+        ...     return torch.autograd.grad(result.sin().sum(), query, create_graph=True)[0]
+        >>> second = derivative(derivative(flex_attention(query, query, query)))
+        >>> try:
+        ...     derivative(second)
+        ... except NotImplementedError as error:
+        ...     print(str(error).partition(":")[0])
+        flex_attention has no third derivative
+    """
 
 
 class FlexRuntimeError(FlexError, RuntimeError):
-    """Something that only running could show."""
+    """Something that only running could show. It is a RuntimeError too.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 4, 8)
+        >>> try:
+        ...     flex_attention(query, query, query, lambda score, *_: score + torch.rand(()))
+        ... except RuntimeError as error:
+        ...     print(str(error).partition(" (")[0])
+        score_mod draws random numbers
+    """
 
 
 def torch_untested(why: str) -> FlexRuntimeError:

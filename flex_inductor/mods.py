@@ -14,13 +14,37 @@ from torch import Tensor
 
 from .errors import FlexValueError
 
+__all__ = [
+    "alibi",
+    "alibi_slopes",
+    "relative_bias",
+    "relative_bias_2d",
+    "sandwich",
+    "soft_distance",
+    "softcap",
+    "t5_bias",
+]
+
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """2^(-8/n), 2^(-16/n), ... for n heads.
+    """Give the slopes of ALiBi: 2^(-8/n), 2^(-16/n), ... for n heads.
 
     If n is no power of two: those of the next lower power, then every second one of twice as many heads.
+
+    Args:
+        heads: how many.
+
+    Returns:
+        Tensor: float32 [heads].
+
+    Raises:
+        FlexValueError: `heads` is no positive integer.
+
+    Example:
+        >>> mods.alibi_slopes(4)
+        tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
     _at_least("alibi_slopes", 1, heads=heads)
     whole = 2 ** int(math.log2(heads))
@@ -30,11 +54,27 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """A penalty that grows with the distance, steeper for some heads; see `alibi_slopes`.
+    """Take a penalty that grows with the distance, steeper for some heads.
 
-     0 +1 +2 +3
-    -1  0 +1 +2      times slopes[h]; with a causal mask only the lower half counts
-    -2 -1  0 +1
+    `slopes[h]` times this is added; with a causal mask only the lower half counts::
+
+         0 +1 +2 +3
+        -1  0 +1 +2
+        -2 -1  0 +1
+
+    Args:
+        slopes: float [heads], from `alibi_slopes` or learnt.
+
+    Returns:
+        score_mod: like all functions of this page but `alibi_slopes`.
+
+    Raises:
+        FlexValueError: `slopes` does not have one dimension.
+
+    Example:
+        >>> score_mod = mods.alibi(mods.alibi_slopes(8))
+        >>> score_mod(torch.zeros(4), 0, 0, 3, torch.arange(4))  # scores 0, head 0, query 3
+        tensor([-1.5000, -1.0000, -0.5000,  0.0000])
     """
     _table("alibi", "slopes", slopes, 1)
 
@@ -45,13 +85,25 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Scores bent smoothly into (-cap, cap).
+    """Bend scores smoothly into (-cap, cap).
 
-     cap  - - - - ___--
-               _/
-              /
-           __/
-    -cap --  - - - - -
+    As a picture::
+
+         cap  - - - - ___--
+                    _/
+                   /
+                __/
+        -cap --  - - - - -
+
+    Args:
+        cap: a positive number.
+
+    Raises:
+        FlexValueError: it is not positive.
+
+    Example:
+        >>> mods.softcap(20.0)(torch.tensor([1.0, 30.0, 1000.0]), 0, 0, 0, 0)
+        tensor([ 0.9992, 18.1030, 20.0000])
     """
     if not cap > 0:
         raise FlexValueError(f"softcap: cap: expected a positive number, got {cap!r}.")
@@ -63,13 +115,27 @@ def softcap(cap: float) -> ScoreMod:
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """A learned bias for each head and distance; `table` is [heads, 2 * reach + 1]. Farther distances count as `reach`.
+    """Add a learnt bias for each head and distance.
 
-    reach 2, columns of the table numbered 0 to 4 for a distance of -2 to 2:
-    2 1 0 0
-    3 2 1 0
-    4 3 2 1
-    4 4 3 2
+    Which columns of the table are added, with reach 2 and columns for the distances -2 to 2::
+
+        2 1 0 0
+        3 2 1 0
+        4 3 2 1
+        4 4 3 2
+
+    Args:
+        table: float [heads, 2 * reach + 1]. Farther distances count as `reach`.
+
+    Raises:
+        FlexValueError: the table has another shape.
+
+    Example:
+        >>> table = torch.zeros(2, 5, requires_grad=True)
+        >>> query = torch.randn(1, 2, 8, 16)
+        >>> flex_attention(query, query, query, mods.relative_bias(table)).sum().backward()
+        >>> table.grad.shape
+        torch.Size([2, 5])
     """
     _table("relative_bias", "table", table, 2)
     if table.shape[1] % 2 == 0:
@@ -86,12 +152,28 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 
 def relative_bias_2d(table: Tensor, width: int) -> ScoreMod:
-    """A learned bias for the offset on an image whose rows have `width` tokens.
+    """Add a learnt bias for the offset between two tokens of an image.
 
-    `table` is [heads, 2 * height - 1, 2 * width - 1]. Entries for the four keys of a 2 x 2 image, query 0:
+    For query 0 of a 2 x 2 image::
 
-    key 0: table[h, 1, 1]    key 1: table[h, 1, 0]
-    key 2: table[h, 0, 1]    key 3: table[h, 0, 0]
+        key 0: table[h, 1, 1]    key 1: table[h, 1, 0]
+        key 2: table[h, 0, 1]    key 3: table[h, 0, 0]
+
+    Args:
+        table: float [heads, 2 * height - 1, 2 * width - 1].
+        width: how many tokens a row of the image has.
+
+    Raises:
+        FlexValueError: the table has another shape.
+
+    Example:
+        >>> table = torch.arange(9.0).view(1, 3, 3)
+        >>> index = torch.arange(4)
+        >>> mods.relative_bias_2d(table, width=2)(torch.zeros(4, 4), 0, 0, index[:, None], index)
+        tensor([[4., 3., 1., 0.],
+                [5., 4., 2., 1.],
+                [7., 6., 4., 3.],
+                [8., 7., 5., 4.]])
     """
     _table("relative_bias_2d", "table", table, 3)
     if table.shape[2] != 2 * width - 1 or table.shape[1] % 2 == 0:
@@ -110,10 +192,25 @@ def relative_bias_2d(table: Tensor, width: int) -> ScoreMod:
 
 
 def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """T5's buckets: near distances one by one, far ones logarithmically; `table` is [buckets, heads].
+    """Add T5's bias: near distances have a bucket each, far ones share logarithmically wider buckets.
 
-    distance  0 1 2 ... 7 8-11 12-15 16-22 23-31 ...   (one direction of 32 buckets)
-    bucket    0 1 2 ... 7 8    9     10    11    ...
+    One direction of 32 buckets::
+
+        distance  0 1 2 ... 7 8-11 12-15 16-22 23-31 ...
+        bucket    0 1 2 ... 7 8    9     10    11    ...
+
+    Args:
+        table: float [buckets, heads].
+        bidirectional: whether half of the buckets are for later keys; else these count as distance 0.
+        max_distance: from here on all distances share the last bucket.
+
+    Raises:
+        FlexValueError: the table has another shape or too few buckets, or `max_distance` is too small.
+
+    Example:
+        >>> buckets = torch.arange(32.0)[:, None]
+        >>> mods.t5_bias(buckets)(0, 0, 0, 100, torch.tensor([100, 99, 80, 0, 101, 120]))
+        tensor([ 0.,  1., 10., 15., 17., 26.])
     """
     _table("t5_bias", "table", table, 2)
     one_way = table.shape[0] // (2 if bidirectional else 1)
@@ -138,13 +235,25 @@ def t5_bias(table: Tensor, *, bidirectional: bool = True, max_distance: int = 12
 
 
 def sandwich(heads: int, length: int, dim: int = 128) -> ScoreMod:
-    """The product of two sinusoidal position embeddings as a bias, which decays with waves.
+    """Add the product of two sinusoidal position embeddings, which decays with waves.
 
-    bias(d) = 8 (h + 1) / heads * sum over i < dim / 2 of (cos(d / 10000^(2i / dim)) - 1)
+    It is 8 (h + 1) / heads times the sum of cos(d / 10000^(2i / dim)) - 1 over i < dim / 2::
 
-     0 ..
-         `._.-.
-               `-._.--.___
+         0 ..
+             `._.-.
+                   `-._.--.___
+
+    Args:
+        heads: how many.
+        length: the most tokens between a query and a key, and one.
+        dim: of the embeddings.
+
+    Raises:
+        FlexValueError: a number is too small or no integer.
+
+    Example:
+        >>> mods.sandwich(heads=8, length=64)(0, 0, 0, 63, torch.tensor([63, 62, 48, 0]))
+        tensor([  0.0000,  -1.9063, -23.5167, -34.7146])
     """
     _at_least("sandwich", 1, heads=heads, length=length)
     _at_least("sandwich", 2, dim=dim)
@@ -160,12 +269,24 @@ def sandwich(heads: int, length: int, dim: int = 128) -> ScoreMod:
 
 
 def soft_distance(radius: int, slope: float) -> ScoreMod:
-    """No hard border: free within `radius`, then `slope` less for each token farther away.
+    """Leave scores within `radius` as they are, and take `slope` for each token farther away.
 
-    radius 1, slope 2:
-     0  0 -2 -4
-     0  0  0 -2
-    -2  0  0  0
+    Radius 1, slope 2::
+
+         0  0 -2 -4
+         0  0  0 -2
+        -2  0  0  0
+
+    Args:
+        radius: a number of tokens.
+        slope: a number.
+
+    Raises:
+        FlexValueError: `radius` is negative or no integer.
+
+    Example:
+        >>> mods.soft_distance(radius=1, slope=2.0)(torch.zeros(5), 0, 0, 2, torch.arange(5))
+        tensor([-2.,  0.,  0.,  0., -2.])
     """
     _at_least("soft_distance", 0, radius=radius)
 

@@ -61,9 +61,19 @@ _SWAPPED = ("__code__", "__defaults__", "__kwdefaults__")
 class take_over:
     """Have torch's flex_attention and create_block_mask run our code until `undo()` or the end of the `with` block.
 
-    Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function objects
-    stay torch's and get our code, so modules that have imported them by name are served as well. They have torch's
-    code again once every take_over has ended, in whatever threads and order.
+    Needed for what torch's wrapper refuses on CPU: gradients and auxiliary outputs. The function objects stay torch's
+    and get our code, so modules that have imported them by name are served as well. They have torch's code again once
+    every take_over has ended, in whatever threads and order.
+
+    Example:
+        >>> from torch.nn.attention.flex_attention import flex_attention
+        >>> query = torch.randn(1, 2, 16, 8, requires_grad=True)
+        >>> with flex_inductor.take_over():
+        ...     flex_attention(query, query, query).sum().backward()  # torch alone raises here
+        >>> query.grad.shape
+        torch.Size([1, 2, 16, 8])
+        >>> taken = flex_inductor.take_over()  # without a block
+        >>> taken.undo()
     """
 
     _lock = threading.Lock()

@@ -7,13 +7,27 @@ from typing import Any, NamedTuple
 
 
 class Choice(NamedTuple):
-    """The config of one of a call's kernels."""
+    """The config of one of a call's kernels.
+
+    Args:
+        kernel: forward, decode, backward and the like.
+        config: its sizes, by name.
+        why: why this one.
+        others: each config not taken, and its time or why it was left out.
+        milliseconds: how long it took, where it was timed.
+
+    Example:
+        >>> from flex_inductor.lowerings.decision import Choice
+        >>> config = {"block_m": 64, "block_n": 32, "stages": 0}
+        >>> print(Choice("forward", config, "the first that fits"))
+        forward block_m=64 block_n=32 (the first that fits)
+    """
 
     kernel: str
     config: dict[str, int]
     why: str
-    others: tuple[tuple[str, str], ...] = ()  # each config not taken, and its time or why it was left out
-    milliseconds: float | None = None  # where it was timed
+    others: tuple[tuple[str, str], ...] = ()
+    milliseconds: float | None = None
 
     def __str__(self) -> str:
         return f"{self.kernel} {config_text(self.config)} ({self.why})"
@@ -25,13 +39,28 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 class Decision(NamedTuple):
-    """The whole answer for one call."""
+    """Which route serves a call, and why.
 
-    call: str  # the problem in a line
+    Args:
+        call: the problem in a line.
+        chosen: the name of the route.
+        why: why this one.
+        rejected: (route, reason) of every other, in their order.
+        notes: hints that did not apply, and the like.
+        kernels: a `Choice` for each kernel.
+
+    Example:
+        >>> query = torch.randn(1, 1, 1024, 40)
+        >>> out = flex_attention(query, query, query)
+        >>> flex_inductor.decisions()[-1].chosen
+        'chunked'
+    """
+
+    call: str
     chosen: str
     why: str
-    rejected: tuple[tuple[str, str], ...]  # (route, reason) of every other, in their order
-    notes: tuple[str, ...] = ()  # hints that did not apply, and the like
+    rejected: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
     kernels: tuple[Choice, ...] = ()
 
     def __str__(self) -> str:

@@ -70,7 +70,21 @@ def _tell(decision: Decision, number: int) -> None:
 
 
 def decisions(*, clear: bool = False) -> list[Decision]:
-    """The record of every attention call compiled, and every plan of context_parallel, since the last `clear=True`."""
+    """Give the decisions of this process: on compiled calls, on eager calls, and on plans of context_parallel.
+
+    Args:
+        clear: forget what is returned, so that the next call gives what comes after.
+
+    Returns:
+        list: of `Decision`, the last 4096.
+
+    Example:
+        >>> query = torch.randn(1, 1, 1024, 24)
+        >>> out = flex_attention(query, query, query)
+        >>> print(flex_inductor.decisions()[-1])
+        call:     forward float32 on cpu, B1 H1 M1024 N1024 D24
+        chosen:   chunked (an eager call; its class gets a kernel after 536,870,912 scores)
+    """
     found = list(_recent)
     if clear:
         for _ in found:  # decisions that another thread adds meanwhile are for the next call

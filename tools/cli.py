@@ -20,12 +20,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> Parser:
     parser = Parser(prog="flex-inductor", description="Look into flex_inductor and the machine it runs on.")
     parser.add_argument("--version", action="version", version=f"flex_inductor {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"flex_inductor.tools.{name}").register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -36,10 +36,35 @@ def trace_mod(
     *,
     scale: float | None = None,
 ) -> ModTrace:
-    """What `mod`, a score_mod or a mask_mod, computes for queries and keys in two ranges [start, stop).
+    """Run `mod` for queries and keys in two ranges [start, stop), and keep every value that it computes.
 
-    It is called as it is, once for each pair, on 0-d tensors with the values that a kernel would give it:
-    prints and breakpoints work. `print` the result for every intermediate value by line.
+    It is called as it is, once for each pair, on 0-d tensors with the values that a kernel would give it: prints and
+    breakpoints work.
+
+    Args:
+        mod: a score_mod or a mask_mod.
+        q: [B, H, M, D].
+        k: [B or 1, H, N, D], or fewer heads that divide H.
+        b: the batch.
+        h: the head.
+        q_range: the first query and the one after the last.
+        kv_range: the first key and the one after the last.
+        scale: 1/sqrt(D) by default.
+
+    Returns:
+        ModTrace: `print` it for every value by line of the mod.
+
+    Raises:
+        FlexValueError: a number is outside of the tensors, there are more than 4096 pairs, or the tensors do not fit.
+        FlexTypeError: the mod takes other arguments or returns something else.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 8, 16)
+        >>> ranges = {"q_range": (0, 3), "kv_range": (0, 4)}
+        >>> flex_inductor.trace_mod(mods.soft_distance(1, 2.0), query, query, **ranges).result
+        tensor([[ 0.,  0., -2., -4.],
+                [ 0.,  0.,  0., -2.],
+                [-2.,  0.,  0.,  0.]], dtype=torch.float64)
     """
     lanes = _lanes_of(mod)
     rows, columns = _window(q, k, b, h, q_range, kv_range)
@@ -63,7 +88,21 @@ def trace_mod(
 
 @dataclass
 class Step:
-    """One operation of the mod: what it gave in each lane of the window, by (row, column)."""
+    """One operation of the mod.
+
+    Args:
+        text: the expression.
+        line: where it is in the source, if that is known.
+        values: what it gave in each lane of the window, by (row, column).
+
+    Example:
+        >>> query = torch.zeros(1, 1, 8, 16)
+        >>> ranges = {"q_range": (0, 1), "kv_range": (0, 2)}
+        >>> trace = flex_inductor.trace_mod(mods.softcap(2.0), query, query, **ranges)
+        >>> first = trace.steps[0]
+        >>> first.text, first.values
+        ('score', {(0, 0): tensor(0.), (0, 1): tensor(0.)})
+    """
 
     text: str
     line: Line | None
@@ -71,7 +110,23 @@ class Step:
 
 
 class ModTrace:
-    """The steps of a mod in the order they ran, and `result`, [queries, keys]."""
+    r"""What `trace_mod` found. `print` shows every value by line of the mod.
+
+    Args:
+        name: of the mod.
+        rows: the queries.
+        columns: the keys.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 8, 16)
+        >>> ranges = {"q_range": (0, 2), "kv_range": (0, 2)}
+        >>> trace = flex_inductor.trace_mod(masks.causal(), query, query, **ranges)
+        >>> print(str(trace).partition("\n")[0])
+        causal on queries 0 to 1 (down) and keys 0 to 1 (across)
+        >>> trace.result  # [queries, keys]
+        tensor([[1., 0.],
+                [1., 1.]], dtype=torch.float64)
+    """
 
     def __init__(self, name: str, rows: slice, columns: slice):
         self.name, self.rows, self.columns = name, rows, columns
@@ -80,9 +135,27 @@ class ModTrace:
 
     @property
     def steps(self) -> list[Step]:
+        """The operations in the order in which they ran."""
         return [*self._known.values()]
 
     def note(self, key: Any, line: Line | None, lane: tuple[int, int], value: Any, text: str) -> None:
+        """Keep a value.
+
+        Args:
+            key: of the operation.
+            line: where it is in the source, if that is known.
+            lane: (row, column) in the window.
+            value: what it gave.
+            text: the expression.
+
+        Example:
+            >>> query = torch.zeros(1, 1, 8, 16)
+            >>> ranges = {"q_range": (0, 1), "kv_range": (0, 1)}
+            >>> trace = flex_inductor.trace_mod(masks.causal(), query, query, **ranges)
+            >>> trace.note("mine", None, (0, 0), torch.tensor(7), "a value of mine")
+            >>> trace.steps[-1].text
+            'a value of mine'
+        """
         self._known.setdefault(key, Step(text, line)).values[lane] = value
 
     def __str__(self) -> str:

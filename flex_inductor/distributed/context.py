@@ -32,7 +32,42 @@ BLOCK = 128
 
 
 class ContextParallel:
-    """Made by `context_parallel`. Planned once for all masks of a model, before the tensors are sharded."""
+    """Plans the masks of a model for several ranks, before the tensors are sharded. Made by `context_parallel`.
+
+    As a context manager it refuses calls of this thread without a planned mask, and serves
+    `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        group: the process group of all ranks.
+        method: of `context_parallel`.
+        balance: of `context_parallel`.
+        mesh: of two dimensions, for "ring_ulysses".
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cp = flex_inductor.context_parallel(dist.group.WORLD)
+        >>> both = {"local": masks.sliding_window(64), "global": masks.causal()}
+        >>> planned = cp.plan(both, length=256)
+        >>> tokens = torch.arange(256)[None]
+        >>> cp.shard(tokens, dims=1).shape, cp.next_tokens(tokens)[0, -3:].tolist()
+        (torch.Size([1, 256]), [254, 255, -100])
+        >>> query = cp.shard(torch.randn(1, 2, 256, 16), dims=2)
+        >>> out = flex_attention(query, query, query, block_mask=planned["local"])
+        >>> cp.unshard(out, dim=2).shape
+        torch.Size([1, 2, 256, 16])
+        >>> from torch.nn.functional import scaled_dot_product_attention
+        >>> with cp:
+        ...     dense = scaled_dot_product_attention(query, query, query, is_causal=True)
+        >>> step = torch.randn(1, 2, 1, 16)
+        >>> places = {"positions": torch.arange(256), "at": torch.tensor([255])}
+        >>> cp.decode(step, query, query, **places).shape
+        torch.Size([1, 2, 1, 16])
+        >>> out, lse = flex_attention(step, query, query, return_lse=True)
+        >>> [part.shape for part in cp.merge(out, lse)]
+        [torch.Size([1, 2, 1, 16]), torch.Size([1, 2, 1])]
+        >>> dist.destroy_process_group()
+    """
 
     def __init__(self, group: dist.ProcessGroup, method: str, balance: Any, mesh: DeviceMesh | None = None):
         self.groups = Groups(group.group_name, *(_group_of(mesh, dim) for dim in (0, 1) if mesh is not None))
@@ -57,17 +92,25 @@ class ContextParallel:
         model: CostModel | None = None,
         device: torch.device | str | None = None,
     ) -> Any:
-        """This rank's parts of masks, under one layout.
+        """Make this rank's parts of masks, under one layout.
 
         Args:
             masks: a BlockMask, a RunSchedule, Sequences, a mask_mod or None for no mask; or a dict, list or tuple of
                 these.
             length: of the whole sequence, if no mask has it.
-            batch, heads: the numbers that mask_mods tell apart.
+            batch: the number of batches that mask_mods tell apart.
+            heads: the number of heads that mask_mods tell apart.
             weights: in the form of `masks`, how many layers use each; 1 by default.
             block: tokens of a tile, for masks that are made here.
             model: the sizes of the model, by which method "auto" and the balancers weigh bytes and work.
             device: of the tensors; that of the masks by default.
+
+        Returns:
+            PlannedMask: for the block_mask of flex_attention, in the form of `masks`.
+
+        Raises:
+            ContextParallelError: masks differ in length, none has one, or the method or balance cannot serve them.
+            FlexTypeError: one is no mask.
         """
         paths, spec = pytree.tree_flatten_with_path(masks, is_leaf=_is_mask)
         found = {
@@ -94,9 +137,18 @@ class ContextParallel:
         return pytree.tree_unflatten(planned, spec)
 
     def shard(self, tensors: Any, dims: Any, layout: Layout | PlannedMask | None = None) -> Any:
-        """This rank's parts of tensors that have the whole sequence in the dimensions `dims`, or in one for all.
+        """Take this rank's parts of tensors.
 
-        The layout is that of the last plan made here, or of a mask that was planned in another process.
+        Args:
+            tensors: with the whole sequence; one, or a dict, list or tuple.
+            dims: the dimension of the sequence in each, or in all.
+            layout: that of the last plan made here by default, or a mask that was planned in another process.
+
+        Returns:
+            Tensor: in the form of `tensors`.
+
+        Raises:
+            ContextParallelError: nothing is planned, or a tensor has another length.
         """
         own = self._layout("shard", layout)
         leaves, spec = pytree.tree_flatten(tensors)
@@ -114,11 +166,19 @@ class ContextParallel:
     def unshard(
         self, tensor: Tensor, dim: int, layout: Layout | PlannedMask | None = None, *, partial: bool = False
     ) -> Tensor:
-        """The whole sequence, on every rank.
+        """Give the whole sequence, on every rank.
 
-        Every rank is expected to compute the same loss, hence the same gradient: a rank keeps its own part of it. With
-        `partial` each rank has a part of the gradient, as for tensors that a mod looks up: the backward sums the parts
-        of all ranks.
+        Every rank is expected to compute the same loss, hence the same gradient: a rank keeps its own part of it.
+
+        Args:
+            tensor: this rank's part.
+            dim: the dimension of the sequence.
+            layout: as in `shard`.
+            partial: each rank has a part of the gradient, as for tensors that a mod looks up: the backward sums the
+                parts of all ranks.
+
+        Raises:
+            ContextParallelError: nothing is planned, or the tensor has another length.
         """
         own = self._layout("unshard", layout)
         expected = own.local_length(self.rank)
@@ -129,10 +189,18 @@ class ContextParallel:
         return unshard(tensor, dim, own, self.rank, self.group, partial)
 
     def next_tokens(self, tokens: Tensor, dim: int = -1, ignore: int = -100) -> Tensor:
-        """The labels of this rank's tokens, given the whole sequence: the token after each, `ignore` after the last.
+        """Give the labels of this rank's tokens: the token after each.
 
         Shift before sharding, never after: a rank's next token may be on another rank. A mean over all labels is the
         sum of the ranks' sums over the number of labels of all ranks that are not `ignore`.
+
+        Args:
+            tokens: integer tensor with the whole sequence.
+            dim: the dimension of the sequence.
+            ignore: the label after the last token.
+
+        Raises:
+            ContextParallelError: nothing is planned, or `tokens` has another length.
         """
         length = self._layout("next_tokens", None).length
         if tokens.size(dim) != length:
@@ -156,7 +224,7 @@ class ContextParallel:
         return_lse: bool = False,
         sinks: Tensor | None = None,
     ) -> Any:
-        """Attention of queries that all ranks have to keys that are spread over the ranks. All get the whole result.
+        """Attend with queries that all ranks have to keys that are spread over the ranks. All get the whole result.
 
         Needs no plan. Each rank sends the others its own result, one row for each query and head.
 
@@ -167,16 +235,32 @@ class ContextParallel:
             positions: int32 or int64 [N] or [B, N], where each key is in the whole sequence; below 0 there is none.
             at: [M] or [B, M], where each query is.
             scale, enable_gqa, return_lse, sinks: as in flex_attention; sinks count once for all ranks.
+
+        Returns:
+            Tensor: [B, H, M, V], or with `return_lse` (out, logsumexp [B, H, M]).
+
+        Raises:
+            ContextParallelError: `positions` or `at` has another form.
+            FlexNotImplementedError: a tensor requires a gradient.
         """
         rest = (positions, at, scale, enable_gqa, self.ranks, self.group, Softmax(sinks))
         out, lse = decode(query, key, value, score_mod, mask_mod, *rest)
         return (out, lse) if return_lse else out
 
     def merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The output and logsumexp of attention to all ranks' keys, given those of attention to this rank's.
+        """Merge results of attention to this rank's keys into that to all ranks' keys.
 
-        For calls that `decode` does not make, such as varlen_attention over pages. `out` has one dimension more, the
-        last. Pass both in fp32 to avoid a second rounding.
+        For calls that `decode` does not make, such as varlen_attention over pages.
+
+        Args:
+            out: [..., V]. Pass both in fp32 to avoid a second rounding.
+            lse: [...], the logsumexp.
+
+        Returns:
+            tuple: (out, logsumexp), the same on all ranks.
+
+        Raises:
+            ContextParallelError: the shapes do not fit.
         """
         if lse.shape != out.shape[:-1]:
             raise errors.other_lse(lse, out)
@@ -245,15 +329,35 @@ class _Serving(TorchFunctionMode):
 
 
 def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") -> ContextParallel:
-    """One sequence over the ranks of `group`, a DeviceMesh or a process group.
+    """Spread one sequence over the ranks of `group`.
 
     Args:
-        group: the ranks that share each sequence; of a mesh of two dimensions, all of them.
-        method: "cast" sends each rank the keys that it reads, "all_gather" all of them; "ring" sends them from rank
-            to rank; "ulysses" shares out heads; "ring_ulysses" does so along the second dimension of a mesh, and is a
-            ring along the first. "auto" chooses by the plan's work and bytes.
+        group: a DeviceMesh or a process group of the ranks that share each sequence; of a mesh of two dimensions, all
+            of them.
+        method: "cast" sends each rank the keys that it reads, "all_gather" all of them; "ring" sends them from rank to
+            rank; "ulysses" shares out heads; "ring_ulysses" does so along the second dimension of a mesh, and is a ring
+            along the first. "auto" chooses by the plan's work and bytes.
         balance: "auto", "contiguous", "head_tail", "documents", "work" or "work_and_bytes"; a function of the work and
             the number of ranks that gives the rank of each tile; or one of torch's load balancers.
+
+    Returns:
+        ContextParallel: plans masks and shards tensors.
+
+    Raises:
+        ContextParallelError: a method or a balance has no such name, or a mesh has no names or too few dimensions.
+        FlexTypeError: `group` is neither a mesh nor a process group.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cp = flex_inductor.context_parallel(dist.group.WORLD, method="ring")
+        >>> mask = cp.plan(masks.causal(), length=512)
+        >>> whole = torch.randn(1, 2, 512, 16)
+        >>> query = cp.shard(whole, dims=2)
+        >>> out = flex_attention(query, query, query, block_mask=mask)
+        >>> cp.unshard(out, dim=2).shape
+        torch.Size([1, 2, 512, 16])
+        >>> dist.destroy_process_group()
     """
     mesh = group if isinstance(group, DeviceMesh) and group.ndim == 2 else None
     if mesh is not None and mesh.mesh_dim_names is None:

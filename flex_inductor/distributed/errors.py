@@ -11,6 +11,19 @@ from ..errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, F
 
 
 class ContextParallelError(FlexValueError):
+    """An argument of context parallelism has a value that cannot be served.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> try:
+        ...     flex_inductor.context_parallel(dist.group.WORLD, method="broadcast")
+        ... except flex_inductor.FlexError as error:
+        ...     print(error)
+        method: expected one of auto, cast, all_gather, ulysses, ring, ring_ulysses, got 'broadcast'.
+        >>> dist.destroy_process_group()
+    """
+
     pass
 
 

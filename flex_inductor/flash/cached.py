@@ -54,15 +54,52 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Any:
-    """Attention of q [B, M, H, D] to a cache [rows, length, Hk, D], or to pages [pages, page_size, Hk, D].
+    """Attend to keys in a cache, after new ones are written behind those that are there.
 
-    New keys k and values v [B, new, Hk, D] are first written behind the `cache_seqlens` that each sequence has, in
-    place, rotated if cos and sin [positions, R] are given, and q with them. With `cu_seqlens_q`, q is packed [T, H, D],
-    and so are k and v, by `cu_seqlens_k_new` or else by the same offsets. No values of tensors are read on the host.
+    With `cu_seqlens_q`, q is packed [T, H, D], and so are k and v. No values of tensors are read on the host.
 
-    A cache of 8 bits, and such queries, are multiplied by their descale [sequences, Hk].
+    Args:
+        q: [B, M, H, D], or packed.
+        k_cache: [rows, length, Hk, D], or pages [pages, page_size, Hk, D].
+        v_cache: the same with V in the place of D.
+        k: [B, new, Hk, D], or packed: new keys, which are written into the cache in place.
+        v: [B, new, Hk, V], or packed.
+        rotary_cos: float [positions, R], by which k and q are rotated.
+        rotary_sin: the same.
+        cache_seqlens: int32 [B] or an integer, how many tokens each sequence has before the new ones; the whole row by
+            default.
+        cache_batch_idx: int32 [B], the row of each sequence.
+        cache_leftpad: int32 [B], with how many tokens of padding a row begins.
+        block_table: int32 [B, most pages], the pages of each sequence.
+        page_table: FlashAttention 3's name of `block_table`.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, num_splits: as in `flash_attn_func`.
+        rotary_interleaved: whether neighbours are rotated together, or dimension i with i + R.
+        return_softmax_lse: return (out, lse).
+        cu_seqlens_q: int32 [B + 1], where each sequence begins in packed q.
+        cu_seqlens_k_new: the same in packed k; `cu_seqlens_q` by default.
+        max_seqlen_q: at least the most queries of a sequence, for packed q.
+        attention_chunk, sinks: as in `flash_attn_func`.
+        score_mod, mask_mod: as in `flash_attn_func`, with the sequence in the place of the batch, and local positions.
+        q_descale, k_descale, v_descale: float [B, Hk], for float8 tensors.
 
-    Returns [B, M, H, V], or with `return_softmax_lse` (out, lse [B, H, M]); of packed q [T, H, V] and [H, T].
+    Returns:
+        Tensor: [B, M, H, V], or [T, H, V] of packed q; with `return_softmax_lse` (out, lse [B, H, M], or [H, T]).
+
+    Raises:
+        SequencesError: caches, tables or lengths do not fit, or a cache requires a gradient.
+        FlexValueError: shapes, dtypes, devices or options do not fit, or something is given without what belongs to it.
+        FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 2, 16, 4, 8)
+        >>> q, new = torch.randn(2, 1, 4, 8), torch.ones(2, 1, 4, 8)
+        >>> lengths = torch.tensor([3, 9], dtype=torch.int32)
+        >>> out = flash.flash_attn_with_kvcache(
+        ...     q, k_cache, v_cache, new, new, cache_seqlens=lengths, causal=True)
+        >>> out.shape
+        torch.Size([2, 1, 4, 8])
+        >>> k_cache[:, :, 0, 0].nonzero().tolist()  # where the new keys are
+        [[0, 3], [1, 9]]
     """
     packed = cu_seqlens_q is not None
     check(q, 3 if packed else 4, window_size, attention_chunk)

@@ -13,10 +13,28 @@ from . import errors
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `out_partial` [parts, B, M, H, V] and `lse_partial` [parts, B, M, H] give together: (out, lse).
+    """Put results of attention to parts of the keys together.
 
-    Each part has attended to keys of its own. The result is in `out` if given, else in `out_dtype` or that of the
-    parts. Any shapes between the first dimension and the last will do.
+    Any shapes between the first dimension and the last will do.
+
+    Args:
+        out_partial: float [parts, B, M, H, V]. Each part has attended to keys of its own.
+        lse_partial: float [parts, B, M, H].
+        out: where the result is written, if given.
+        out_dtype: of the result; that of the parts by default.
+
+    Returns:
+        tuple: (out [B, M, H, V], lse [B, M, H]).
+
+    Raises:
+        FlexValueError: the shapes do not fit.
+        FlexTypeError: a tensor is not of floats.
+
+    Example:
+        >>> out = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two parts, one row, V = 2
+        >>> lse = torch.tensor([[3.0], [1.0]]).log()  # the first has three times the weight
+        >>> flash.flash_attn_combine(out, lse)
+        (tensor([[0.7500, 0.2500]]), tensor([1.3863]))
     """
     try:
         _check(out_partial, lse_partial, out)

@@ -50,11 +50,46 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Any:
-    """Attention of [B, M, H, D] with keys [B, N, Hk, D] and values [B, N, Hk, V].
+    """Attend with tensors in FlashAttention's layout.
 
-    Returns [B, M, H, V], or with `return_attn_probs` (out, lse [B, H, M], probabilities). None without dropout.
-    With it the last are [B, H, M, N] before dropout, for tests, with a minus where it leaves them out. What has 8 bits
-    is multiplied by its descale [B, Hk].
+    What has 8 bits is multiplied by its descale [B, Hk].
+
+    Args:
+        q: [B, M, H, D].
+        k: [B, N, Hk, D]; Hk divides H.
+        v: [B, N, Hk, V].
+        dropout_p: the part of the weights that is left out.
+        softmax_scale: 1/sqrt(D) by default.
+        causal: the last query stands at the last key, and none sees later keys.
+        window_size: how many keys before and after its own a query sees; -1 for any.
+        softcap: bends scores into (-softcap, softcap); 0 for none.
+        alibi_slopes: float [H] or [B, H]; this times the distance is taken from scores.
+        deterministic: has no effect: CPUs are deterministic, and on GPUs `torch.use_deterministic_algorithms` decides.
+        return_attn_probs: return (out, lse, probabilities).
+        attention_chunk: queries see keys of their own chunk of so many tokens; 0 for any.
+        num_splits: parts into which decoding kernels cut the keys; 0 for any.
+        score_mod: after softcap and ALiBi, with positions aligned at the end.
+        mask_mod: beside causal, window and chunk, with the same positions.
+        sinks: float [H], one more score for each row.
+        rng_state: of dropout, as in flex_attention.
+        q_descale, k_descale, v_descale: float [B, Hk], for float8 tensors.
+
+    Returns:
+        Tensor: [B, M, H, V]; with `return_attn_probs` (out, lse [B, H, M], probabilities). These are None without
+        dropout; with it they are [B, H, M, N] before dropout, for tests, with a minus where it leaves them out.
+
+    Raises:
+        FlexValueError: shapes, dtypes, devices or options do not fit.
+        FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
+
+    Example:
+        >>> q = torch.randn(1, 2, 8, 16)
+        >>> k, v = torch.randn(2, 1, 6, 2, 16)
+        >>> flash.flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([1, 2, 8, 16])
+        >>> _, lse, _ = flash.flash_attn_func(q * 0, k, v, causal=True, return_attn_probs=True)
+        >>> lse[0, 0].exp().round()  # of equal scores, how many keys each query sees
+        tensor([5., 6.])
     """
     check(q, 4, window_size, attention_chunk)
     descales = Descales(q_descale, k_descale, v_descale)
@@ -92,13 +127,39 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`flash_attn_func` of qkv [B, M, 3, H, D]."""
+    """Call `flash_attn_func` with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [B, M, 3, H, D].
+        args, kwargs: the other arguments of `flash_attn_func`.
+
+    Returns:
+        Tensor: [B, M, H, D], or what `flash_attn_func` returns beside.
+
+    Example:
+        >>> flash.flash_attn_qkvpacked_func(torch.randn(2, 10, 3, 4, 8), causal=True).shape
+        torch.Size([2, 10, 4, 8])
+    """
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`flash_attn_func` of kv [B, N, 2, Hk, D]."""
+    """Call `flash_attn_func` with keys and values in one tensor.
+
+    Args:
+        q: [B, M, H, D].
+        kv: [B, N, 2, Hk, D].
+        args, kwargs: the other arguments of `flash_attn_func`.
+
+    Returns:
+        Tensor: [B, M, H, D], or what `flash_attn_func` returns beside.
+
+    Example:
+        >>> q, kv = torch.randn(2, 3, 4, 8), torch.randn(2, 10, 2, 2, 8)
+        >>> flash.flash_attn_kvpacked_func(q, kv).shape
+        torch.Size([2, 3, 4, 8])
+    """
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -134,10 +195,43 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Any:
-    """Attention within packed sequences, or with `block_table` to keys in pages [pages, page_size, Hk, D].
+    """Attend within packed sequences, or with `block_table` to keys in pages.
 
-    Offsets are not read on the host, and so not checked. Returns [T, H, V], or with `return_attn_probs`
-    (out, lse [H, T], probabilities), the last as from `flash_attn_func`, [sequences, H, max_seqlen_q, max_seqlen_k].
+    Offsets are not read on the host, and so not checked.
+
+    Args:
+        q: [T, H, D], the tokens of all sequences.
+        k: [S, Hk, D], or pages [pages, page_size, Hk, D].
+        v: the same with V in the place of D.
+        cu_seqlens_q: int32 [sequences + 1], where each begins in q.
+        cu_seqlens_k: the same in k; None with pages and `seqused_k`.
+        max_seqlen_q: at least the most queries of a sequence.
+        max_seqlen_k: at least the most keys of a sequence.
+        block_table: int32 [sequences, most pages].
+        page_table: FlashAttention 3's name of `block_table`.
+        seqused_q: int32 [sequences], how many queries of each there are.
+        seqused_k: the same of keys.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in `flash_attn_func`.
+        attention_chunk, num_splits, sinks, rng_state: as in `flash_attn_func`.
+        return_attn_probs: return (out, lse, probabilities).
+        score_mod, mask_mod: as in `flash_attn_func`, with the sequence in the place of the batch, and local positions.
+        q_descale, k_descale, v_descale: float [sequences, Hk], for float8 tensors.
+
+    Returns:
+        Tensor: [T, H, V]; with `return_attn_probs` (out, lse [H, T], probabilities), these as from `flash_attn_func`,
+        [sequences, H, max_seqlen_q, max_seqlen_k].
+
+    Raises:
+        SequencesError: offsets, lengths or a table have another form.
+        FlexValueError: shapes, dtypes, devices or options do not fit.
+        FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
+        FlexNotImplementedError: probabilities of keys in pages are asked for, with dropout.
+
+    Example:
+        >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> q, k, v = torch.randn(3, 10, 2, 8)
+        >>> flash.flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, causal=True).shape
+        torch.Size([10, 2, 8])
     """
     check(q, 3, window_size, attention_chunk)
     table = one_table(block_table, page_table)
@@ -201,7 +295,23 @@ def _padded(cu: Tensor, used: Tensor | None, longest: int, packed: Tensor) -> tu
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    """Call `flash_attn_varlen_func` with queries, keys and values in one tensor.
+
+    Args:
+        qkv: [T, 3, H, D].
+        cu_seqlens: int32 [sequences + 1].
+        max_seqlen: at least the most tokens of a sequence.
+        args, kwargs: the other arguments of `flash_attn_varlen_func`.
+
+    Returns:
+        Tensor: [T, H, D], or what `flash_attn_varlen_func` returns beside.
+
+    Example:
+        >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> qkv = torch.randn(10, 3, 2, 8)
+        >>> flash.flash_attn_varlen_qkvpacked_func(qkv, cu, 7, causal=True).shape
+        torch.Size([10, 2, 8])
+    """
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
@@ -216,7 +326,26 @@ def flash_attn_varlen_kvpacked_func(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`flash_attn_varlen_func` of kv [T, 2, Hk, D]."""
+    """Call `flash_attn_varlen_func` with keys and values in one tensor.
+
+    Args:
+        q: [T, H, D].
+        kv: [S, 2, Hk, D].
+        cu_seqlens_q: int32 [sequences + 1].
+        cu_seqlens_k: int32 [sequences + 1].
+        max_seqlen_q: at least the most queries of a sequence.
+        max_seqlen_k: at least the most keys of a sequence.
+        args, kwargs: the other arguments of `flash_attn_varlen_func`.
+
+    Returns:
+        Tensor: [T, H, D], or what `flash_attn_varlen_func` returns beside.
+
+    Example:
+        >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> q, kv = torch.randn(10, 4, 8), torch.randn(10, 2, 2, 8)
+        >>> flash.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 7, 7).shape
+        torch.Size([10, 4, 8])
+    """
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs

@@ -31,9 +31,36 @@ def varlen_attn(
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Any:
-    """`flash_attn_varlen_func` with the arguments of torch.nn.attention.varlen.varlen_attn.
+    """Call `flash_attn_varlen_func` with the arguments of `torch.nn.attention.varlen.varlen_attn`.
 
-    `window_size=(-1, 0)` is causal. Returns [T, H, V], or with `return_aux.lse` (out, lse [H, T]).
+    Args:
+        query: [T, H, D].
+        key: [S, Hk, D], or pages [pages, page_size, Hk, D].
+        value: the same with V in the place of D.
+        cu_seq_q: int32 [sequences + 1].
+        cu_seq_k: the same of keys; None with pages.
+        max_q: at least the most queries of a sequence.
+        max_k: at least the most keys of a sequence.
+        return_aux: torch's AuxRequest: with its `lse`, return (out, lse).
+        scale: 1/sqrt(D) by default.
+        window_size: as in `flash_attn_func`; (-1, 0) is causal.
+        enable_gqa: let groups of query heads share a head of keys and values.
+        seqused_k: int32 [sequences], how many keys of each there are.
+        block_table: int32 [sequences, most pages].
+        num_splits: as in `flash_attn_func`.
+        score_mod, mask_mod: as in `flash_attn_varlen_func`.
+
+    Returns:
+        Tensor: [T, H, V], or (out, lse [H, T]).
+
+    Raises:
+        FlexValueError: as `flash_attn_varlen_func`, or heads differ without `enable_gqa`.
+
+    Example:
+        >>> cu = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> query, key, value = torch.randn(3, 10, 2, 8)
+        >>> flash.varlen_attn(query, key, value, cu, cu, 7, 7, window_size=(-1, 0)).shape
+        torch.Size([10, 2, 8])
     """
     if not enable_gqa and isinstance(key, Tensor) and query.size(1) != key.size(-2):
         refused(errors.gqa_not_enabled(query.size(1), key.size(-2)))

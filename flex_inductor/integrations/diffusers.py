@@ -26,6 +26,8 @@ try:
 except ImportError as error:
     raise errors.missing("diffusers", "0.42", error) from error
 
+__all__ = ["attend", "mods", "register"]
+
 NAME = "flex_inductor"
 TESTED = "0.42"
 
@@ -39,9 +41,14 @@ def register(*, instead_of_flex: bool = False) -> None:
         instead_of_flex: also serve the name "flex", which some models choose by themselves, for the whole process.
 
     Example:
+        >>> from diffusers.models.attention_dispatch import attention_backend
+        >>> from diffusers.models.attention_dispatch import dispatch_attention_fn
         >>> from flex_inductor.integrations import diffusers as ours
         >>> ours.register()
-        >>> model.set_attention_backend("flex_inductor")
+        >>> query = torch.randn(1, 24, 2, 8)  # [B, M, H, D]
+        >>> with attention_backend("flex_inductor"):
+        ...     dispatch_attention_fn(query, query, query).shape
+        torch.Size([1, 24, 2, 8])
     """
     check_version("diffusers", diffusers.__version__, TESTED)
     names = [_our_name(), *([AttentionBackendName.FLEX] if instead_of_flex else [])]
@@ -53,15 +60,23 @@ def register(*, instead_of_flex: bool = False) -> None:
 def mods(
     block_mask: BlockMask | RunSchedule | None = None, score_mod: Callable[..., Tensor] | None = None
 ) -> Iterator[None]:
-    """Give these to models that have no place for them, in this thread.
+    """Give a mask and a score_mod to models that have no place for them, in this thread, until the block ends.
 
     They are for the calls with as many queries and keys as `block_mask` has, or, without one, as many queries as keys.
     So cross attention to a text of another length stays as it is. A call's own mask holds too.
 
+    Args:
+        block_mask: a BlockMask or a RunSchedule.
+        score_mod: as in flex_attention.
+
     Example:
-        >>> window = flex_inductor.masks.neighborhood((8, 16, 16), (3, 9, 9))
-        >>> with ours.mods(flex_inductor.create_block_mask(window, None, None, 2048, 2048)):
-        ...     model(latents, timestep, prompt)
+        >>> from flex_inductor.integrations import diffusers as ours
+        >>> window = masks.neighborhood((4, 6), (3, 3))
+        >>> query = torch.randn(1, 24, 2, 8)
+        >>> with ours.mods(create_block_mask(window, None, None, 24, 24)):
+        ...     near = ours.attend(query, query, query)
+        >>> torch.equal(near, ours.attend(query, query, query))
+        False
     """
     before = _given.block_mask, _given.score_mod
     _given.block_mask, _given.score_mod = block_mask, score_mod
@@ -93,9 +108,36 @@ def attend(
     score_mod: Callable[..., Tensor] | None = None,
     _parallel_config: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One call, as diffusers makes it: tensors and the result [B, M, H, D], the logsumexp [B, M, H].
+    """Attend in one call. diffusers calls it for the backend "flex_inductor".
 
-    A `score_mod` comes from a model's `attention_kwargs`, or from `mods`.
+    Args:
+        query: [B, M, H, D].
+        key: [B, N, Hk, D]; fewer heads, dividing H, with `enable_gqa`.
+        value: [B, N, Hk, V].
+        attn_mask: a BlockMask, a RunSchedule, or a tensor [N], [B, N], [B, M, N] or [B, H, M, N], of booleans or added
+            to scores.
+        dropout_p: the part of the weights that is left out.
+        is_causal: the first query stands at the first key, and none sees later keys.
+        scale: 1/sqrt(D) by default.
+        enable_gqa: let groups of query heads share a head of keys and values.
+        return_lse: return (out, logsumexp).
+        score_mod: of a model's `attention_kwargs`; that of `mods` by default.
+        _parallel_config: how diffusers would spread the call over ranks, which must be None.
+
+    Returns:
+        Tensor: [B, M, H, V], or (out, logsumexp [B, M, H]).
+
+    Raises:
+        FlexValueError: shapes, dtypes or devices do not fit, or there are two masks of blocks.
+        FlexNotImplementedError: diffusers spreads the call over ranks.
+
+    Example:
+        >>> from flex_inductor.integrations import diffusers as ours
+        >>> query = torch.randn(1, 24, 2, 8)
+        >>> seen = torch.arange(24) < 20
+        >>> out, lse = ours.attend(query, query, query, attn_mask=seen, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 24, 2, 8]), torch.Size([1, 24, 2]))
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     lengths = (query.size(2), key.size(2))

@@ -29,6 +29,8 @@ try:
 except ImportError as error:
     raise errors.missing("onnx", "1.23", error) from error
 
+__all__ = ["export"]
+
 TESTED = "1.23"
 PREVIEW = "ai.onnx.preview"
 OURS = "flex_inductor"
@@ -41,7 +43,9 @@ _SERVED = {"score_captures", "mask_captures", "schedule"}
 def export(
     model: nn.Module, args: tuple[Any, ...], *, dynamic_shapes: Any = None, opset_version: int = 20
 ) -> torch.onnx.ONNXProgram:
-    """The model as ONNX. Save it with `.save(path)`.
+    """Export a model as ONNX, with its calls of flex_attention as the preview domain's FlexAttention.
+
+    Warns where a call becomes dense attention, with the reason.
 
     Args:
         model: on CPU, with calls of `flex_inductor.flex_attention`.
@@ -49,11 +53,20 @@ def export(
         dynamic_shapes: as torch.export.export has it.
         opset_version: of ONNX's operators.
 
-    Warns where a call becomes dense attention, with the reason.
+    Returns:
+        torch.onnx.ONNXProgram: save it with `.save(path)`.
+
+    Raises:
+        FlexNotImplementedError: a call has inputs that ONNX has no place for, such as sinks.
 
     Example:
-        >>> program = flex_inductor.integrations.onnx.export(model, (ids,))
-        >>> program.save("model.onnx")
+        >>> from flex_inductor.integrations import onnx as ours
+        >>> class Attention(torch.nn.Module):
+        ...     def forward(self, query):
+        ...         return flex_attention(query, query, query, mods.softcap(20.0))
+        >>> program = ours.export(Attention(), (torch.randn(1, 2, 8, 16),))
+        >>> [node.op_type for node in program.model.graph]
+        ['FlexAttention']
     """
     check_version("onnx", onnx.__version__, TESTED)
     with torch.no_grad():

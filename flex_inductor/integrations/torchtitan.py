@@ -37,13 +37,31 @@ try:
 except ImportError as error:
     raise errors.missing("torchtitan", "0.3", error) from error
 
+__all__ = ["FlexInductorAttention", "FlexInductorConverter"]
+
 TESTED = "0.3"
 SERVED = "_flex_inductor_cp"  # of a mesh: the ContextParallel of the model that is spread over it
 BALANCERS = {None: "contiguous", "headtail": "head_tail", "ptrr": "work"}  # torchtitan's names
 
 
 class FlexInductorAttention(FlexAttention):
-    """torchtitan's module of the same layouts, [B, L, N, H] to [B, L, N, H]."""
+    """Attend in place of torchtitan's FlexAttention, with the same layouts. `FlexInductorConverter` puts it there.
+
+    Args:
+        config: of torchtitan's module, and `cp_method`, the `method` of flex_inductor.context_parallel.
+
+    Example:
+        >>> from flex_inductor.integrations.torchtitan import FlexInductorAttention
+        >>> attend = FlexInductorAttention(FlexInductorAttention.Config())
+        >>> query = torch.randn(1, 64, 2, 16)
+        >>> mask = create_block_mask(masks.causal(), None, None, 64, 64)
+        >>> attend.forward(query, query, query, attention_masks=mask).shape
+        torch.Size([1, 64, 2, 16])
+        >>> from torchtitan.distributed.parallel_dims import ParallelDims
+        >>> ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1)
+        >>> alone = ParallelDims(**ones, world_size=1)
+        >>> attend.parallelize(alone)  # torchtitan calls it on each process
+    """
 
     _sharding_config: Any
 
@@ -60,7 +78,11 @@ class FlexInductorAttention(FlexAttention):
         self.cp_method = config.cp_method
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Keep keys where they are: each call brings those that it reads."""
+        """Keep keys where they are: each call brings those that it reads.
+
+        Args:
+            parallel_dims: of torchtitan.
+        """
         if parallel_dims.cp_enabled:
             serve(parallel_dims.get_mesh("cp"), self.cp_method)
             if (sharding := self._sharding_config) is not None and sharding.local_map is not None:
@@ -82,6 +104,22 @@ class FlexInductorAttention(FlexAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Attend in one layer.
+
+        Args:
+            q_BLNH: [B, L, N, H], batch, length, heads and head_dim.
+            k_BLNH: the same; fewer heads, dividing N, with `enable_gqa`.
+            v_BLNH: the same as k.
+            attention_masks: a BlockMask, or one that context_parallel has planned.
+            score_mod: as in flex_attention.
+            scale: as in flex_attention.
+            enable_gqa: as in flex_attention.
+            out_transform: a function of the output and the logsumexp [B, L, N] that gives the output.
+            kwargs: others that torchtitan passes; they have no effect.
+
+        Returns:
+            Tensor: [B, L, N, H].
+        """
         query, key, value = (side.transpose(1, 2) for side in (q_BLNH, k_BLNH, v_BLNH))
         with maybe_regional_inductor(self.options), spmd.no_typecheck():
             out, aux = FlexInductorAttention.compiled(
@@ -110,7 +148,22 @@ def _type_like(query: Tensor, out: Tensor, lse: Tensor | None) -> None:
 
 
 class FlexInductorConverter(ModelConfigConverter):
-    """Exchanges each FlexAttention of a model's config for FlexInductorAttention."""
+    """Exchange each FlexAttention of a model's config for FlexInductorAttention.
+
+    Args:
+        config: `FlexInductorConverter.Config(cp_method="auto")`, the `method` of flex_inductor.context_parallel.
+
+    Example:
+        >>> from flex_inductor.integrations.torchtitan import FlexInductorConverter
+        >>> from torchtitan.models.llama3 import model_registry
+        >>> converters = [FlexInductorConverter.Config()]
+        >>> model = model_registry("debugmodel", converters=converters).model
+        >>> type(model.layers[0].attention.inner_attention).__qualname__
+        'FlexInductorAttention.Config'
+        >>> converter = FlexInductorConverter(FlexInductorConverter.Config(cp_method="ring"))
+        >>> converter.convert(model).layers[0].attention.inner_attention.cp_method
+        'ring'
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -121,6 +174,17 @@ class FlexInductorConverter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
+        """Exchange them in this config.
+
+        Args:
+            model_config: of the whole model, changed in place.
+
+        Returns:
+            Module.Config: `model_config`.
+
+        Raises:
+            FlexValueError: there is no FlexAttention in it.
+        """
         found = list(model_config.traverse(FlexAttention.Config))
         if not found:
             raise errors.no_flex_attention(type(model_config).__qualname__)

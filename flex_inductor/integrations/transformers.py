@@ -36,6 +36,8 @@ try:
 except ImportError as error:
     raise errors.missing("transformers", "5", error) from error
 
+__all__ = ["attend", "make_mask"]
+
 NAME = "flex_inductor"
 # For frameworks that take names with a slash alone. One slash would be a kernel to download.
 WITH_SLASHES = "local/flex_inductor/attention"
@@ -72,7 +74,32 @@ def make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | BlockMask | None:
-    """The mask of a step, in the form that `attend` takes. The arguments are those of transformers' `sdpa_mask`."""
+    """Make the mask of a step, in the form that `attend` takes.
+
+    transformers calls it, with the arguments of its `sdpa_mask`.
+
+    Args:
+        batch_size, q_length, kv_length: the sizes.
+        q_offset: how many tokens are before the queries: an integer, or the counter of a static cache.
+        kv_offset: how many tokens are before the keys.
+        mask_function: transformers' mask, a mask_mod.
+        attention_mask: bool [B, N], True where there is a token.
+        local_size: the window of the layer.
+        allow_is_causal_skip: return None for a single query that sees all.
+        allow_is_bidirectional_skip: return None where all see all.
+        device: of the tensors.
+        kwargs: others that `sdpa_mask` takes.
+
+    Returns:
+        BlockMask: or for up to 32 queries a bool tensor that broadcasts to [B, H, M, N], or None.
+
+    Example:
+        >>> from flex_inductor.integrations import transformers as ours
+        >>> ours.make_mask(2, 256, 256).shape
+        (2, 1, 256, 256)
+        >>> ours.make_mask(2, 4, 256, q_offset=252).shape  # few queries: a tensor
+        torch.Size([2, 1, 4, 256])
+    """
     if q_length <= FEW:
         return masking_utils.sdpa_mask(
             batch_size,
@@ -147,7 +174,39 @@ def attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """One layer's attention, as transformers calls it: query [B, H, M, D], the result [B, M, H, V]."""
+    """Attend in one layer. transformers calls it for attn_implementation="flex_inductor".
+
+    Args:
+        module: the layer, whose is_causal counts.
+        query: [B, H, M, D].
+        key: [B, Hk, N, D]; Hk divides H.
+        value: [B, Hk, N, V].
+        attention_mask: of `make_mask`, or a tensor that broadcasts to [B, H, M, N], of booleans or added to scores.
+        scaling: 1/sqrt(D) by default.
+        dropout: the part of the weights that is left out.
+        is_causal: instead of the layer's.
+        softcap: bends scores into (-softcap, softcap).
+        s_aux: float [H], sinks.
+        position_bias: added to scores; broadcasts to [B, H, M, N].
+        kwargs: cu_seq_lens_q, cu_seq_lens_k and output_attentions count.
+
+    Returns:
+        tuple: ([B, M, H, V], weights or None).
+
+    Raises:
+        FlexNotImplementedError: the layer passes something that is not served.
+        FlexValueError: shapes, dtypes or devices do not fit.
+
+    Example:
+        >>> import transformers
+        >>> import flex_inductor.integrations.transformers
+        >>> config = transformers.LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, vocab_size=64,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> config._attn_implementation = "flex_inductor"
+        >>> transformers.LlamaForCausalLM(config)(torch.arange(48)[None]).logits.shape
+        torch.Size([1, 48, 64])
+    """
     mask: Any = attention_mask
     try:
         check_tensors(query, key, value, enable_gqa=True, narrow=True)

@@ -41,6 +41,8 @@ try:
 except ImportError as error:
     raise errors.missing("vllm", "0.32", error) from error
 
+__all__ = ["register", "register_mods"]
+
 NAME = "FLEX_INDUCTOR"
 TESTED = "0.32"
 MODS_FROM = "FLEX_INDUCTOR_VLLM_MODS"  # modules to import in each process, separated by commas
@@ -61,6 +63,17 @@ def register() -> None:
     """Have vLLM use this backend, in this process and in those that it starts.
 
     On a CPU it takes the place of vLLM's own; elsewhere it is the choice `attention_backend="FLEX_INDUCTOR"`.
+
+    Raises:
+        FlexNotImplementedError: another version of vLLM than was tested.
+        FlexValueError: another process has registered mods that this one lacks.
+
+    Example:
+        >>> # vLLM brings its own build of torch: not among what these examples run with
+        >>> import vllm  # doctest: +SKIP
+        >>> from flex_inductor.integrations.vllm import register  # doctest: +SKIP
+        >>> register()  # doctest: +SKIP
+        >>> llm = vllm.LLM("my-llama", dtype="float32")  # doctest: +SKIP
     """
     if not vllm.__version__.startswith(f"{TESTED}."):
         raise errors.other_vllm(vllm.__version__, TESTED)
@@ -86,18 +99,29 @@ def register_mods(
     mask_mod: Callable[..., Tensor] | None = None,
     causal: bool = True,
 ) -> None:
-    """Give the layers that `pattern`, a regular expression, is found in mods of your own.
+    """Give layers mods of your own, before vLLM starts.
 
-    It is searched in "ModelClass/layer.name", such as "LlamaForCausalLM/model.layers.0.self_attn.attn". Of several
-    patterns that are found the last one registered counts. Mods see (sequence, h, q_idx, kv_idx), where a sequence is a
-    request's place in the step, h is a head of the whole model, and indices are positions in the request. They are
-    traced at start-up: a captured tensor may change in place, nothing else that they read.
+    Mods see (sequence, h, q_idx, kv_idx), where a sequence is a request's place in the step, h is a head of the whole
+    model, and indices are positions in the request. They are traced at start-up: a captured tensor may change in place,
+    nothing else that they read.
 
     Args:
+        pattern: a regular expression, searched in "ModelClass/layer.name", such as
+            "LlamaForCausalLM/model.layers.0.self_attn.attn". Of several that are found the last one registered counts.
         score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, after the model's softcap and ALiBi.
         mask_mod: beside the causal mask and the layer's window.
         causal: False lets mask_mod alone decide what a token sees, later ones too. vLLM must then compute prompts
             whole: enable_prefix_caching=False and enable_chunked_prefill=False.
+
+    Raises:
+        FlexValueError: the pattern is no regular expression, or a mod is no function.
+
+    Example:
+        >>> # vLLM brings its own build of torch: not among what these examples run with
+        >>> from flex_inductor.integrations.vllm import register_mods  # doctest: +SKIP
+        >>> register_mods("LlamaForCausalLM", score_mod=mods.softcap(30.0))  # doctest: +SKIP
+        >>> window = masks.sliding_window(1024)  # doctest: +SKIP
+        >>> register_mods(r"layers[.][0-3][.]", mask_mod=window)  # doctest: +SKIP
     """
     try:
         re.compile(pattern)

@@ -34,9 +34,29 @@ def check(
 ) -> Report:
     """Hold `fn(*inputs)`, or `fn(**inputs)`, to the laws of attention, on the CPU. See docs/check.md.
 
-    `fn` is a function or a module that calls flex_attention, ours or torch's. `documents` says which tokens belong
-    together, where they are packed: their lengths in order, or a tensor of ids, [tokens] or [batch, tokens]. `laws` are
-    the names of those to judge by, all by default.
+    Args:
+        fn: a function or a module that calls flex_attention, ours or torch's.
+        inputs: what it is called with, as a sequence or by name. Some must be float tensors.
+        documents: which tokens belong together, where they are packed: their lengths in order, or a tensor of ids,
+            [tokens] or [batch, tokens].
+        laws: the names of those to judge by, all by default.
+
+    Returns:
+        flex_inductor.laws.Report: what became of each law; `report.ok` says whether all that apply hold.
+
+    Raises:
+        FlexValueError: a law has no such name, `documents` do not fit, or an input is on another device.
+        FlexTypeError: no input is a float tensor.
+
+    Example:
+        >>> def two_documents(query, key, value):
+        ...     forgets = create_block_mask(masks.causal(), None, None, 8, 8)
+        ...     return flex_attention(query, key, value, block_mask=forgets)
+        >>> inputs = [torch.randn(1, 1, 8, 16) for _ in range(3)]
+        >>> laws = ["documents"]
+        >>> report = flex_inductor.check(two_documents, inputs, documents=[4, 4], laws=laws)
+        >>> report.ok, report.failures[0].law
+        (False, 'documents')
     """
     inner: Any = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "_orig_mod", fn)
     function = _Function(inner, inputs)

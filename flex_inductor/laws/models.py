@@ -26,6 +26,30 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
     It works for any attn_implementation. Documents are what cu_seq_lens_q, attention_mask or position_ids of the batch
     say. The model is in eval mode meanwhile; its parameters, their gradients and the generator of random numbers stay
     as they are.
+
+    Args:
+        model: of transformers, on the CPU.
+        batch: its arguments by name, with input_ids or inputs_embeds.
+        laws: the names of those to judge by, all by default.
+
+    Returns:
+        flex_inductor.laws.Report: as `check` returns.
+
+    Raises:
+        FlexTypeError: it is no model of transformers, or the batch has no tokens.
+        FlexValueError: a law has no such name, or a tensor is on another device.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, vocab_size=64,
+        ...     num_hidden_layers=1, num_attention_heads=2)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> tokens = torch.arange(16)[None]
+        >>> batch = {"input_ids": tokens, "attention_mask": (tokens > 3).long()}  # padded
+        >>> report = flex_inductor.check_model(model, batch, laws=["masked"])
+        >>> report.results[0].outcome, report.results[0].text.partition(".")[0]
+        ('holds', 'Padding replaced by other tokens')
     """
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         raise errors.not_a_model(model)

@@ -23,7 +23,18 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one law: of `outcome` holds, broken, not applicable or could not run."""
+    """What became of one law.
+
+    Args:
+        law: its name.
+        outcome: "holds", "broken", "not applicable" or "could not run".
+        text: what was looked at, what is wrong, or why it was not judged.
+
+    Example:
+        >>> report = flex_inductor.check(lambda x: x, [torch.zeros(3)], laws=["gradients"])
+        >>> report.results[0].outcome, report.results[0].law
+        ('not applicable', 'gradients')
+    """
 
     law: str
     outcome: str
@@ -32,7 +43,27 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The laws in the order in which they were asked. `print(report)` is a page; see docs/check.md."""
+    """What `check` found: the laws in the order in which they were asked. `print(report)` is a page; see docs/check.md.
+
+    Args:
+        subject: the function or model.
+        results: a Result for each law, or more where several things are wrong.
+
+    Example:
+        >>> def attend(query, key, value):
+        ...     return flex_attention(query, key, value, mods.softcap(20.0))
+        >>> inputs = [torch.randn(1, 2, 16, 8) for _ in range(3)]
+        >>> report = flex_inductor.check(attend, inputs, laws=["shift", "batch"])
+        >>> print(report)
+        Laws of attend
+        holds  shift  A constant added to all scores. 1 call of 1 kind.
+        holds  batch  Entries alone, among others, and with others replaced.
+        holds 2
+        >>> report.ok, report.failures, report.not_run
+        (True, [], [])
+        >>> report.to_dict()["laws"][1]["outcome"]
+        'holds'
+    """
 
     subject: str
     results: Sequence[Result]
@@ -44,6 +75,7 @@ class Report:
 
     @property
     def not_run(self) -> list[Result]:
+        """Laws that raised an error."""
         return [result for result in self.results if result.outcome == NOT_RUN]
 
     @property
@@ -59,7 +91,19 @@ class Report:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def show(self, screen: Any) -> None:
-        """Print the report on a Console of rich."""
+        """Print the report in colours.
+
+        Args:
+            screen: a Console of rich.
+
+        Example:
+            >>> from rich.console import Console
+            >>> report = flex_inductor.check(lambda x: 2 * x, [torch.ones(3)], laws=["shift"])
+            >>> report.show(Console(width=100))
+            Laws of <lambda>
+            not applicable  shift  the function calls no flex_attention
+            not applicable 1
+        """
         from rich.table import Table
         from rich.text import Text
 
@@ -74,9 +118,28 @@ class Report:
         screen.print(Text(", ".join(said), style=COLOURS[HOLDS] if self.ok else COLOURS[BROKEN]))
 
     def to_dict(self) -> dict[str, Any]:
+        """Give the report as what JSON can hold.
+
+        Returns:
+            dict: `subject`, `ok` and `laws`, each with `law`, `outcome` and `text`.
+        """
         return {"subject": self.subject, "ok": self.ok, "laws": [asdict(result) for result in self.results]}
 
     def to_json(self, path: str | Path) -> None:
+        """Write the report as JSON.
+
+        Args:
+            path: of the file.
+
+        Example:
+            >>> import json, pathlib, tempfile
+            >>> report = flex_inductor.check(lambda x: 2 * x, [torch.ones(3)], laws=["shift"])
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = pathlib.Path(folder, "laws.json")
+            ...     report.to_json(path)
+            ...     sorted(json.loads(path.read_text()))
+            ['laws', 'ok', 'subject']
+        """
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
 

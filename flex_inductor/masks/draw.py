@@ -37,11 +37,35 @@ def draw_mask(
     h: int = 0,
     zoom: tuple[int, int] | None = None,
 ) -> Any:
-    """Draws one (b, h) of a mask to a .png or .svg file, or returns the matplotlib figure if `path` is None.
+    r"""Draw one (b, h) of a mask.
 
-    A function needs Q_LEN and KV_LEN (and B, H, BLOCK_SIZE, device where they matter); block masks bring
-    their own. `zoom=(row, column)` adds the tokens of that tile. Beyond 512 tiles a side, a cell of the
-    picture stands for several tiles and mixes their colours.
+    Beyond 512 tiles a side, a cell of the picture stands for several tiles and mixes their colours.
+
+    Args:
+        mask: a mask_mod, a BlockMask or a RunSchedule.
+        path: of a .png or .svg file.
+        B: the number of batches, for a mask_mod that reads `b`.
+        H: the number of heads, for a mask_mod that reads `h`.
+        Q_LEN: the number of queries, for a mask_mod.
+        KV_LEN: the number of keys, for a mask_mod.
+        BLOCK_SIZE: tokens of a tile, for a mask_mod.
+        device: of what a mask_mod captures.
+        b: the batch that is drawn.
+        h: the head that is drawn.
+        zoom: (row, column) of a tile whose tokens are drawn beside.
+
+    Returns:
+        matplotlib.figure.Figure: or None with `path`.
+
+    Raises:
+        MaskArgumentError: the file has another ending, a mask_mod lacks its lengths, or `b`, `h` or `zoom` is outside.
+        FlexError: matplotlib is not installed.
+
+    Example:
+        >>> figure = flex_inductor.draw_mask(masks.causal(), Q_LEN=512, KV_LEN=512, zoom=(1, 1))
+        >>> print(*(axis.get_title() for axis in figure.axes), sep="\n")
+        causal: 512 x 512, tiles of 128 x 128, sparsity 37.50%
+        tile (1, 1): 8256 of 16384 pairs
     """
     pyplot = load_pyplot()
     if path is not None and Path(path).suffix not in FORMATS:
@@ -78,7 +102,21 @@ RunSchedule._repr_html_ = to_html  # type: ignore[attr-defined]  # what notebook
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """`%load_ext flex_inductor.masks`: notebooks then draw torch's BlockMasks too."""
+    """Have notebooks draw torch's BlockMasks: `%load_ext flex_inductor.masks`. RunSchedules are drawn without it.
+
+    Args:
+        ipython: what IPython passes.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> drawn = {}
+        >>> html = SimpleNamespace(for_type=drawn.__setitem__)
+        >>> formatter = SimpleNamespace(formatters={"text/html": html})
+        >>> shell = SimpleNamespace(display_formatter=formatter)
+        >>> masks.load_ipython_extension(shell)  # IPython passes its own shell
+        >>> drawn[flex_inductor.BlockMask].__name__
+        'to_html'
+    """
     ipython.display_formatter.formatters["text/html"].for_type(BlockMask, to_html)
 
 

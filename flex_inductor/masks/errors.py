@@ -11,11 +11,28 @@ __all__ = ["FlexError", "MaskArgumentError", "MaskModError"]
 
 
 class MaskArgumentError(FlexValueError):
-    """An argument of a mask function has a value that cannot be served."""
+    """An argument of a mask function has a value that cannot be served.
+
+    Example:
+        >>> try:
+        ...     masks.sliding_window(0)
+        ... except flex_inductor.FlexError as error:
+        ...     print(error)
+        sliding_window: size: expected an integer of at least 1, got 0.
+    """
 
 
 class MaskModError(FlexTypeError):
-    """The mask_mod cannot be evaluated for all (b, h, q_idx, kv_idx)."""
+    """The mask_mod cannot be evaluated for all (b, h, q_idx, kv_idx).
+
+    Example:
+        >>> ids = torch.zeros(4, dtype=torch.int64)
+        >>> try:
+        ...     create_block_mask(lambda b, h, q, kv: ids[kv] == 0, None, None, 8, 8)
+        ... except flex_inductor.masks.errors.MaskModError as error:
+        ...     print(str(error).rpartition(". ")[2])
+        A captured tensor needs an entry for every index it is read at.
+    """
 
 
 def size_needed(mask_mod: str, read: Sequence[str]) -> MaskArgumentError:

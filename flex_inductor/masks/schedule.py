@@ -1,14 +1,7 @@
 """RunSchedule: which tiles attention visits, in memory proportional to the rows.
 
-A BlockMask lists every tile of every row: its four index tensors grow with the square of the length. Here
-a row holds a few runs [start, stop) of neighbouring tiles instead:
-
-    kv_runs[kv_offsets[b, h, row] : kv_offsets[b, h, row + 1]]   partial tiles: mask_mod applies
-    full_kv_runs[full_kv_offsets[b, h, row] : ...]               full tiles: nothing is masked
-    q_runs, full_q_runs                                          the same for each column, for the backward
-
-Offsets are [B or 1, H or 1, rows + 1] int32: a dimension that the mask does not depend on has size 1.
-Runs are [count, 2] int32, ascending and disjoint within a row.
+A BlockMask lists every tile of every row: its four index tensors grow with the square of the length. Here a row holds
+a few runs [start, stop) of neighbouring tiles instead.
 """
 
 from __future__ import annotations
@@ -40,6 +33,41 @@ SHADES = " ░▒▓█"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RunSchedule:
+    r"""Which tiles attention visits, as runs of neighbouring tiles: memory grows with the rows of tiles.
+
+    `create_block_mask(..., compact=True)` makes one, and flex_attention takes it as block_mask. It pickles, and is a
+    pytree of its tensors.
+
+    A row of tiles has the runs `kv_runs[kv_offsets[b, h, row] : kv_offsets[b, h, row + 1]]`, each a pair (start, stop).
+    All tensors are int32. Offsets are [B or 1, H or 1, rows + 1], runs are [count, 2], ascending and disjoint within a
+    row.
+
+    Args:
+        kv_offsets, kv_runs: partial tiles of each row, where mask_mod decides.
+        full_kv_offsets, full_kv_runs: full tiles of each row.
+        q_offsets, q_runs: partial tiles of each column, for the backward.
+        full_q_offsets, full_q_runs: full tiles of each column.
+        batch: the number of batches.
+        heads: the number of heads.
+        seq_lengths: the numbers of queries and keys.
+        BLOCK_SIZE: tokens of a tile, (queries, keys).
+        mask_mod: the mask inside of partial tiles.
+        separate_full_blocks: whether its BlockMask lists full tiles apart.
+
+    Example:
+        >>> mask_mod = masks.document(lengths=[300, 700, 24])
+        >>> schedule = create_block_mask(mask_mod, None, None, 1024, 1024, compact=True)
+        >>> print(*repr(schedule).split(", sparsity"), sep="\n sparsity")
+        RunSchedule(shape=(1, 1, 1024, 1024), BLOCK_SIZE=(128, 128)
+         sparsity=59.38%, runs: kv=11, full_kv=4, q=12, full_q=4)
+        >>> schedule.kv_offsets
+        tensor([[[ 0,  1,  2,  3,  4,  6,  8, 10, 11]]], dtype=torch.int32)
+        >>> schedule.row_runs().start.numel(), schedule.tensors[0].dtype
+        (15, torch.int32)
+        >>> schedule.to_block_mask().kv_num_blocks
+        tensor([[[1, 1, 3, 2, 2, 2, 2, 6]]], dtype=torch.int32)
+    """
+
     kv_offsets: Tensor
     kv_runs: Tensor
     full_kv_offsets: Tensor
@@ -53,7 +81,7 @@ class RunSchedule:
     seq_lengths: tuple[int, int]
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    separate_full_blocks: bool  # whether its BlockMask has lists of full tiles
+    separate_full_blocks: bool
 
     @staticmethod
     def from_runs(
@@ -64,9 +92,21 @@ class RunSchedule:
         separate_full_blocks: bool = True,
         jumps: tuple[Tensor, Tensor] | None = None,
     ) -> RunSchedule:
-        """From the runs of all rows of tiles of `grids` = (batch or 1, heads or 1) grids.
+        """Make a schedule of the runs of all rows of tiles.
 
-        Runs end at `jumps`: flags of the rows and columns that do not follow the one before.
+        Args:
+            runs: of all rows, in the form that `row_runs` returns.
+            grids: (batch or 1, heads or 1), for how many the runs are kept.
+            extent: the sizes, as `extent` returns them.
+            mask_mod: the mask inside of partial tiles.
+            separate_full_blocks: whether its BlockMask lists full tiles apart.
+            jumps: flags of the rows and columns that do not follow the one before; runs end there.
+
+        Example:
+            >>> old = create_block_mask(masks.causal(), None, None, 512, 512, compact=True)
+            >>> new = RunSchedule.from_runs(old.row_runs(), old.grids, old.extent, old.mask_mod)
+            >>> new.kv_runs.tolist()
+            [[0, 1], [1, 2], [2, 3], [3, 4]]
         """
         columns = transposed(runs, grids[0] * grids[1])
         if jumps is not None:
@@ -85,7 +125,16 @@ class RunSchedule:
     @staticmethod
     @ordinary_tensors
     def from_block_mask(block_mask: BlockMask) -> RunSchedule:
-        """The same tiles as `block_mask`, which may come from torch."""
+        """Make a schedule of the same tiles.
+
+        Args:
+            block_mask: of this package or of torch.
+
+        Example:
+            >>> block_mask = create_block_mask(masks.causal(), None, None, 512, 512)
+            >>> RunSchedule.from_block_mask(block_mask).full_kv_runs.tolist()
+            [[0, 1], [0, 2], [0, 3]]
+        """
         extent = extent_of(block_mask)
         runs, grids = runs_of_block_mask(block_mask)
         separate = block_mask.full_kv_num_blocks is not None
@@ -93,6 +142,16 @@ class RunSchedule:
 
     @ordinary_tensors
     def to_block_mask(self, separate_full_blocks: bool | None = None) -> BlockMask:
+        """Make torch's BlockMask of the same tiles.
+
+        Args:
+            separate_full_blocks: whether it lists full tiles apart; as the schedule was made by default.
+
+        Example:
+            >>> schedule = create_block_mask(masks.causal(), None, None, 512, 512, compact=True)
+            >>> schedule.to_block_mask().full_kv_num_blocks
+            tensor([[[0, 1, 2, 3]]], dtype=torch.int32)
+        """
         separate = self.separate_full_blocks if separate_full_blocks is None else separate_full_blocks
         return block_mask_from_runs(self.row_runs(), self.grids, self.extent, self.mask_mod, separate)
 
@@ -101,6 +160,7 @@ class RunSchedule:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The eight tensors, in the order of the arguments."""
         return [getattr(self, name) for name in TENSORS]
 
     @property
@@ -110,22 +170,30 @@ class RunSchedule:
 
     @property
     def extent(self) -> Extent:
+        """Its batch, heads, lengths and block size, as one tuple."""
         return Extent(self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
 
     @property
     def grids(self) -> tuple[int, int]:
+        """For how many batches and heads it has rows: 1 where the mask does not depend on them."""
         return (self.kv_offsets.shape[0], self.kv_offsets.shape[1])
 
     @property
     def device(self) -> torch.device:
+        """The device of its tensors."""
         return self.kv_offsets.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
+        """The sizes (batch, heads, queries, keys)."""
         return (self.batch, self.heads, *self.seq_lengths)
 
     def row_runs(self) -> Runs:
-        """Partial and full runs of all rows, in the form the mask functions work on."""
+        """Give partial and full runs of all rows in one table, as the functions for masks take them.
+
+        Returns:
+            Runs: with `line`, `start` and `stop`, int64 [runs], and `kind`, 1 for partial and 2 for full.
+        """
         parts = [_lines_of(getattr(self, f"{s}_offsets"), getattr(self, f"{s}_runs")) for s in SIDES[:2]]
         kinds = [
             torch.full_like(p[0], k, dtype=torch.int8) for p, k in zip(parts, (PARTIAL, FULL), strict=True)
@@ -136,11 +204,25 @@ class RunSchedule:
 
     @ordinary_tensors
     def to(self, device: torch.device | str) -> RunSchedule:
-        """The tensors moved; what mask_mod captures stays where it is."""
+        """Move the tensors. What mask_mod captures stays where it is.
+
+        Args:
+            device: where to.
+
+        Example:
+            >>> schedule = create_block_mask(masks.causal(), None, None, 512, 512, compact=True)
+            >>> schedule.to("meta").device
+            device(type='meta')
+        """
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
     def sparsity(self) -> float:
-        """Percentage of the tiles that are not visited, as BlockMask counts them from torch 2.14 on."""
+        """Give the percentage of the tiles that are not visited, as BlockMask counts them from torch 2.14 on.
+
+        Example:
+            >>> create_block_mask(masks.causal(), None, None, 512, 512, compact=True).sparsity()
+            37.5
+        """
         runs = self.row_runs()
         visited = int((runs.stop - runs.start).sum())
         tiles = math.prod((*self.grids, *self.extent.tiles))
@@ -148,9 +230,21 @@ class RunSchedule:
 
     @ordinary_tensors
     def __getitem__(self, index: Any) -> RunSchedule:
-        """A part of the batch, heads and rows of tiles: integers, or slices without a step.
+        """Take a part of the batch, heads and rows of tiles.
 
         A sliced schedule describes queries that start at its first row: its mask_mod is shifted to match.
+
+        Args:
+            index: up to three integers, or slices without a step.
+
+        Raises:
+            MaskArgumentError: the index has another form, or selects nothing.
+
+        Example:
+            >>> schedule = create_block_mask(masks.causal(), None, None, 1024, 1024, compact=True)
+            >>> last = schedule[:, :, 6:]  # of 8 rows of tiles
+            >>> last.shape, last.sparsity()
+            ((1, 1, 256, 1024), 6.25)
         """
         index = (index,) if not isinstance(index, tuple) else index
         rows, columns = self.extent.tiles
@@ -184,10 +278,22 @@ class RunSchedule:
     def cut(
         self, rows: Sequence[int] | Tensor | None = None, columns: Sequence[int] | Tensor | None = None
     ) -> RunSchedule:
-        """The schedule for the queries of these rows of tiles and the keys of these columns, in the order given.
+        """Take the queries of some rows of tiles and the keys of some columns, in the order given.
 
-        Its mask_mod counts the tokens of the chosen tiles, as attention on the gathered tensors does. A tile that is
-        shorter than the others must be the last.
+        Its mask_mod counts the tokens of the chosen tiles, as attention on the gathered tensors does.
+
+        Args:
+            rows: of tiles, all by default. A tile shorter than the others must be the last.
+            columns: of tiles, all by default.
+
+        Raises:
+            MaskArgumentError: a number is no tile, or a short tile is not the last.
+
+        Example:
+            >>> schedule = create_block_mask(masks.causal(), None, None, 1024, 1024, compact=True)
+            >>> part = schedule.cut(rows=[0, 7], columns=[0, 1, 7])
+            >>> part.shape, part.kv_offsets.tolist()
+            ((1, 1, 256, 384), [[[0, 1, 2]]])
         """
         chosen = []
         sides = zip(
@@ -212,7 +318,21 @@ class RunSchedule:
         return RunSchedule.from_runs(part, self.grids, extent, mask_mod, self.separate_full_blocks)
 
     def picture(self, cells: int = 20, b: int = 0, h: int = 0) -> str:
-        """Text: the darker, the more of the tiles under a character are visited; two characters a cell."""
+        r"""Draw it as text: the darker, the more of the tiles under a character are visited.
+
+        Args:
+            cells: at most this many a side; a cell has two characters.
+            b: the batch.
+            h: the head.
+
+        Example:
+            >>> schedule = create_block_mask(masks.causal(), None, None, 512, 512, compact=True)
+            >>> print("\n".join(line.rstrip() for line in schedule.picture().splitlines()))
+            ▒▒
+            ██▒▒
+            ████▒▒
+            ██████▒▒
+        """
         rows, columns = self.extent.tiles
         shape = (min(cells, rows), min(cells, columns))
         if 0 in shape:

@@ -33,20 +33,36 @@ def append_kv(
 ) -> Tensor | None:
     """Write the keys and values of a step's tokens into the cache, in place.
 
-    `sequences` are those of the step's attention: `used_k` counts the new tokens, which come last. Nothing is written
-    outside of a row or of the pages.
+    Nothing is written outside of a row or of the pages.
 
     Args:
         k_cache: [rows, length, H, D], or with pages [pages, page_size, H, D].
         v_cache: the same with V in the place of D.
         k: [T, H, D], packed as `sequences.cu_q` says.
         v: [T, H, V].
-        rotary: cos and sin [positions, R], by which the first 2 R dimensions of k and q are rotated. A token's
-            position is its place in the row, padding counted, or in the sequence's pages.
+        sequences: those of the step's attention: `used_k` counts the new tokens, which come last.
+        rotary: cos and sin [positions, R], by which the first 2 R dimensions of k and q are rotated. A token's position
+            is its place in the row, padding counted, or in the sequence's pages.
         interleaved: whether neighbours are rotated together, or dimension i with i + R.
         q: [T, query heads, D], to be rotated beside.
 
-    Returns q rotated, or None without it.
+    Returns:
+        Tensor: q rotated, or None without it.
+
+    Raises:
+        SequencesError: the caches, the new tokens and the sequences do not fit, or something requires a gradient.
+        FlexTypeError: an argument has another type.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 8, 1, 4), torch.zeros(2, 8, 1, 4)
+        >>> starts = torch.tensor([0, 1, 2], dtype=torch.int32)  # a new token each,
+        >>> used = torch.tensor([3, 5], dtype=torch.int32)  # the third and the fifth
+        >>> sequences = Sequences(starts, used_k=used)
+        >>> new = torch.ones(2, 1, 4)
+        >>> flex_inductor.append_kv(k_cache, v_cache, new, new, sequences)
+        >>> k_cache[:, :, 0, 0]
+        tensor([[0., 0., 1., 0., 0., 0., 0., 0.],
+                [0., 0., 0., 0., 1., 0., 0., 0.]])
     """
     try:
         if not isinstance(sequences, Sequences):

@@ -43,7 +43,7 @@ def varlen_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Any:
-    """Attention within each of many sequences that are packed one after the other.
+    """Attend within each of many sequences that are packed one after the other.
 
     Args:
         query: [T, H, D], the tokens of all sequences.
@@ -51,16 +51,33 @@ def varlen_attention(
             pages [pages, page_size, H, D], both without a gradient.
         value: the same with V in the place of D.
         sequences: where each sequence begins.
-        score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, with positions within the sequence, the last query
-            at the last key.
+        score_mod: `score_mod(score, sequence, h, q_idx, kv_idx)`, with positions within the sequence, the last query at
+            the last key.
         block_mask: `sequences.mask(mask_mod)`; without one, every query sees all keys of its sequence.
-        scale, return_lse, kernel_options, return_aux, sinks, dropout_p, rng_state, head_offset: as flex_attention has
-            them. Dropout sees what score_mod sees, so a sequence loses the same weights wherever it is packed. The
-            dropout_mask is [sequences, H, longest queries, longest keys].
+        scale, enable_gqa, return_lse, kernel_options, return_aux, sinks, dropout_p, rng_state, head_offset: as
+            flex_attention has them. Dropout sees what score_mod sees, so a sequence loses the same weights wherever it
+            is packed. The dropout_mask is [sequences, H, longest queries, longest keys].
         q_scale, k_scale, v_scale: for queries, keys and values of 8 bits: []; of keys and values also for each head
             [H], or for each token, like key without its last dimension.
 
-    Returns [T, H, V], in rows that belong to no sequence 0; the logsumexp is [H, T].
+    Returns:
+        Tensor: [T, H, V], in rows that belong to no sequence 0; with `return_lse` (out, logsumexp [H, T]); with
+        `return_aux` (out, AuxOutput).
+
+    Raises:
+        SequencesError: tensors do not fit the sequences, or the mask is of other sequences.
+        FlexValueError: shapes, dtypes, devices or options do not fit.
+        FlexTypeError: an argument has another type, or a mod takes other arguments or returns something else.
+
+    Example:
+        >>> sequences = Sequences.from_lengths([3, 50, 7])
+        >>> query = torch.randn(60, 4, 16)
+        >>> mask = sequences.mask(masks.causal())
+        >>> out = varlen_attention(query, query, query, sequences, block_mask=mask)
+        >>> second = query[3:53]
+        >>> alone = varlen_attention(second, second, second, Sequences.from_lengths([50]))
+        >>> out.shape, torch.allclose(out[52], alone[-1], atol=1e-6)  # the last token sees all
+        (torch.Size([60, 4, 16]), True)
     """
     try:
         if not isinstance(sequences, Sequences):

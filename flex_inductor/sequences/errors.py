@@ -10,6 +10,17 @@ from ..errors import FlexTypeError, FlexValueError, described
 
 
 class SequencesError(FlexValueError):
+    r"""An argument about packed sequences has a value that cannot be served.
+
+    Example:
+        >>> try:
+        ...     Sequences(torch.tensor([0, 5, 3], dtype=torch.int32))
+        ... except flex_inductor.FlexError as error:
+        ...     print(*str(error).split(". "), sep="\n")
+        cu_q: expected offsets that start at 0 and never fall, but it falls from 5 to 3 at entry 2
+        They are the running sum of the lengths.
+    """
+
     pass
 
 

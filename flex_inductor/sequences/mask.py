@@ -34,19 +34,35 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class SequenceMask:
-    """Made by Sequences.mask, for any number of calls on these sequences."""
+    """What attention visits within packed sequences: `Sequences.mask` makes it, for any number of calls on them.
+
+    Args:
+        schedule: which tiles visit which.
+        tile_map: where the tiles lie.
+        sequences: those that it was made for.
+        mask_mod: the mask inside of partial tiles, or None.
+        heads: the number of heads that mask_mod tells apart, or None.
+
+    Example:
+        >>> sequences = Sequences.from_lengths([100, 300])
+        >>> type(sequences.mask(masks.causal()).visits).__name__  # the numbers of a window
+        'Bounds'
+        >>> type(sequences.mask(masks.dilated_window(4, 3)).visits).__name__  # tables of tiles
+        'BlockRuns'
+    """
 
     schedule: Bounds | BlockRuns
     tile_map: TileMap
     sequences: Any
     mask_mod: MaskMod | None
-    heads: int | None  # the number that mask_mod tells apart
+    heads: int | None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "mask_mod": portable(self.mask_mod, self.sequences.cu_q)}
 
     @property
     def visits(self) -> Bounds | BlockRuns:
+        """What the ops are told to visit."""
         schedule = self.schedule
         return schedule if isinstance(schedule, BlockRuns) else schedule.constant_where_zero()
 

@@ -18,10 +18,12 @@ from .places import Cached, Packed, Paged, Places
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequence n has the queries cu_q[n] to cu_q[n + 1] of the packed tokens. Its keys are packed too, or in a cache.
+    """Where sequences lie: their queries in packed tokens, their keys packed too or in a cache.
 
-    Positions are local, and the last query stands at the last key: with 2 queries and 10 keys, the queries are at 8
-    and 9. So `q_idx >= kv_idx` is causal for prefill, for a chunk of a prompt and for a step of decoding.
+    Sequence n has the queries cu_q[n] to cu_q[n + 1].
+
+    Positions are local, and the last query stands at the last key: with 2 queries and 10 keys, the queries are at 8 and
+    9. So `q_idx >= kv_idx` is causal for prefill, for a chunk of a prompt and for a step of decoding.
 
     Values are checked here, once. You may copy others into the tensors later, as for a CUDA graph. They are not read on
     the host then: `max_q`, `max_k` and the ends of the offsets are upper bounds.
@@ -37,6 +39,23 @@ class Sequences:
         page_size: how many tokens a page has.
         max_q: at least the most queries that a sequence ever has; that of now by default.
         max_k: the same of keys.
+
+    Raises:
+        SequencesError: values do not fit together; the message names the sequence.
+        FlexTypeError: an argument has another type or dtype.
+
+    Example:
+        >>> int32 = torch.int32
+        >>> packed = Sequences(torch.tensor([0, 3, 53, 60], dtype=int32))
+        >>> packed.count, packed.max_q, packed.total_q
+        (3, 50, 60)
+        >>> pages = torch.tensor([[4, 0], [2, -1]], dtype=int32)  # of a pool of five
+        >>> paged = Sequences(
+        ...     torch.tensor([0, 1, 2], dtype=int32), used_k=torch.tensor([20, 5], dtype=int32),
+        ...     pages=pages, page_size=16)
+        >>> query, pool = torch.randn(2, 4, 8), torch.randn(5, 16, 4, 8)
+        >>> varlen_attention(query, pool, pool, paged).shape
+        torch.Size([2, 4, 8])
     """
 
     cu_q: Tensor
@@ -137,14 +156,35 @@ class Sequences:
 
     @property
     def count(self) -> int:
+        """How many sequences there are."""
         return self.cu_q.numel() - 1
 
     @property
     def device(self) -> torch.device:
+        """The device of its tensors."""
         return self.cu_q.device
 
     def check_cache(self, name: str, rows: int, length: int) -> None:
-        """Refuse a cache without a row for each sequence, or whose rows or pages have another length."""
+        """Refuse a cache without a row for each sequence, or whose rows or pages have another length.
+
+        Args:
+            name: of the argument, for the message.
+            rows: of the cache, or pages of the pool.
+            length: of a row, or of a page.
+
+        Raises:
+            SequencesError: it does not fit.
+
+        Example:
+            >>> starts = torch.tensor([0, 1], dtype=torch.int32)
+            >>> used = torch.tensor([9], dtype=torch.int32)
+            >>> sequences = Sequences(starts, used_k=used)
+            >>> try:
+            ...     sequences.check_cache("k_cache", rows=1, length=8)
+            ... except flex_inductor.FlexError as error:
+            ...     print(error)
+            k_cache: its rows have 8 tokens, and max_k is 9; expected at least as many.
+        """
         if self.pages is None and self.cache_rows is None and rows < self.count:
             raise errors.too_few_rows(name, rows, self.count)
         if self.page_size is not None and length != self.page_size:
@@ -154,8 +194,19 @@ class Sequences:
 
     @classmethod
     def unchecked(cls, cu_q: Tensor, cu_k: Tensor | None, **rest: Any) -> Sequences:
-        """Sequences from tensors, without reading values. `rest` has all other fields that are not None, with the
-        totals."""
+        """Make Sequences of tensors without reading values, as for a step that must not wait for the device.
+
+        Args:
+            cu_q: int32 [sequences + 1].
+            cu_k: the same of packed keys, or None for keys in a cache.
+            rest: all other fields that are not None, with `max_q`, `max_k` and the most tokens `total_q` and `total_k`.
+
+        Example:
+            >>> offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+            >>> numbers = {"max_q": 4, "max_k": 4, "total_q": 8, "total_k": 8}  # upper bounds
+            >>> Sequences.unchecked(offsets, offsets, **numbers).count
+            2
+        """
         made = object.__new__(cls)
         for name in (*TENSORS, *_NUMBERS):
             object.__setattr__(made, name, rest.get(name))
@@ -171,19 +222,59 @@ class Sequences:
         *,
         device: torch.device | str | None = None,
     ) -> Sequences:
-        """Sequences of these lengths, one after the other."""
+        """Make sequences of these lengths, one after the other.
+
+        Args:
+            lengths_q: of queries, as a list of integers or an integer tensor [sequences].
+            lengths_k: of keys; those of the queries by default.
+            device: of the result; that of a tensor by default.
+
+        Raises:
+            SequencesError: a length is negative, or their sum is beyond int32.
+            FlexTypeError: they are no integers.
+
+        Example:
+            >>> Sequences.from_lengths([3, 0, 4]).cu_q
+            tensor([0, 3, 3, 7], dtype=torch.int32)
+        """
         cu_k = None if lengths_k is None else _summed("lengths_k", lengths_k, device)
         return cls(_summed("lengths_q", lengths_q, device), cu_k)
 
     @classmethod
     def from_padding_mask(cls, mask: Tensor) -> Sequences:
-        """The sequences that `unpad` packs: the tokens of each row of `mask` [batch, length] at which it is True."""
+        """Make the sequences that `unpad` packs.
+
+        Args:
+            mask: bool [batch, length], True where there is a token.
+
+        Raises:
+            FlexTypeError: it has another dtype or shape.
+
+        Example:
+            >>> mask = torch.tensor([[True, True, False], [True, False, False]])
+            >>> Sequences.from_padding_mask(mask).cu_q
+            tensor([0, 2, 3], dtype=torch.int32)
+        """
         check_padding_mask(mask)
         return cls.from_lengths(mask.sum(1), device=mask.device)
 
     @classmethod
     def from_nested(cls, query: Any, key: Any = None) -> Sequences:
-        """Those of jagged nested tensors [sequences, jagged, ...]."""
+        """Make the sequences of nested tensors.
+
+        Args:
+            query: jagged [sequences, jagged, ...].
+            key: the same; `query` by default.
+
+        Raises:
+            FlexTypeError: one is no jagged nested tensor.
+
+        Example:
+            >>> parts = [torch.zeros(3, 8), torch.zeros(5, 8)]
+            >>> nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+            >>> Sequences.from_nested(nested).cu_q
+            tensor([0, 3, 8], dtype=torch.int32)
+        """
         for name, tensor in (("query", query), ("key", key)):
             if tensor is not None and getattr(tensor, "layout", None) != torch.jagged:
                 raise errors.not_jagged(name, tensor)
@@ -199,10 +290,28 @@ class Sequences:
         heads: int | None = None,
         block_size: int | tuple[int, int] | None = None,
     ) -> SequenceMask:
-        """What attention visits within each sequence: make it once a step, for all layers.
+        """Find what attention visits within each sequence. Make it once a step, for all layers.
 
-        `mask_mod(sequence, h, q_idx, kv_idx)` sees local positions. No mask, causal ones and windows cost a few
-        operations and read nothing on the host; others are analysed. A mask that reads h needs `heads`.
+        No mask, causal ones and windows cost a few operations and read nothing on the host; others are analysed.
+
+        Args:
+            mask_mod: `mask_mod(sequence, h, q_idx, kv_idx)` with local positions.
+            heads: the number of query heads, for a mask that reads h.
+            block_size: tokens of a tile, or two numbers for (queries, keys); chosen by default.
+
+        Returns:
+            SequenceMask: for the block_mask of varlen_attention.
+
+        Raises:
+            SequencesError: heads or block size do not fit, or it is called inside of a compiled graph.
+            MaskModError: the mask cannot be evaluated.
+
+        Example:
+            >>> sequences = Sequences.from_lengths([200, 56])
+            >>> window = sequences.mask(masks.sliding_window(64))
+            >>> query = torch.randn(256, 2, 8)
+            >>> varlen_attention(query, query, query, sequences, block_mask=window).shape
+            torch.Size([256, 2, 8])
         """
         return sequence_mask(self, mask_mod, heads, block_size)
 

@@ -19,16 +19,34 @@ MORE = ("mean_scores", "max_indices", COLUMN_SUMS)
 
 
 class AuxRequest(NamedTuple):
-    """torch's AuxRequest, and what only flex_inductor has."""
+    """What a call returns beside its output: torch's AuxRequest, and what only flex_inductor has.
+
+    Args:
+        lse: the logsumexp of each row.
+        max_scores: the largest score of each row.
+        rng_state: of dropout; None where nothing is dropped.
+        dropout_mask: which weights dropout keeps, for tests: it takes a byte for each score.
+        head_max_scores: each head's largest score over all batches and rows, for QK-clip.
+        column_sums: of each key's weights, over the rows and heads that share it; no gradient.
+        entropy: of each row's weights; a sink's weight is one of them.
+        max_indices: the kv_idx of each row's largest score: the first, -1 where a row sees none.
+
+    Example:
+        >>> query = torch.zeros(1, 2, 4, 8)  # so that all weights are equal
+        >>> request = flex_inductor.AuxRequest(entropy=True, column_sums=True)
+        >>> out, aux = flex_attention(query, query, query, return_aux=request)
+        >>> aux.entropy[0, 0].exp(), aux.column_sums[0, 0]
+        (tensor([4., 4., 4., 4.]), tensor([1., 1., 1., 1.]))
+    """
 
     lse: bool = False
     max_scores: bool = False
-    rng_state: bool = False  # of dropout; None where nothing is dropped
-    dropout_mask: bool = False  # which weights dropout keeps, for tests: it takes a byte for each score
-    head_max_scores: bool = False  # each head's largest score over all batches and rows, for QK-clip
-    column_sums: bool = False  # of each key's weights, over the rows and heads that share it; no gradient
-    entropy: bool = False  # of each row's weights; a sink's weight is one of them
-    max_indices: bool = False  # the kv_idx of each row's largest score: the first, -1 where a row sees none
+    rng_state: bool = False
+    dropout_mask: bool = False
+    head_max_scores: bool = False
+    column_sums: bool = False
+    entropy: bool = False
+    max_indices: bool = False
 
     @property
     def maxima(self) -> bool:
@@ -52,16 +70,34 @@ class AuxRequest(NamedTuple):
 
 
 class AuxOutput(NamedTuple):
-    """torch's AuxOutput, and what only flex_inductor has. None for what was not asked for."""
+    """What a call returned beside its output. None for what was not asked for.
+
+    Args:
+        lse: [B, H, M], in natural logarithm.
+        max_scores: [B, H, M].
+        rng_state: (seed, offset), two int64 tensors without dimensions.
+        dropout_mask: bool [B, H, M, N].
+        head_max_scores: [H].
+        column_sums: like key without its last dimension.
+        entropy: [B, H, M].
+        max_indices: int64 [B, H, M].
+
+    Example:
+        >>> query = torch.randn(1, 2, 4, 8)
+        >>> request = flex_inductor.AuxRequest(lse=True, max_indices=True)
+        >>> _, aux = flex_attention(query, query, query, return_aux=request)
+        >>> aux.lse.shape, aux.max_indices.shape, aux.entropy
+        (torch.Size([1, 2, 4]), torch.Size([1, 2, 4]), None)
+    """
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
     rng_state: RngState | None = None
-    dropout_mask: Tensor | None = None  # bool [B, H, M, N]
-    head_max_scores: Tensor | None = None  # [H]
-    column_sums: Tensor | None = None  # like key without its last dimension
-    entropy: Tensor | None = None  # [B, H, M]
-    max_indices: Tensor | None = None  # int64 [B, H, M]
+    dropout_mask: Tensor | None = None
+    head_max_scores: Tensor | None = None
+    column_sums: Tensor | None = None
+    entropy: Tensor | None = None
+    max_indices: Tensor | None = None
 
 
 REQUESTS = (of_torch.AuxRequest, AuxRequest)

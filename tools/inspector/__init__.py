@@ -37,12 +37,33 @@ def inspect(
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Report:
-    """What the attention calls of `fn(*args, **kwargs)` become: decisions, graphs, schedules and kernels.
+    """Say what the attention calls of `fn(*args, **kwargs)` become: decisions, graphs, schedules and kernels.
 
-    `fn` is a function or a module that compiles as one graph; it is traced afresh and not run. `target` is
-    "cpu" or a GPU's architecture, by default the device of the tensors; for a GPU that is not there give CPU
-    tensors of the shapes and dtypes in question. The backward is there when `backward` is and an argument,
-    a parameter or a captured tensor requires a gradient. `options` are those of the backend.
+    `fn` is traced afresh and not run. The backward is there where an argument, a parameter or a captured tensor
+    requires a gradient.
+
+    Args:
+        fn: a function or a module that compiles as one graph.
+        args, kwargs: what it is called with.
+        target: "cpu" or a GPU's architecture such as "sm_90", by default the device of the tensors. For a GPU that is
+            not there give CPU tensors of the shapes and dtypes in question.
+        backward: False leaves the backward out.
+        options: those of the backend, as `torch.compile(..., options=...)` takes them.
+
+    Returns:
+        flex_inductor.tools.inspector.Report: `print` it for a page; see docs/inspector.md.
+
+    Raises:
+        FlexValueError: `fn` makes no call, is not one graph, or the target does not fit the tensors.
+        FlexRuntimeError: triton is missing, for a GPU's kernels.
+
+    Example:
+        >>> query = torch.randn(1, 2, 64, 16)
+        >>> def attend(query):
+        ...     return flex_attention(query, query, query, mods.softcap(20.0))
+        >>> report = flex_inductor.inspect(attend, query, target="cpu")
+        >>> report.calls[0].decision.chosen, [kernel.kind for kernel in report.kernels]
+        ('cpu', ['forward'])
     """
     target = _target(fn, args, kwargs, target)
     watched = watch(fn, args, kwargs, target, backward, options)
@@ -72,12 +93,39 @@ def attention_kernels(
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[GeneratedKernel]:
-    """Every distinct attention kernel that Inductor generates for a GPU, not compiled."""
+    """Give every distinct attention kernel that Inductor generates for a GPU, not compiled.
+
+    Args:
+        fn, args, kwargs, backward, options: as in `inspect`.
+        target: a GPU's architecture such as "sm_90".
+
+    Returns:
+        list: of `GeneratedKernel`.
+
+    Example:
+        >>> from flex_inductor.tools.inspector import attention_kernels, kind
+        >>> query = torch.randn(1, 2, 64, 16)
+        >>> kernels = attention_kernels(flex_attention, query, query, query, target="sm_90")
+        >>> [kind(kernel) for kernel in kernels]
+        ['forward']
+    """
     watched = watch(fn, args, kwargs, target, backward, options)
     return [source.triton for source in watched.choices if source.triton is not None]
 
 
 def kind(kernel: GeneratedKernel) -> str:
+    """Give what a kernel computes: forward, decode, combine, backward_dq or backward_dkdv.
+
+    Args:
+        kernel: of `attention_kernels`.
+
+    Example:
+        >>> from flex_inductor.tools.inspector import attention_kernels, kind
+        >>> query = torch.randn(1, 2, 64, 16, requires_grad=True)
+        >>> kernels = attention_kernels(flex_attention, query, query, query, target="sm_90")
+        >>> sorted({kind(kernel) for kernel in kernels})
+        ['backward_dkdv', 'backward_dq', 'forward']
+    """
     return kernel.inductor_meta.get("flex_inductor", {}).get("kind", "")
 
 

@@ -20,7 +20,34 @@ WHEN = ("late", "early", "random")
 
 
 class Fault(RuntimeError):
-    """A check that fired. `kind` is its name, `line` the line of the PTX text."""
+    """A check of the machine that fired: see the table of kinds in tools/ptx/README.md.
+
+    Args:
+        kind: its name, such as "out_of_bounds" or "race".
+        text: the message, with the instruction, the block, the warp, the lane and the address.
+        line: of the PTX text.
+
+    Example:
+        >>> text = '''
+        ... .version 8.0
+        ... .target sm_80
+        ... .address_size 64
+        ... .visible .entry store(.param .u64 store_param_0)
+        ... {
+        ...     .reg .b64 %rd<2>;
+        ...     .reg .b32 %r<2>;
+        ...     ld.param.u64 %rd1, [store_param_0];
+        ...     mov.u32 %r1, 7;
+        ...     st.global.u32 [%rd1+64], %r1;
+        ...     ret;
+        ... }
+        ... '''
+        >>> try:
+        ...     ptx.run_text(text, "store", 1, [torch.zeros(16)], num_warps=1)
+        ... except ptx.Fault as fault:
+        ...     print(fault.kind, fault.line, text.splitlines()[fault.line - 1].strip())
+        out_of_bounds 11 st.global.u32 [%rd1+64], %r1;
+    """
 
     def __init__(self, kind: str, text: str, line: int):
         super().__init__(text)
@@ -42,14 +69,53 @@ def run_text(
     most_steps: int = 1 << 40,
     fences: str = "all",
 ) -> Counts:
-    """Run the kernel `name` of a PTX text, and write into the tensors given.
+    """Run the kernel `name` of a PTX text on the CPU, and write into the tensors given.
 
-    when            asynchronous copies and products end "late", at the last legal moment, "early", or at "random"
-    approximations  "exact", or "worst": off by as much as the ISA's document allows
-    unwritten       those of `args` whose values the kernel must not read before it wrote them
-    most_steps      instructions, of all warps, after which it counts as hanging
-    fences          "all" that the ISA asks for, or "stores": without a fence.proxy.async, products may then read what
-                    cp.async wrote, as Triton's loops for sm_100 do
+    Args:
+        text: PTX, as a compiler writes it.
+        name: of one of its kernels.
+        grid: how many blocks, up to three numbers.
+        args: its parameters: CPU tensors, numbers, or bytes.
+        num_warps: of a block.
+        shared_bytes: of shared memory that the launch adds.
+        seed: which warps take turns when.
+        when: asynchronous copies and products end "late", at the last legal moment, "early", or at "random".
+        approximations: "exact", or "worst": off by as much as the ISA's document allows.
+        unwritten: those of `args` whose values the kernel must not read before it wrote them.
+        most_steps: instructions, of all warps, after which it counts as hanging.
+        fences: "all" that the ISA asks for, or "stores": without a fence.proxy.async, products may then read what
+            cp.async wrote, as Triton's loops for sm_100 do.
+
+    Returns:
+        Counts: what was executed.
+
+    Raises:
+        Fault: a check fired.
+        ValueError: an argument does not fit the text.
+
+    Example:
+        >>> text = '''
+        ... .version 8.0
+        ... .target sm_80
+        ... .address_size 64
+        ... .visible .entry twice(.param .u64 twice_param_0)
+        ... {
+        ...     .reg .b32 %r<2>;
+        ...     .reg .b64 %rd<3>;
+        ...     .reg .f32 %f<3>;
+        ...     ld.param.u64 %rd1, [twice_param_0];
+        ...     mov.u32 %r1, %tid.x;
+        ...     mad.wide.u32 %rd2, %r1, 4, %rd1;
+        ...     ld.global.f32 %f1, [%rd2];
+        ...     add.f32 %f2, %f1, %f1;
+        ...     st.global.f32 [%rd2], %f2;
+        ...     ret;
+        ... }
+        ... '''
+        >>> numbers = torch.arange(32.0)
+        >>> counts = ptx.run_text(text, "twice", 1, [numbers], num_warps=1)
+        >>> numbers[:4], counts.total.read_bytes
+        (tensor([0., 2., 4., 6.]), 128)
     """
     if when not in WHEN:
         raise ValueError(f"when: expected one of {', '.join(WHEN)}, got {when!r}")
@@ -165,9 +231,33 @@ def run(
     num_stages: int = 3,
     **others: Any,
 ) -> Counts:
-    """Compile one of Triton's kernels for a target such as "sm_90", and run it.
+    """Compile one of Triton's kernels for a card, and run it on the CPU.
 
-    `others` are the kernel's constants, and options of `run_text`.
+    Args:
+        kernel: a function under `triton.jit`.
+        grid: how many blocks, up to three numbers, or a function that gives them from the arguments.
+        args: its arguments: CPU tensors and numbers.
+        target: such as "sm_90".
+        num_warps: of a block.
+        num_stages: of its loops.
+        others: the kernel's constants, and options of `run_text`.
+
+    Returns:
+        Counts: what was executed.
+
+    Raises:
+        Fault: a check fired.
+
+    Example:
+        >>> import triton, triton.language as tl
+        >>> @triton.jit
+        ... def twice(numbers, COUNT: tl.constexpr):
+        ...     at = numbers + tl.arange(0, COUNT)
+        ...     tl.store(at, 2 * tl.load(at))
+        >>> numbers = torch.arange(64.0)
+        >>> counts = ptx.run(twice, 1, numbers, COUNT=64, target="sm_90")
+        >>> numbers[:4], counts.target
+        (tensor([0., 2., 4., 6.]), 'sm_90a')
     """
     constexprs = {name: value for name, value in others.items() if name in kernel.arg_names}
     options = {name: value for name, value in others.items() if name not in constexprs}
@@ -177,7 +267,35 @@ def run(
 
 
 def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], **options: Any) -> Counts:
-    """Run what `triton.compile` returned, with the arguments that are no constants."""
+    """Run what `triton.compile` returned.
+
+    Args:
+        compiled: of one kernel.
+        grid: how many blocks, up to three numbers.
+        args: the arguments that are no constants.
+        options: those of `run_text`.
+
+    Returns:
+        Counts: what was executed.
+
+    Raises:
+        Fault: a check fired.
+
+    Example:
+        >>> import triton, triton.language as tl
+        >>> from triton.backends.compiler import GPUTarget
+        >>> from triton.compiler import ASTSource
+        >>> @triton.jit
+        ... def twice(numbers):
+        ...     at = numbers + tl.arange(0, 64)
+        ...     tl.store(at, 2 * tl.load(at))
+        >>> source = ASTSource(twice, {"numbers": "*fp32"})
+        >>> compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+        >>> numbers = torch.arange(64.0)
+        >>> counts = ptx.run_compiled(compiled, 1, [numbers])
+        >>> numbers[-1]
+        tensor(126.)
+    """
     metadata = compiled.metadata
     text = compiled.asm["ptx"]
     module = parse(text)

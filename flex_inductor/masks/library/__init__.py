@@ -18,12 +18,22 @@ Sizes = int | Sequence[int]
 
 
 def causal() -> MaskMod:
-    """Every token sees itself and what came before.
+    """Let every token see itself and what came before.
 
-    #...
-    ##..
-    ###.
-    ####
+    In the picture a row is a query, a column is a key, and `#` is attended to::
+
+        #...
+        ##..
+        ###.
+        ####
+
+    Returns:
+        mask_mod: with bool results, like all functions of this page.
+
+    Example:
+        >>> schedule = create_block_mask(masks.causal(), None, None, 65536, 65536, compact=True)
+        >>> round(schedule.sparsity(), 1)  # percent of the tiles that nobody visits
+        49.9
     """
 
     def causal(b, h, q_idx, kv_idx):
@@ -33,12 +43,27 @@ def causal() -> MaskMod:
 
 
 def sliding_window(size: int, *, causal: bool = True) -> MaskMod:
-    """The last `size` tokens, itself included; not causal: less than `size` away on either side.
+    """Let a token see the last `size` tokens, itself included.
 
-    #.....      ##....
-    ##....      ###...
-    .##...      .###..
-    ..##..      ..###.
+    Causal, and not causal, both of size 2::
+
+        #.....      ##....
+        ##....      ###...
+        .##...      .###..
+        ..##..      ..###.
+
+    Args:
+        size: how many tokens.
+        causal: False sees tokens less than `size` away on either side.
+
+    Raises:
+        MaskArgumentError: `size` is no positive integer.
+
+    Example:
+        >>> window = masks.sliding_window(1024)
+        >>> schedule = create_block_mask(window, None, None, 65536, 65536, compact=True)
+        >>> round(schedule.sparsity(), 1)
+        98.3
     """
     _positive("sliding_window", size=size)
 
@@ -50,12 +75,27 @@ def sliding_window(size: int, *, causal: bool = True) -> MaskMod:
 
 
 def prefix_lm(prefix: int | Tensor) -> MaskMod:
-    """All see the first `prefix` tokens, the rest is causal; a tensor holds one prefix for each batch.
+    """Let all see the first `prefix` tokens; the rest is causal.
 
-    ##..
-    ##..
-    ###.
-    ####
+    Prefix 2::
+
+        ##..
+        ##..
+        ###.
+        ####
+
+    Args:
+        prefix: how many tokens, or an integer tensor [batch] with a number for each batch.
+
+    Raises:
+        MaskArgumentError: a tensor `prefix` does not have one dimension.
+
+    Example:
+        >>> prefixes = torch.tensor([1, 3])
+        >>> mask_mod = masks.prefix_lm(prefixes)
+        >>> query, keys = 0, torch.arange(4)
+        >>> [mask_mod(b, 0, query, keys).int().tolist() for b in (0, 1)]
+        [[1, 0, 0, 0], [1, 1, 1, 0]]
     """
     if isinstance(prefix, Tensor) and prefix.dim() != 1:
         raise MaskArgumentError(
@@ -77,15 +117,34 @@ def document(
     cu_seqlens: Tensor | None = None,
     causal: bool = True,
 ) -> MaskMod:
-    """Several documents in one sequence; tokens see their own only.
+    """Let tokens see their own document only, where several are in one sequence.
 
-    Give one of the three: `ids` is [length] or [batch, length], in any order; the other two describe
-    consecutive documents.
+    Give one of the first three. Lengths 2, 1 and 3, not causal::
 
-    ##....
-    ##....
-    ..#...
-    ...###
+        ##....
+        ##....
+        ..#...
+        ...###
+
+    Args:
+        ids: integer tensor [length] or [batch, length], the document of each token, in any order.
+        lengths: of consecutive documents, as a list or an integer tensor.
+        cu_seqlens: where consecutive documents begin and the last one ends, as an integer tensor.
+        causal: False sees later tokens of the document too.
+
+    Raises:
+        MaskArgumentError: not exactly one of the three is given, or it has another shape or negative lengths.
+
+    Example:
+        >>> mask_mod = masks.document(lengths=[2, 1, 3])
+        >>> index = torch.arange(6)
+        >>> mask_mod(0, 0, index[:, None], index).int()
+        tensor([[1, 0, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0, 0],
+                [0, 0, 1, 0, 0, 0],
+                [0, 0, 0, 1, 0, 0],
+                [0, 0, 0, 1, 1, 0],
+                [0, 0, 0, 1, 1, 1]], dtype=torch.int32)
     """
     given = [x is not None for x in (ids, lengths, cu_seqlens)]
     if sum(given) != 1:
@@ -116,13 +175,27 @@ def document(
 
 
 def dilated_window(size: int, dilation: int) -> MaskMod:
-    """`size` tokens back in steps of `dilation`, itself included.
+    """Let a token see `size` tokens back in steps of `dilation`, itself included.
 
-    #.....
-    .#....
-    #.#...
-    .#.#..
-    ..#.#.
+    Size 2, dilation 2::
+
+        #.....
+        .#....
+        #.#...
+        .#.#..
+        ..#.#.
+
+    Args:
+        size: how many tokens.
+        dilation: the distance between two of them.
+
+    Raises:
+        MaskArgumentError: one of both is no positive integer.
+
+    Example:
+        >>> seen = masks.dilated_window(4, 3)(0, 0, 20, torch.arange(24))
+        >>> seen.nonzero().flatten().tolist()  # the keys of query 20
+        [11, 14, 17, 20]
     """
     _positive("dilated_window", size=size, dilation=dilation)
 
@@ -134,13 +207,28 @@ def dilated_window(size: int, dilation: int) -> MaskMod:
 
 
 def global_local(window: int, global_tokens: int) -> MaskMod:
-    """A band, and the first `global_tokens` tokens that see all and are seen by all.
+    """Let tokens see their neighbours, and a few first tokens see all and be seen by all.
 
-    ######
-    ###...
-    ####..
-    #.###.
-    #..###
+    Window 2, one global token::
+
+        ######
+        ###...
+        ####..
+        #.###.
+        #..###
+
+    Args:
+        window: neighbours are less than this far away.
+        global_tokens: how many first tokens are global.
+
+    Raises:
+        MaskArgumentError: `window` is no positive integer.
+
+    Example:
+        >>> mask_mod = masks.global_local(window=256, global_tokens=64)
+        >>> schedule = create_block_mask(mask_mod, None, None, 8192, 8192, compact=True)
+        >>> round(schedule.sparsity(), 1)
+        89.4
     """
     _positive("global_local", window=window)
 
@@ -152,18 +240,31 @@ def global_local(window: int, global_tokens: int) -> MaskMod:
 
 
 def block_diffusion(length: int, block: int) -> MaskMod:
-    """Training of block diffusion: `length` noised tokens, then the same `length` tokens clean.
+    """Train block diffusion: `length` noised tokens, then the same `length` tokens clean.
 
-    A noised block sees itself and the clean blocks before it; a clean block sees clean blocks up to itself.
+    A noised block sees itself and the clean blocks before it; a clean block sees clean blocks up to itself. Length 4,
+    blocks of 2::
 
-    ##.. ....
-    ##.. ....
-    ..## ##..
-    ..## ##..
-    .... ##..
-    .... ##..
-    .... ####
-    .... ####
+        ##.. ....
+        ##.. ....
+        ..## ##..
+        ..## ##..
+        .... ##..
+        .... ##..
+        .... ####
+        .... ####
+
+    Args:
+        length: of the text; queries and keys have twice as many.
+        block: tokens of a block.
+
+    Raises:
+        MaskArgumentError: one of both is no positive integer.
+
+    Example:
+        >>> mask_mod = masks.block_diffusion(length=2048, block=256)
+        >>> create_block_mask(mask_mod, None, None, 4096, 4096, compact=True).sparsity()
+        71.875
     """
     _positive("block_diffusion", length=length, block=block)
 
@@ -178,16 +279,31 @@ def block_diffusion(length: int, block: int) -> MaskMod:
 
 
 def neighborhood(shape: Sizes, window: Sizes, tile: Sizes | None = None) -> MaskMod:
-    """On a 1-d, 2-d or 3-d grid of tokens, the `window` nearest along every axis, fewer at no border.
+    """Let a token of a 1-d, 2-d or 3-d grid see the `window` nearest along every axis, as many at a border.
 
-    With `tile` the tokens are ordered tile by tile, each tile row by row, so that a block of attention is a
-    compact patch of the grid: `neighborhood_order` gives that order.
+    1-d, and what one token of a 4 x 5 grid sees, both with window 3::
 
-    1-d, window 3:        what one token of a 4 x 5 grid sees, window 3:
-    ###...                .....
-    ###...                .###.
-    .###..                .###.
-    ..###.                .###.
+        ###...                .....
+        ###...                .###.
+        .###..                .###.
+        ..###.                .###.
+
+    Args:
+        shape: the sizes of the grid, up to three.
+        window: how many tokens along each axis; a number stands for all axes.
+        tile: order tokens tile by tile, each tile row by row. A block of attention is then a compact patch of the grid.
+            `neighborhood_order` gives that order.
+
+    Raises:
+        MaskArgumentError: the numbers of axes differ, a window is larger than the grid, or a tile does not divide it.
+
+    Example:
+        >>> def sparsity(**tile):
+        ...     mask_mod = masks.neighborhood((64, 64), (7, 7), **tile)
+        ...     schedule = create_block_mask(mask_mod, None, None, 4096, 4096, compact=True)
+        ...     return schedule.sparsity()
+        >>> sparsity(), sparsity(tile=(8, 16))  # tiles are worth a new order
+        (84.765625, 78.515625)
     """
     sizes, widths, tiles = _grid("neighborhood", shape, window, tile)
 
@@ -205,7 +321,22 @@ def neighborhood(shape: Sizes, window: Sizes, tile: Sizes | None = None) -> Mask
 
 @ordinary_tensors
 def neighborhood_order(shape: Sizes, tile: Sizes) -> Tensor:
-    """For each position of the tiled order, the row-major index of its token: `x[:, :, order]` reorders."""
+    """Give the row-major index of the token at each position of the tiled order.
+
+    Args:
+        shape: the sizes of the grid, up to three.
+        tile: the sizes of a tile, which divide those of the grid.
+
+    Returns:
+        Tensor: int64 [tokens]. `x[:, :, order]` reorders tokens, and `order.argsort()` takes them back.
+
+    Raises:
+        MaskArgumentError: the numbers of axes differ, or a tile does not divide the grid.
+
+    Example:
+        >>> masks.neighborhood_order((2, 4), (2, 2))
+        tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    """
     sizes, _, tiles = _grid("neighborhood_order", shape, 1, tile)
     count = 1
     for size in sizes:
@@ -258,14 +389,28 @@ def _grid(name: str, shape: Sizes, window: Sizes, tile: Sizes | None) -> tuple:
 
 
 def shared_prefix(prefix: int, suffix: int) -> MaskMod:
-    """One prompt of `prefix` tokens, then several answers of `suffix` tokens that do not see each other.
+    """Put several answers behind one prompt. They do not see each other.
 
-    #.....
-    ##....
-    ###...
-    ####..
-    ##..#.
-    ##..##
+    Prefix 2, suffix 2::
+
+        #.....
+        ##....
+        ###...
+        ####..
+        ##..#.
+        ##..##
+
+    Args:
+        prefix: tokens of the prompt.
+        suffix: tokens of each answer.
+
+    Raises:
+        MaskArgumentError: `suffix` is no positive integer.
+
+    Example:
+        >>> mask_mod = masks.shared_prefix(prefix=2, suffix=2)
+        >>> mask_mod(0, 0, 5, torch.arange(6)).int().tolist()  # does not see the first answer
+        [1, 1, 0, 0, 1, 1]
     """
     _positive("shared_prefix", suffix=suffix)
 
@@ -278,16 +423,28 @@ def shared_prefix(prefix: int, suffix: int) -> MaskMod:
 
 @ordinary_tensors
 def tree(parents: Sequence[int] | Tensor, context: int | Tensor = 0) -> MaskMod:
-    """Speculative decoding: a node sees the `context` keys before the tree, its ancestors and itself.
+    """Let a node of a speculation tree see the keys before the tree, its ancestors and itself.
 
-    `parents[i]` is the parent of node i, -1 for a root, and comes before it. Query i is node i; key
-    `context + i` is node i. A tensor `context` holds one length for each batch.
+    Query i is node i; key `context + i` is node i. Parents (-1, 0, 0, 1), context 2::
 
-    parents (-1, 0, 0, 1), context 2:
-    ###...
-    ####..
-    ###.#.
-    ####.#
+        ###...
+        ####..
+        ###.#.
+        ####.#
+
+    Args:
+        parents: of each node, -1 for a root. A parent comes before its children.
+        context: how many keys come before the tree, or an integer tensor [batch] with a number for each batch.
+
+    Raises:
+        MaskArgumentError: there are no nodes, a parent does not come before its child, or a tensor `context` does not
+            have one dimension.
+
+    Example:
+        >>> mask_mod = masks.tree([-1, 0, 0, 1], context=100)
+        >>> seen = mask_mod(0, 0, torch.arange(4)[:, None], torch.arange(104))
+        >>> seen.sum(1).tolist()  # how many keys each node sees
+        [101, 102, 102, 103]
     """
     if isinstance(context, Tensor) and context.dim() != 1:
         raise MaskArgumentError(
@@ -319,13 +476,27 @@ def tree(parents: Sequence[int] | Tensor, context: int | Tensor = 0) -> MaskMod:
 
 
 def ragged(q_lengths: Tensor, kv_lengths: Tensor | None = None) -> MaskMod:
-    """Padded batches: sequence b has `q_lengths[b]` queries and `kv_lengths[b]` keys, the same by default.
+    """Leave the padding of a batch out.
 
-    b = 0, 3 tokens:    b = 1, 2 tokens:
-    ###.                ##..
-    ###.                ##..
-    ###.                ....
-    ....                ....
+    Lengths 3 and 2::
+
+        ###.                ##..
+        ###.                ##..
+        ###.                ....
+        ....                ....
+
+    Args:
+        q_lengths: integer tensor [batch], the queries of each sequence.
+        kv_lengths: the same of keys; `q_lengths` by default.
+
+    Raises:
+        MaskArgumentError: one of both is no tensor of one dimension.
+
+    Example:
+        >>> mask_mod = masks.ragged(torch.tensor([300, 40]))
+        >>> schedule = create_block_mask(mask_mod, 2, None, 512, 512, compact=True)
+        >>> schedule[0].sparsity(), schedule[1].sparsity()
+        (43.75, 93.75)
     """
     kv_lengths = q_lengths if kv_lengths is None else kv_lengths
     for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):

@@ -22,7 +22,19 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """True where it is not."""
+    """Turn a mask around: True where it is False.
+
+    Args:
+        mask_mod: any mask_mod.
+
+    Raises:
+        MaskArgumentError: it is no function.
+
+    Example:
+        >>> later = flex_inductor.not_mask(masks.causal())
+        >>> later(0, 0, 2, torch.arange(5)).int().tolist()
+        [0, 0, 0, 1, 1]
+    """
     _check_callable("not_mask", mask_mod)
 
     def inverted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -34,10 +46,24 @@ def not_mask(mask_mod: MaskMod) -> MaskMod:
 def offset(
     mask_mod: MaskMod, q: int | Tensor = 0, kv: int | Tensor = 0, b: int | Tensor = 0, h: int | Tensor = 0
 ) -> MaskMod:
-    """`mask_mod` as seen from further on: index 0 becomes index `q` (and likewise for the others).
+    """See a mask from further on: index 0 becomes index `q`, and likewise for the others.
 
-    A KV cache that already holds n tokens sees its next queries through `offset(mask, q=n)`. `q` and `kv`
-    may also be tensors: 0-d, or with one entry for each batch.
+    Use it for the queries of a step behind a KV cache of `q` tokens.
+
+    Args:
+        mask_mod: any mask_mod.
+        q: what is added to q_idx: an integer, or an integer tensor [] or [batch].
+        kv: the same for kv_idx.
+        b: what is added to b.
+        h: what is added to h.
+
+    Raises:
+        MaskArgumentError: `mask_mod` is no function, or `q` or `kv` is a float tensor or has two dimensions.
+
+    Example:
+        >>> step = flex_inductor.offset(masks.causal(), q=3)  # the cache holds 3 tokens
+        >>> step(0, 0, 0, torch.arange(6)).int().tolist()
+        [1, 1, 1, 1, 0, 0]
     """
     _check_callable("offset", mask_mod)
     for name, value in (("q", q), ("kv", kv)):

@@ -43,13 +43,41 @@ def create_block_mask(
     *,
     compact: bool = False,
 ) -> Any:
-    """The tiles of `mask_mod` that attention has to visit, as torch's BlockMask or, compact, as runs.
+    """Find the tiles of `mask_mod` that attention has to visit.
 
-    Equal to `torch.nn.attention.flex_attention.create_block_mask` with the same arguments, except that
-    the tensors have stride 0 along batch and heads where the mask does not depend on them. With
-    `compact=True` the result is a RunSchedule of the same tiles: memory by rows, not by rows x columns.
+    The result equals that of `torch.nn.attention.flex_attention.create_block_mask` with the same arguments, but its
+    tensors have stride 0 along batch and heads where the mask does not depend on them. The tiles come from the mask's
+    expression, so memory does not grow with Q_LEN x KV_LEN.
 
-    B and H may be None for a mask that does not read `b` and `h`; 1 takes the tiles of the first for all of them.
+    Args:
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)` on 0-d integer tensors returns a 0-d bool tensor.
+        B: the number of batches; None for a mask that does not read `b`. With 1, all take the tiles of the first.
+        H: the same of heads.
+        Q_LEN: the number of queries.
+        KV_LEN: the number of keys.
+        device: of the result and of what the mask captures; by default the accelerator, or the CPU where there is none.
+        BLOCK_SIZE: tokens of a tile, or two numbers for (queries, keys).
+        _compile: has no effect.
+        separate_full_blocks: False lists full tiles with the partial ones.
+        compute_dq_write_order: as in torch, from 2.13 on.
+        dq_kv_order: as in torch.
+        compact: return a RunSchedule of the same tiles, whose memory grows with the rows.
+
+    Returns:
+        BlockMask: or a RunSchedule with `compact`.
+
+    Raises:
+        MaskArgumentError: an argument has another form, or None stands for a size that the mask depends on.
+        MaskModError: the mask cannot be evaluated, for example beyond the end of a captured tensor.
+        FlexTypeError: the mask takes other arguments or returns no bool.
+
+    Example:
+        >>> mask = create_block_mask(masks.sliding_window(256), None, None, 1024, 1024)
+        >>> mask.kv_num_blocks + mask.full_kv_num_blocks  # tiles that each row of tiles visits
+        tensor([[[1, 2, 3, 3, 3, 3, 3, 3]]], dtype=torch.int32)
+        >>> long = create_block_mask(masks.causal(), None, None, 1 << 20, 1 << 20, compact=True)
+        >>> long.shape
+        (1, 1, 1048576, 1048576)
     """
     extent, device = check_arguments(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     unstated = "".join(name for name, size in (("b", B), ("h", H)) if size is None)

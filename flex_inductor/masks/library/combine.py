@@ -20,16 +20,53 @@ Blocks = TypeVar("Blocks", BlockMask, RunSchedule)
 
 
 def intersect(first: Blocks, second: BlockMask | RunSchedule) -> Blocks:
-    """Visits what both visit; full where both are full. Of the type of `first`.
+    """Visit what both block masks visit, full where both are full.
 
-    A tile that is partial in both stays listed even if no point is true in both: the result's mask_mod, the
-    `and_masks` of the two, masks it out.
+    No mask is evaluated. A tile that is partial in both stays listed even where no point is true in both; the result's
+    mask_mod, the `and_masks` of the two, masks it out.
+
+    Args:
+        first: a BlockMask or a RunSchedule.
+        second: another one of the same B, H, lengths and block size.
+
+    Returns:
+        BlockMask or RunSchedule: of the type of `first`.
+
+    Raises:
+        MaskArgumentError: the two differ in size or device, or one is a mask_mod.
+
+    Example:
+        >>> sizes = (None, None, 1024, 1024)
+        >>> window = create_block_mask(masks.sliding_window(256), *sizes, compact=True)
+        >>> packed = create_block_mask(masks.document(lengths=[512, 512]), *sizes, compact=True)
+        >>> window.sparsity(), masks.intersect(window, packed).sparsity()
+        (67.1875, 71.875)
     """
     return _combine("intersect", first, second, torch.minimum, and_masks)
 
 
 def unite(first: Blocks, second: BlockMask | RunSchedule) -> Blocks:
-    """Visits what either visits; full where either is full. Of the type of `first`."""
+    """Visit what either of two block masks visits, full where either is full.
+
+    Args:
+        first: a BlockMask or a RunSchedule.
+        second: another one of the same B, H, lengths and block size.
+
+    Returns:
+        BlockMask or RunSchedule: of the type of `first`.
+
+    Raises:
+        MaskArgumentError: the two differ in size or device, or one is a mask_mod.
+
+    Example:
+        >>> sizes = (None, None, 1024, 1024)
+        >>> window = create_block_mask(masks.sliding_window(128), *sizes, compact=True)
+        >>> def first(b, h, q_idx, kv_idx):
+        ...     return kv_idx < 256
+        >>> prefix = create_block_mask(first, *sizes, compact=True)
+        >>> window.sparsity(), masks.unite(window, prefix).sparsity()
+        (76.5625, 57.8125)
+    """
     return _combine("unite", first, second, torch.maximum, or_masks)
 
 

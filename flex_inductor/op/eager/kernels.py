@@ -33,10 +33,24 @@ _FAILED = -math.inf  # whatever is added, the class has not computed enough
 
 
 def set_eager_kernels(mode: str) -> str:
-    """Whether eager calls run kernels compiled for them, for the whole process; returns what was set before.
+    """Say whether eager calls run kernels that are compiled for them, for the whole process.
 
-    "auto" compiles a class of calls once it has computed many scores, "always" any call at once, and "never"
-    none. `flex_inductor.decisions()` says how a call ran.
+    `flex_inductor.decisions()` says how a call ran.
+
+    Args:
+        mode: "auto" compiles a class of calls once it has computed many scores, "always" any call at once, and "never"
+            none.
+
+    Returns:
+        str: what was set before; "auto" at first.
+
+    Raises:
+        FlexValueError: `mode` is none of the three.
+
+    Example:
+        >>> before = flex_inductor.set_eager_kernels("never")
+        >>> flex_inductor.set_eager_kernels(before)  # gives what was set meanwhile
+        'never'
     """
     global _mode
     if mode not in _MODES:

@@ -148,7 +148,9 @@ class Lanes:
         if found == set() or not self.sizes or not isinstance(index, fx.Node):
             return found
         lengths = differences.static(self.sizes["q_idx"], self.sizes["kv_idx"], size)
-        values = lengths and differences.evaluated(self.mod.program, index, *lengths[:2])
+        if lengths is None:
+            return found
+        values = differences.evaluated(self.mod.program, index, *lengths[:2])
         return set() if values and values[0] >= 0 and values[1] < lengths[2] else found
 
     def _drop_needless_guards(self) -> None:

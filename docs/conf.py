@@ -1,4 +1,6 @@
-"""How Sphinx makes the site of these pages: `make docs`."""
+"""How Sphinx makes the site of these pages: `make docs`, which puts this folder on Python's path."""
+
+from _ext import scripts
 
 from flex_inductor import __version__
 
@@ -34,10 +36,18 @@ sphinx_gallery_conf = {
     "parallel": 2,
     "show_memory": False,
     "show_signature": False,
+    "within_subsection_order": scripts.Order,
     "remove_config_comments": True,
+    "image_scrapers": (scripts.scrape,),
+    "reset_modules": ("matplotlib", scripts.style),
 }
 
 html_theme = "furo"
 html_title = f"flex_inductor {release}"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#2f6690", "color-brand-content": "#2f6690"},
+    "dark_css_variables": {"color-brand-primary": "#7db7e0", "color-brand-content": "#7db7e0"},
+}

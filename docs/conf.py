@@ -35,11 +35,13 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "parallel": 2,
     "show_memory": False,
+    "capture_repr": (),
+    "write_computation_times": False,
     "show_signature": False,
     "within_subsection_order": scripts.Order,
     "remove_config_comments": True,
     "image_scrapers": (scripts.scrape,),
-    "reset_modules": ("matplotlib", scripts.style),
+    "reset_modules": ("matplotlib", scripts.prepare),
 }
 
 html_theme = "furo"

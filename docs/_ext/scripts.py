@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import matplotlib
+import torch
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
@@ -44,9 +45,11 @@ class Order:
         return READING.index(name) if name in READING else len(READING), name
 
 
-def style(gallery_conf, fname):
-    """Before each script: one look for all."""
+def prepare(gallery_conf, fname):
+    """Before each script: one look for all, and nothing left of the script before it in this process."""
     matplotlib.rcParams.update(STYLE)
+    torch._dynamo.reset()
+    torch.set_num_threads(1)  # scripts run side by side
 
 
 def scrape(block, block_vars, gallery_conf):

@@ -19,8 +19,7 @@ from matplotlib import pyplot
 from flex_inductor import create_block_mask, decisions, flex_attention
 
 torch.manual_seed(0)
-torch.set_num_threads(1)
-rates = torch.tensor([0.02, 0.2])
+rates = torch.tensor([0.002, 0.05])
 
 
 def fade(score, b, h, q_idx, kv_idx):
@@ -81,11 +80,12 @@ print(f"largest error: {(out - expected).abs().max():.1e}")
 # What the heads look at
 # ----------------------
 #
-# The last query's weights, averaged over 16 neighbouring keys: the first head looks back evenly as far as the mask
-# lets it, the second hardly leaves its place.
+# The last query's weights, averaged over 16 neighbouring keys: the first head looks back about evenly, as far as
+# the mask lets it, and the second hardly leaves its place.
 figure, axes = pyplot.subplots(figsize=(6.4, 2.8))
 for head, row in enumerate(weights[0, :, -1]):
-    axes.plot(range(0, length, 16), row.view(-1, 16).mean(1), label=f"head {head}, rate {rates[head]:.2f}")
+    label = f"head {head}, rate {rates[head]:.3f}"
+    axes.plot(range(0, length, 16), row.view(-1, 16).mean(1), label=label)
 axes.set(xlabel="key", ylabel="weight", title="Weights of the last query, mean of 16 keys")
 axes.legend()
 

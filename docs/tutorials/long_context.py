@@ -19,6 +19,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from matplotlib import pyplot
 
 from flex_inductor import context_parallel, create_block_mask, flex_attention, masks
 
@@ -72,7 +73,8 @@ if "RANK" in os.environ:
     run_rank()
     sys.exit()
 
-command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", __file__]
+this_file = run_rank.__code__.co_filename
+command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", this_file]
 done = subprocess.run(command, capture_output=True, text=True, check=True)
 said, facts = done.stdout.split("FACTS ")
 print(said)
@@ -83,8 +85,6 @@ print(said)
 #
 # Tiles of 32 tokens, coloured by rank. Long documents are shared by all ranks, since their late rows read much; short
 # ones stay together, and nobody sends their keys.
-from matplotlib import pyplot
-
 facts = json.loads(facts)
 figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6.4, 4), height_ratios=[1, 2])
 top.imshow([facts["owner"]], aspect="auto", cmap="viridis", extent=(0, LENGTH, 0, 1), interpolation="nearest")

@@ -11,8 +11,8 @@ attention.
 # Slow: ask for the decision
 # --------------------------
 #
-# ``decisions()`` holds every call of the process. This score_mod makes a tensor of two numbers to sort them, and kernels
-# inline only what computes one number at a time.
+# ``decisions()`` holds every call of the process. This score_mod makes a tensor of two numbers to sort them, and
+# kernels inline only what computes one number at a time.
 import torch
 from matplotlib import pyplot
 

@@ -16,6 +16,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "_ext.drawings",
 ]
 exclude_patterns = ["tutorials", "gallery", "_ext"]  # sphinx-gallery makes pages of these in made/
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions

@@ -37,14 +37,14 @@ mask = create_block_mask(masks.causal(), None, None, length, length, device="cpu
 
 
 @torch.compile(backend="flex_inductor")
-def loss_of(table, query, key, value, wanted):
-    out = flex_attention(query, key, value, biased(table), block_mask=mask)
-    return (out - wanted).square().mean()
+def attend(table, query, key, value):
+    return flex_attention(query, key, value, biased(table), block_mask=mask)
 
 
-def batch():
+def loss_of(table):
     query, key, value = torch.randn(3, 4, heads, length, dim)
-    return query, key, value, flex_attention(query, key, value, biased(teacher), block_mask=mask)
+    wanted = flex_attention(query, key, value, biased(teacher), block_mask=mask)
+    return (attend(table, query, key, value) - wanted).square().mean()
 
 
 # %%
@@ -52,14 +52,14 @@ def batch():
 # ----------------------
 #
 # Dense attention in float64 says what it should be.
-query, key, value, wanted = batch()
-loss_of(student, query, key, value, wanted).backward()
+query, key, value = torch.randn(3, 4, heads, length, dim)
+attend(student, query, key, value).square().sum().backward()
 
 table = torch.zeros(heads, length, dtype=torch.float64, requires_grad=True)
 row, column = torch.arange(length)[:, None], torch.arange(length)
 scores = query.double() @ key.double().transpose(-1, -2) / dim**0.5 + table[:, (row - column).clamp(min=0)]
 weights = scores.masked_fill(row < column, -torch.inf).softmax(-1)
-(weights @ value.double() - wanted).square().mean().backward()
+(weights @ value.double()).square().sum().backward()
 
 print(f"largest entry of the gradient: {table.grad.abs().max():.1e}")
 print(f"largest error:                 {(student.grad - table.grad).abs().max():.1e}")
@@ -71,7 +71,7 @@ optimizer = torch.optim.Adam([student], lr=0.1)
 losses = []
 for _ in range(80):
     optimizer.zero_grad()
-    loss = loss_of(student, *batch())
+    loss = loss_of(student)
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
@@ -93,5 +93,5 @@ right.set(xlabel="distance", title="Bias, without its mean")
 right.legend(fontsize="small")
 
 # %%
-# The compiled step has two kernels, one forward and one backward, and no matrix of scores. What else a call may
+# The compiled call has two kernels, one forward and one backward, and no matrix of scores. What else a call may
 # learn: :doc:`sinks </softmax>`. How the gradient is made of your function: :doc:`concepts </concepts>`.

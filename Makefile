@@ -102,7 +102,8 @@ lint: $(VENV)/.ready  ## formatting, rules and types
 
 docs: $(VENV)/.docs  ## the site, into build/docs/html
 	PYTHONPATH=docs TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/docs/inductor \
-		$(bin)/python -m sphinx -W --keep-going -q -d build/docs/doctrees docs build/docs/html
+		$(bin)/python -m sphinx -W --keep-going -q -d build/docs/doctrees docs build/docs/html \
+		|| { rm -rf build/docs/doctrees; exit 1; }  # else the next run would not warn again
 	$(bin)/python docs/_ext/links.py build/docs/html
 	@echo "flex_inductor: docs built: build/docs/html/index.html"
 

@@ -46,6 +46,7 @@ sphinx_gallery_conf = {
 }
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"flex_inductor {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -93,7 +93,7 @@ def schedule():
 
 def joint():
     made = Drawing(
-        410, "Forward and backward of one tile, with score_mod in one and the joint graph in the other."
+        320, "Forward and backward of one tile, with score_mod in one and the joint graph in the other."
     )
     made.text(110, 22, "forward", "strong")
     made.text(360, 22, "backward", "strong")
@@ -124,9 +124,6 @@ def joint():
     made.box(262, last + 26, 98, ["d score", "for dq, dk"])
     made.box(374, last + 26, 98, ["d captures", "added up"])
     made.arrow((218, bottoms[3] - 14), (240, bottoms[3] - 14), (240, 104), (260, 104), style="line dashed")
-    made.text(240, 330, "score_mod is traced a second time, with the gradient of its result:")
-    made.text(240, 350, "the joint graph gives the gradient of the score and of all captures.")
-    made.text(240, 378, "Both are inlined into kernels; neither stores a table of scores.")
     return made
 
 
@@ -142,14 +139,14 @@ def routes():
     }
     for n, route in enumerate(ROUTES):
         y = 60 + 74 * n
-        made.arrow((83, y - 22 - (24 if n else 0)), (83, y - 2))
+        made.arrow((83, y - (28 if n else 22)), (83, y - 2))
         bottom = made.box(8, y, 150, [route.name, "can it?"], "accent")
         made.arrow((158, y + 23), (206, y + 23))
         made.text(180, y + 16, "yes")
         made.text(214, y + 20, asked[route.name], anchor="start")
         made.text(214, y + 38, "serves: the decision has its config", "quiet", "start")
         if n + 1 < len(ROUTES):
-            made.text(96, bottom + 18, "no: the decision has the reason", "quiet", "start")
+            made.text(96, bottom + 17, "no: the decision has the reason", "quiet", "start")
     return made
 
 

@@ -30,7 +30,7 @@ STYLE = {
     "axes.spines.right": False,
     "axes.prop_cycle": matplotlib.cycler(color=["#3d85b8", "#e08f2c", "#4f9d69", "#c25757", "#8a6fb5"]),
     "legend.frameon": False,
-    "figure.constrained_layout.use": True,
+    "savefig.bbox": "tight",
 }
 
 
@@ -70,8 +70,10 @@ def scrape(block, block_vars, gallery_conf):
 
 
 def to_dark(figure):
-    """Gives everything that has the ink's colour the dark mode's."""
-    for artist in figure.findobj():
+    """Gives everything that has the ink's colour the dark mode's, but a legend's words on a picture."""
+    on_pictures = [axes.get_legend() for axes in figure.axes if axes.images and axes.get_legend()]
+    kept = {id(artist) for legend in on_pictures for artist in legend.findobj()}
+    for artist in figure.findobj(lambda artist: id(artist) not in kept):
         for name in ("color", "edgecolor", "facecolor"):
             colour = getattr(artist, f"get_{name}", lambda: None)()
             if matplotlib.colors.is_color_like(colour) and to_hex(colour) == INK:

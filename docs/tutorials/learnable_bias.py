@@ -33,7 +33,9 @@ def biased(table):
 # %%
 # ``q_idx - kv_idx`` is negative above the diagonal. The causal mask rules these pairs out, and what a mask rules out
 # is never looked up.
-mask = create_block_mask(masks.causal(), None, None, length, length, device="cpu", BLOCK_SIZE=32)
+mask = create_block_mask(
+    masks.causal(), None, None, length, length, device="cpu", BLOCK_SIZE=32
+)
 
 
 @torch.compile(backend="flex_inductor")
@@ -57,7 +59,10 @@ attend(student, query, key, value).square().sum().backward()
 
 table = torch.zeros(heads, length, dtype=torch.float64, requires_grad=True)
 row, column = torch.arange(length)[:, None], torch.arange(length)
-scores = query.double() @ key.double().transpose(-1, -2) / dim**0.5 + table[:, (row - column).clamp(min=0)]
+scores = (
+    query.double() @ key.double().transpose(-1, -2) / dim**0.5
+    + table[:, (row - column).clamp(min=0)]
+)
 weights = scores.masked_fill(row < column, -torch.inf).softmax(-1)
 (weights @ value.double()).square().sum().backward()
 
@@ -79,13 +84,16 @@ print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.6f} at last")
 
 # %%
 # A bias is known up to a constant for each head, because the softmax does not see one. So we compare without means.
-figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.4, 2.8))
+figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.4, 2.8), layout="constrained")
 left.semilogy(losses)
 left.set(xlabel="step", title="Loss")
 for head in range(heads):
     colour = f"C{head}"
     right.plot(
-        teacher[head, :64] - teacher[head, :64].mean(), ":", color=colour, label=f"teacher, head {head}"
+        teacher[head, :64] - teacher[head, :64].mean(),
+        ":",
+        color=colour,
+        label=f"teacher, head {head}",
     )
     learnt = student.detach()[head, :64]
     right.plot(learnt - learnt.mean(), color=colour, label=f"student, head {head}")

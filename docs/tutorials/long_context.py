@@ -37,8 +37,10 @@ def run_rank():
     def fade(score, b, h, q_idx, kv_idx):  # positions of the whole sequence
         return score - slopes[h] * (q_idx - kv_idx)
 
-    whole = create_block_mask(masks.document(lengths=LENGTHS), None, None, LENGTH, LENGTH, "cpu", BLOCK)
-    cp = context_parallel(dist.group.WORLD)
+    whole = create_block_mask(
+        masks.document(lengths=LENGTHS), None, None, LENGTH, LENGTH, "cpu", BLOCK
+    )
+    cp = context_parallel(dist.group.WORLD, balance="work_and_bytes")
     mine = cp.plan(whole)
     part = cp.shard([query, key, value], 2)
     out = flex_attention(*part, fade, block_mask=mine)
@@ -51,12 +53,16 @@ def run_rank():
         expected = flex_attention(query, key, value, fade, block_mask=whole)
         expected.square().sum().backward()
         print(f"method: {cp.choice.chosen}, {cp.choice.why}")
-        print(f"output, largest difference to one process: {(together - expected).abs().max():.1e}")
-        print(f"gradient of slopes, relative: {((gradient - slopes.grad) / slopes.grad).abs().max():.1e}")
+        print(
+            f"output, largest difference to one process: {(together - expected).abs().max():.1e}"
+        )
+        print(
+            f"gradient of slopes, relative: {((gradient - slopes.grad) / slopes.grad).abs().max():.1e}"
+        )
     sent = {}
     for method in ("all_gather", "ring", "ulysses", "cast"):
-        plan = context_parallel(dist.group.WORLD, method).plan(whole)
-        found = [None] * cp.ranks
+        other = context_parallel(dist.group.WORLD, method, "work_and_bytes")
+        found, plan = [None] * cp.ranks, other.plan(whole)
         dist.all_gather_object(found, plan.bytes_sent(*part).forward / 1024)
         sent[method] = max(found)
     if cp.rank == 0:
@@ -74,7 +80,14 @@ if "RANK" in os.environ:
     sys.exit()
 
 this_file = run_rank.__code__.co_filename
-command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", this_file]
+command = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "4",
+    this_file,
+]
 done = subprocess.run(command, capture_output=True, text=True, check=True)
 said, facts = done.stdout.split("FACTS ")
 print(said)
@@ -83,11 +96,19 @@ print(said)
 # Who has what
 # ------------
 #
-# Tiles of 32 tokens, coloured by rank. Long documents are shared by all ranks, since their late rows read much; short
-# ones stay together, and nobody sends their keys.
+# Tiles of 32 tokens, coloured by rank, and where documents end. Each rank has as many tiles as the others and about
+# the same work: tiles late in a long document read many keys, and go with tiles that read few.
 facts = json.loads(facts)
-figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6.4, 4), height_ratios=[1, 2])
-top.imshow([facts["owner"]], aspect="auto", cmap="viridis", extent=(0, LENGTH, 0, 1), interpolation="nearest")
+figure, (top, bottom) = pyplot.subplots(
+    2, 1, figsize=(6.4, 4), height_ratios=[1, 2], layout="constrained"
+)
+top.imshow(
+    [facts["owner"]],
+    aspect="auto",
+    cmap="viridis",
+    extent=(0, LENGTH, 0, 1),
+    interpolation="nearest",
+)
 for end in torch.tensor(LENGTHS).cumsum(0)[:-1]:
     top.axvline(int(end), color="#c25757", linewidth=1.5)
 top.set(yticks=[], xlabel="token", title="Rank of each tile, and where documents end")

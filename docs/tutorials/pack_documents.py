@@ -14,7 +14,14 @@ apart. Here are both ways to say it: a mask over one long row, and sequences of 
 import torch
 from matplotlib import pyplot
 
-from flex_inductor import Sequences, create_block_mask, draw_mask, flex_attention, masks, varlen_attention
+from flex_inductor import (
+    Sequences,
+    create_block_mask,
+    draw_mask,
+    flex_attention,
+    masks,
+    varlen_attention,
+)
 
 torch.manual_seed(0)
 lengths = [310, 42, 200, 96, 256, 120]
@@ -75,7 +82,7 @@ print(f"largest difference: {(out.transpose(0, 1) - packed[0]).abs().max():.1e}"
 # Pairs of a query and a key that a kernel computes, by tiles of 32.
 pairs = {
     "padded, causal": len(lengths) * max(lengths) ** 2 / 2,
-    "one row, causal": length**2 / 2,
+    "one row, leaking": length**2 / 2,
     "packed": length**2 * (1 - mask.sparsity() / 100),
 }
 figure, axes = pyplot.subplots(figsize=(6.4, 1.9))

@@ -61,9 +61,10 @@ figure = draw_mask(call.mask)
 # Third: what is the least it can take?
 # -------------------------------------
 #
-# From the products over visited tiles, the bytes of the tensors, and the peaks that the card's maker gives.
-for name, cost in call.cost().items():
-    print(name, cost)
+# From the products over visited tiles, the bytes of the tensors, and the peaks that the card's maker gives: no card was asked.
+cost = call.cost()["forward"]
+print(f"{cost.flops / 1e9:.2f} GFLOP and {cost.bytes / 1e6:.2f} MB")
+print(f"at least {cost.seconds * 1e6:.2f} us on {cost.device}, bound by {cost.bound}")
 
 # %%
 # Fourth: what did the functions become?
@@ -83,8 +84,11 @@ print("\n".join(lines[begin : end + 1]))
 # -------------------
 #
 # Spilled registers go through memory. A loop that has any is slow, whatever else it does.
-print(f"{kernel.name}: {kernel.config}")
-print(kernel.resources)
+print(kernel.config)
+print(
+    kernel.resources.registers, "registers,", kernel.resources.spill_bytes, "bytes spilled"
+)
+print(kernel.resources.shared_bytes, "bytes of shared memory")
 print(kernel.occupancy)
 
 # %%

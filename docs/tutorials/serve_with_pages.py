@@ -53,7 +53,9 @@ def step(counts):
     with torch.no_grad():
         append_kv(k_cache, v_cache, k, v, sequences)
         mask = sequences.mask(causal)
-        return varlen_attention(q, k_cache, v_cache, sequences, block_mask=mask, enable_gqa=True)
+        return varlen_attention(
+            q, k_cache, v_cache, sequences, block_mask=mask, enable_gqa=True
+        )
 
 
 # %%
@@ -62,7 +64,12 @@ shares = []
 for counts in [(11, 5, 0), (1, 1, 0), (1, 1, 14), *[(1, 1, 1)] * 6]:
     out = step(counts)
     shares.append([*used.tolist()])
-print("tokens:", used.tolist(), " pages:", [row[:n].tolist() for row, n in zip(table, owned, strict=True)])
+print(
+    "tokens:",
+    used.tolist(),
+    " pages:",
+    [row[:n].tolist() for row, n in zip(table, owned, strict=True)],
+)
 
 # %%
 # Is it right?
@@ -90,7 +97,12 @@ for request in range(3):
     its = owner == request
     axes.bar(torch.arange(PAGES)[its], filled[its], label=f"request {request}")
 axes.axhline(PAGE, linestyle=":", color="C3")
-axes.set(xticks=range(PAGES), xlabel="page", ylabel="tokens", title="Pages of the pool and their tokens")
+axes.set(
+    xticks=range(PAGES),
+    xlabel="page",
+    ylabel="tokens",
+    title="Pages of the pool and their tokens",
+)
 axes.legend(loc="upper right", fontsize="small")
 
 # %%

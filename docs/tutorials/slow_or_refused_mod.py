@@ -39,7 +39,9 @@ print(flex_inductor.decisions()[-1])
 # It ran in chunks, which is right and slow. The line of the kernel's route says why. Ask for that route by name, and
 # such a call is an error: use this in tests of a model that must be fast.
 try:
-    torch.compile(attend, backend="flex_inductor", options={"route": "cpu"})(query, key, value)
+    torch.compile(attend, backend="flex_inductor", options={"route": "cpu"})(
+        query, key, value
+    )
 except Exception as error:
     print(error)
 
@@ -50,7 +52,9 @@ def by_minimum(score, b, h, q_idx, kv_idx):
     return torch.minimum(score, bias[h])
 
 
-fast = torch.compile(attend, backend="flex_inductor", options={"route": "cpu", "verify": True})
+fast = torch.compile(
+    attend, backend="flex_inductor", options={"route": "cpu", "verify": True}
+)
 out = fast(query, key, value, by_minimum)
 print(flex_inductor.decisions()[-1])
 
@@ -72,7 +76,10 @@ def kerple(score, b, h, q_idx, kv_idx):
 mask = create_block_mask(
     masks.sliding_window(8, causal=False), None, None, 64, 64, device="cpu", BLOCK_SIZE=16
 )
-print("NaN in the output:", flex_attention(query, key, value, kerple, mask).isnan().any().item())
+print(
+    "NaN in the output:",
+    flex_attention(query, key, value, kerple, mask).isnan().any().item(),
+)
 trace = flex_inductor.trace_mod(kerple, query, key, q_range=(4, 7), kv_range=(4, 10))
 print(trace)
 
@@ -81,7 +88,9 @@ print(trace)
 # through. ``distance.abs()`` mends it.
 result = trace.result
 figure, axes = pyplot.subplots(figsize=(5, 2.6))
-picture = axes.imshow(result.masked_fill(~result.isfinite(), torch.nan), extent=(3.5, 9.5, 6.5, 3.5))
+picture = axes.imshow(
+    result.masked_fill(~result.isfinite(), torch.nan), extent=(3.5, 9.5, 6.5, 3.5)
+)
 for row, column in (~result.isfinite()).nonzero().tolist():
     axes.text(column + 4, row + 4, f"{result[row, column]:.0f}", ha="center", va="center")
 axes.set(xlabel="key", ylabel="query", title="What the score_mod returns", yticks=[4, 5, 6])

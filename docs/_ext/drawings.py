@@ -9,7 +9,6 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from flex_inductor import create_block_mask, masks
-from flex_inductor.lowerings.registry import ROUTES
 
 WIDTH = 480  # narrow, so that a phone shows it in full
 
@@ -128,6 +127,8 @@ def joint():
 
 
 def routes():
+    from flex_inductor.lowerings.registry import ROUTES  # imports Inductor, which takes seconds
+
     made = Drawing(
         60 + 74 * len(ROUTES), "A call is offered to each route in turn; the first that can use it serves."
     )

@@ -42,9 +42,8 @@ print(f"pairs in tiles that are skipped: {mask.sparsity():.0f}%")
 # %%
 # ``masks.document`` makes the same function, from lengths, offsets or ids. Its mask has less to say, and so is made
 # and read faster.
-library = create_block_mask(
-    masks.document(lengths=lengths), None, None, length, length, device="cpu", BLOCK_SIZE=32
-)
+same = masks.document(lengths=lengths)
+library = create_block_mask(same, None, None, length, length, device="cpu", BLOCK_SIZE=32)
 print("the same tiles:", torch.equal(library.to_dense(), mask.to_dense()))
 
 # %%

@@ -61,7 +61,8 @@ figure = draw_mask(call.mask)
 # Third: what is the least it can take?
 # -------------------------------------
 #
-# From the products over visited tiles, the bytes of the tensors, and the peaks that the card's maker gives: no card was asked.
+# From the products over visited tiles, the bytes of the tensors, and the peaks that the card's maker gives. No card was
+# asked.
 cost = call.cost()["forward"]
 print(f"{cost.flops / 1e9:.2f} GFLOP and {cost.bytes / 1e6:.2f} MB")
 print(f"at least {cost.seconds * 1e6:.2f} us on {cost.device}, bound by {cost.bound}")

@@ -8,6 +8,8 @@ what must come of it. A block that does not run here stands after `<!-- not run:
 import inspect
 import re
 import runpy
+import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,9 +57,17 @@ def blocks_of(text):
     return found
 
 
-def run(page, text):
+@pytest.fixture
+def names(monkeypatch):
+    """What a page's blocks define, as a module, because Dynamo looks there for the globals of functions."""
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    return vars(module)
+
+
+def run(page, text, names):
     """Run a page's blocks; how many of the shown ones ran, and what the others say."""
-    names, ran, others = {"__name__": "__main__"}, 0, []
+    ran, others = 0, []
     for block in blocks_of(text):
         if block.why or block.test:
             others.append(block)
@@ -71,14 +81,21 @@ def run(page, text):
 WITH_PYTHON = [
     page for page in PAGES if re.search("^```python|^<!-- python", (ROOT / page).read_text(), re.M)
 ]
+COMPILES_MUCH = [Path("docs/coming_from.md")]  # with torch's kernels too
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=str)
-def test_the_blocks_run(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page in COMPILES_MUCH else (), id=str(page))
+        for page in WITH_PYTHON
+    ],
+)
+def test_the_blocks_run(page, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    ran, others = run(page, (ROOT / page).read_text())
+    ran, others = run(page, (ROOT / page).read_text(), names)
     assert ran + len(others) == len(re.findall("^```python", (ROOT / page).read_text(), re.M))
     for block in others:
         if block.test:
@@ -86,14 +103,14 @@ def test_the_blocks_run(page, tmp_path, monkeypatch):
             assert page.name in reader, f"{page}:{block.line}: {block.test} does not read the page"
 
 
-def test_a_block_is_not_forgotten():
+def test_a_block_is_not_forgotten(names):
     page = "<!-- python\nx = 1\n-->\n```python\ny = x\n```\n<!-- not run: slow -->\n```python named\n1 / 0\n```\n"
-    ran, (other,) = run("page.md", page)
+    ran, (other,) = run("page.md", page, names)
     assert ran == 1 and other.why == "slow" and other.line == 8
     with pytest.raises(ZeroDivisionError):
-        run("page.md", page.replace("<!-- not run: slow -->\n", ""))
+        run("page.md", page.replace("<!-- not run: slow -->\n", ""), names)
     with pytest.raises(AssertionError, match="ends with a note"):
-        run("page.md", page + "<!-- run by tests/test_docs.py -->\n")
+        run("page.md", page + "<!-- run by tests/test_docs.py -->\n", names)
 
 
 COMING_FROM = (ROOT / "docs/coming_from.md").read_text()

@@ -92,7 +92,7 @@ def schedule():
 
 def joint():
     made = Drawing(
-        320, "Forward and backward of one tile, with score_mod in one and the joint graph in the other."
+        280, "Forward and backward of one tile, with score_mod in one and the joint graph in the other."
     )
     made.text(110, 22, "forward", "strong")
     made.text(360, 22, "backward", "strong")

@@ -101,7 +101,10 @@ lint: $(VENV)/.ready  ## formatting, rules and types
 	@echo "flex_inductor: lint passed"
 
 docs: $(VENV)/.docs  ## the site, into build/docs/html
-	PYTHONPATH=docs $(bin)/python -m sphinx -W --keep-going -q -d build/docs/doctrees docs build/docs/html
+	PYTHONPATH=docs TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/docs/inductor \
+		$(bin)/python -m sphinx -W --keep-going -q -d build/docs/doctrees docs build/docs/html \
+		|| { rm -rf build/docs/doctrees; exit 1; }  # else the next run would not warn again
+	$(bin)/python docs/_ext/links.py build/docs/html
 	@echo "flex_inductor: docs built: build/docs/html/index.html"
 
 $(VENV)/.docs: $(VENV)/.ready
@@ -114,5 +117,5 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:  ## remove environments, builds and caches
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/made *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -74,14 +74,6 @@ def test_a_prompt_in_chunks(family, cache, chunk):
     torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
 
 
-def test_the_snippet_of_the_docs(capsys):
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/huggingface.md").read_text(), re.DOTALL)
-    names = {}
-    exec(snippet, names)
-    assert names["model"].config._attn_implementation == NAME
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in names["model"].parameters())
-
-
 @pytest.mark.slow
 def test_the_example(capsys):
     runpy.run_path(str(ROOT / "examples/huggingface.py"), run_name="__main__")

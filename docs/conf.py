@@ -14,6 +14,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "_ext.playground",
 ]
 exclude_patterns = ["tutorials", "gallery", "_ext"]  # sphinx-gallery makes pages of these in made/
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
@@ -28,6 +29,7 @@ napoleon_numpy_docstring = False
 sphinx_gallery_conf = {
     "examples_dirs": ["tutorials", "gallery"],
     "gallery_dirs": ["made/tutorials", "made/gallery"],
+    "image_scrapers": ("matplotlib", "show"),
     "filename_pattern": r"\.py$",
     "abort_on_example_error": True,
     "download_all_examples": False,

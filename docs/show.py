@@ -27,7 +27,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from flex_inductor import AuxRequest, BlockMask, RunSchedule, create_block_mask, flex_attention
 from flex_inductor.masks.draw import tile_shares
 
-BLOCK = 128
 ROUNDS = 7
 OURS, DENSE, TORCH = "flex_inductor, compiled", "dense", "torch's flex_attention, compiled"
 
@@ -49,6 +48,8 @@ class Case:
     )  # sizes of the picture, and what the mod's names mean there
     at: Sequence[tuple[int, int]] = ((0, 0),)  # batches and heads that are drawn
     softmax: dict[str, Any] = field(default_factory=dict)  # arguments of flex_attention beside the mods
+    block: int = 128  # of tiles
+    kept: Tensor | None = None  # [batch, heads, queries, keys] of the picture: which pairs dropout leaves
     lacking: str = ""  # why torch's flex_attention has no time
 
     @property
@@ -97,7 +98,7 @@ class Shown:
         self.block_mask: BlockMask | None = None
         if case.mask is not None:
             self.block_mask = create_block_mask(
-                case.mask, case.batch, case.heads, q_len, kv_len, device="cpu", BLOCK_SIZE=BLOCK
+                case.mask, case.batch, case.heads, q_len, kv_len, device="cpu", BLOCK_SIZE=case.block
             )
         self.times: dict[str, float] = {}
         self.errors: tuple[float, float] = (math.nan, math.nan)
@@ -186,7 +187,7 @@ class Shown:
                 0,
                 pictures.tiles(
                     *shares,
-                    "{} queries, {} keys, tiles of {BLOCK}".format(*self.case.lengths, BLOCK=BLOCK),
+                    "{} queries, {} keys, tiles of {}".format(*self.case.lengths, self.case.block),
                     self.case.caption,
                 ),
             )
@@ -196,7 +197,7 @@ class Shown:
     def facts(self) -> str:
         lines = []
         if self.block_mask is not None:
-            lines.append(("Sparsity", f"{self.block_mask.sparsity():.1f}%" + self.counts()))
+            lines.append(("Sparsity", self.counts()))
         error, dense_error = self.errors
         lines.append(("Error", f"{error:.1e} against fp64; dense attention in fp32 {dense_error:.1e}"))
         q_len, kv_len = self.case.lengths
@@ -210,7 +211,8 @@ class Shown:
         partial, full = tile_shares(RunSchedule.from_block_mask(self.block_mask), *self.case.at[0])
         counts = {"full": int(full.sum()), "partial": int(partial.sum())}
         counts["empty"] = full.numel() - sum(counts.values())
-        return " of the pairs' tiles: " + ", ".join(f"{count} {name}" for name, count in counts.items())
+        tiles = ", ".join(f"{count} {name}" for name, count in counts.items())
+        return f"{counts['empty'] / full.numel():.0%} of the tiles are not visited: {tiles}"
 
     def table(self) -> str:
         longest, ours = max(self.times.values()), self.times[OURS]
@@ -298,12 +300,14 @@ def check_same(case: Case) -> None:
 def small_pictures(case: Case) -> list[pictures.Panel]:
     """The tokens that each query sees, and the bias or the curve of a score_mod."""
     small = dict(case.small)
-    length, block = small.pop("length", 48), small.pop("block", 8)
+    length, tile = small.pop("length", 48), small.pop("tile", 8)
     q_len, kv_len = (length, length) if isinstance(length, int) else length
     batch, heads = (1 + max(places) for places in zip(*case.at, strict=True))
     sizes = (max(batch, case.batch), max(heads, case.heads), q_len, kv_len)
     mask, score = (with_names(mod, small) for mod in (case.mask, case.score))
     seen = None if mask is None else table(mask, *sizes).expand(sizes)
+    if case.kept is not None:
+        seen = seen & case.kept
     bias = None if score is None else added(case, sizes, score)
     panels = []
     for b, h in case.at:
@@ -316,7 +320,7 @@ def small_pictures(case: Case) -> list[pictures.Panel]:
             visible = None if seen is None else seen[b, h]
             panels.append(pictures.heat(bias.expand(sizes)[b, h], visible, where, case.caption))
         elif seen is not None:
-            panels.append(pictures.tokens(seen[b, h], block, where, case.caption))
+            panels.append(pictures.tokens(seen[b, h], tile, where, case.caption))
     if score is not None and bias is None:
         scores = torch.linspace(-100, 100, 101)
         panels.append(
@@ -337,7 +341,7 @@ def with_names(mod: Callable | None, names: dict[str, Any] | None = None) -> Cal
     own, names = {name: value for name, value in mod.__globals__.items() if name != "__name__"}, names or {}
     if unknown := names.keys() - own.keys():
         raise NameError(f"small: expected names of the page, got {sorted(unknown)}")
-    return types.FunctionType(mod.__code__, own | names, mod.__name__)
+    return types.FunctionType(mod.__code__, own | names, mod.__name__, closure=mod.__closure__)
 
 
 def processor() -> str:
@@ -357,7 +361,7 @@ def scraper(block: tuple, variables: dict[str, Any], settings: dict[str, Any]) -
     """The thumbnail of what was shown last, which is no picture of the page."""
     global _last
     if _last is not None:
-        _last.drawn[-1].thumbnail.save(next(variables["image_path_iterator"]))
+        _last.drawn[0].thumbnail.save(next(variables["image_path_iterator"]))
         _last = None
     return ""
 

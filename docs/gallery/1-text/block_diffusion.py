@@ -29,6 +29,6 @@ show.attention(
     mask=block_diffusion,
     library=masks.block_diffusion(tokens, block),
     length=2 * tokens,
-    small={"tokens": 24, "block": 4},
+    small={"tokens": 24, "block": 4, "tile": 4},
     caption="Small squares along the upper half of the diagonal, and two staircases of clean keys at the right.",
 )

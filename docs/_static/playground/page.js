@@ -101,7 +101,7 @@
   // From text to tiles.
 
   function read() {
-    const tables = Object.entries(state.given).map(([name, { shape }]) => `${name}: ${shape.join(" × ")}`).join(", ");
+    const tables = Object.entries(state.given).map(([name, { shape }]) => `${name}: ${shape.join(" by ")}`).join(", ");
     byId("tables").textContent = tables && `Tables of the gallery's page: ${tables}. A list of your own with that name replaces one.`;
     state.program = guarded(() => Language.compile(byId("text").value, state.given));
     byId("notes").textContent = state.program ? state.program.notes.join(" ") : "";

@@ -205,7 +205,7 @@ const Language = (() => {
       this.take();
       const condition = this.either();
       this.expect("else", "after the condition of 'if'");
-      this.notes.add("'x if c else y' is Python's alone: torch.where(c, x, y) can be traced.");
+      this.notes.add("flex_attention cannot trace 'x if c else y': write torch.where(c, x, y) there.");
       return { kind: "choose", parts: [condition, value, this.expression()], at };
     }
 
@@ -215,7 +215,7 @@ const Language = (() => {
       let left = next();
       while (this.is(text)) {
         const at = this.take().at;
-        this.notes.add(`'${text}' is Python's alone: ${text === "or" ? "|" : "&"}, with parentheses around comparisons, can be traced.`);
+        this.notes.add(`flex_attention cannot trace '${text}': write ${text === "or" ? "|" : "&"} there, and parentheses around comparisons.`);
         left = { kind: text, parts: [left, next()], at };
       }
       return left;
@@ -224,7 +224,7 @@ const Language = (() => {
     negation() {
       if (!this.is("not")) return this.comparison();
       const at = this.take().at;
-      this.notes.add("'not' is Python's alone: ~ can be traced.");
+      this.notes.add("flex_attention cannot trace 'not': write ~ there.");
       return { kind: "not", parts: [this.negation()], at };
     }
 
@@ -233,7 +233,7 @@ const Language = (() => {
       const at = this.token.at;
       while (this.is("==", "!=", "<", "<=", ">", ">=")) rest.push([this.take().text, this.binary(0)]);
       if (rest.length === 0) return first;
-      if (rest.length > 1) this.notes.add("'a <= b < c' is Python's alone: (a <= b) & (b < c) can be traced.");
+      if (rest.length > 1) this.notes.add("flex_attention cannot trace 'a <= b < c': write (a <= b) & (b < c) there.");
       return { kind: "compare", signs: rest.map(([sign]) => sign), parts: [first, ...rest.map(([, part]) => part)], at };
     }
 
@@ -301,7 +301,7 @@ const Language = (() => {
         this.take();
       }
       this.expect(")", "after the arguments");
-      if (name === "min" || name === "max") this.notes.add(`'${name}' is Python's alone: torch.${name}imum can be traced.`);
+      if (name === "min" || name === "max") this.notes.add(`flex_attention cannot trace '${name}': write torch.${name}imum there.`);
       return { kind: "call", name, parts, named, at };
     }
 

@@ -2,11 +2,11 @@
 "use strict";
 
 (() => {
-  const root = document.getElementById("playground");
+  const root = document.getElementById("playground-page"); // the page's heading is "playground"
   const byId = (id) => document.getElementById(`playground-${id}`);
   const SIZES = [
     ["queries", "Queries", 1, 4096], ["keys", "Keys", 1, 4096], ["tileQ", "Tile, queries", 16, 256], ["tileKV", "Tile, keys", 16, 256],
-    ["batch", "Batch", 1, 8], ["heads", "Heads", 1, 32], ["b", "Drawn: b", 0, 7], ["h", "Drawn: h", 0, 31], ["headDim", "Head dim", 8, 256],
+    ["batch", "Batch", 1, 8], ["heads", "Heads", 1, 32], ["b", "Batch drawn", 0, 7], ["h", "Head drawn", 0, 31], ["headDim", "Head dim", 8, 256],
   ];
   const STEPS = { tileQ: 16, tileKV: 16, headDim: 8 };
   const OWN = [
@@ -134,8 +134,10 @@
   function count() {
     if (!state.program) return;
     const now = sizes(), { program } = state, job = state.job += 1;
-    set("b", now.b);
-    set("h", now.h);
+    for (const [id, count] of [["b", now.batch], ["h", now.heads]]) {
+      byId(id).max = byId(`${id}-number`).max = count - 1;
+      set(id, now[id]);
+    }
     const places = [[now.b, now.h]];
     for (let b = 0; b < (program.readsBatch ? now.batch : 1); b += 1) {
       for (let h = 0; h < (program.readsHead ? now.heads : 1); h += 1) {

@@ -120,10 +120,7 @@ class Shown:
         sides = {OURS: torch.compile(ours, backend="flex_inductor", fullgraph=True), DENSE: self.dense_side()}
         if not case.lacking:
             sides[TORCH] = torch.compile(theirs, fullgraph=True)
-        out = sides[OURS](*inputs)
-        self.check(out, inputs)
-        for side in sides.values():
-            side(*inputs)
+        self.check({name: side(*inputs) for name, side in sides.items()}, inputs)
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):
             for name, side in sides.items():
@@ -132,18 +129,22 @@ class Shown:
                 times[name].append(time.perf_counter() - start)
         self.times = {name: 1e3 * statistics.median(found) for name, found in times.items()}
 
-    def check(self, out: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Our error is at most dense attention's in fp32, and rounding."""
-        kept = self.kept(*inputs)
+    def check(self, outs: dict[str, Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Our error is at most dense attention's in fp32, and rounding; the other sides compute the same."""
+        kept, ours = self.kept(*inputs), outs[OURS]
         exact = dense(self.case, *(tensor.double() for tensor in inputs), kept=kept)
         error, dense_error = (
-            (found - exact).abs().max().item() for found in (out, dense(self.case, *inputs, kept=kept))
+            (found - exact).abs().max().item() for found in (ours, dense(self.case, *inputs, kept=kept))
         )
-        rounding = 18 * torch.finfo(out.dtype).eps * exact.abs().max().item()
+        rounding = 18 * torch.finfo(ours.dtype).eps * exact.abs().max().item()
         if not error <= dense_error + rounding:
             raise AssertionError(
                 f"error {error:.3g}, dense attention's {dense_error:.3g}, rounding {rounding:.3g}"
             )
+        for name, out in outs.items():
+            # What sees nothing may be NaN there. Dropout of the dense side draws other numbers.
+            if kept is None and not torch.allclose(out.nan_to_num(0.0), ours, atol=1e-4):
+                raise AssertionError(f"{name} computes something else")
         if self.case.library is not None:
             check_same(self.case)
         self.errors = error, dense_error
@@ -180,17 +181,10 @@ class Shown:
     # What the page shows.
 
     def _repr_html_(self) -> str:
-        panels = list(self.drawn)
+        panels, (q_len, kv_len) = list(self.drawn), self.case.lengths
         if self.block_mask is not None:
-            shares = tile_shares(RunSchedule.from_block_mask(self.block_mask), *self.case.at[0])
-            panels.insert(
-                0,
-                pictures.tiles(
-                    *shares,
-                    "{} queries, {} keys, tiles of {}".format(*self.case.lengths, self.case.block),
-                    self.case.caption,
-                ),
-            )
+            title = f"{q_len} queries, {kv_len} keys, tiles of {self.case.block}"
+            panels.insert(0, pictures.tiles(*self.shares(), title, self.case.caption))
         figure = pictures.figure([panel.svg for panel in panels], self.case.caption, bool(self.block_mask))
         return f'<div class="shown">{figure}{self.facts()}{self.table()}</div>'
 
@@ -203,12 +197,15 @@ class Shown:
         q_len, kv_len = self.case.lengths
         sizes = f"B{self.case.batch} H{self.case.heads} D{self.case.head_dim}, {q_len} queries, {kv_len} keys, fp32"
         lines.append(("Timed", f"{sizes}, forward, one thread of {processor()}, torch {torch.__version__}"))
-        return (
-            "<dl>" + "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in lines) + "</dl>"
-        )
+        items = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in lines)
+        return f"<dl>{items}</dl>"
+
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Which tiles are partial, and which are full."""
+        return tile_shares(RunSchedule.from_block_mask(self.block_mask), *self.case.at[0])
 
     def counts(self) -> str:
-        partial, full = tile_shares(RunSchedule.from_block_mask(self.block_mask), *self.case.at[0])
+        partial, full = self.shares()
         counts = {"full": int(full.sum()), "partial": int(partial.sum())}
         counts["empty"] = full.numel() - sum(counts.values())
         tiles = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -302,8 +299,7 @@ def small_pictures(case: Case) -> list[pictures.Panel]:
     small = dict(case.small)
     length, tile = small.pop("length", 48), small.pop("tile", 8)
     q_len, kv_len = (length, length) if isinstance(length, int) else length
-    batch, heads = (1 + max(places) for places in zip(*case.at, strict=True))
-    sizes = (max(batch, case.batch), max(heads, case.heads), q_len, kv_len)
+    sizes = case.batch, case.heads, q_len, kv_len
     mask, score = (with_names(mod, small) for mod in (case.mask, case.score))
     seen = None if mask is None else table(mask, *sizes).expand(sizes)
     if case.kept is not None:
@@ -311,26 +307,16 @@ def small_pictures(case: Case) -> list[pictures.Panel]:
     bias = None if score is None else added(case, sizes, score)
     panels = []
     for b, h in case.at:
-        where = f"{q_len} queries, {kv_len} keys"
-        if len(case.at) > 1:
-            where = (
-                (f"batch {b}, " if case.batch > 1 else "") + (f"head {h}, " if case.heads > 1 else "") + where
-            )
+        which = [f"batch {b}"] * (case.batch > 1) + [f"head {h}"] * (len(case.at) > 1 and case.batch == 1)
+        where = ", ".join([*which, f"{q_len} queries", f"{kv_len} keys"])
         if bias is not None:
             visible = None if seen is None else seen[b, h]
             panels.append(pictures.heat(bias.expand(sizes)[b, h], visible, where, case.caption))
         elif seen is not None:
             panels.append(pictures.tokens(seen[b, h], tile, where, case.caption))
     if score is not None and bias is None:
-        scores = torch.linspace(-100, 100, 101)
-        panels.append(
-            pictures.curve(
-                scores,
-                score(scores, *(torch.zeros((), dtype=torch.int64),) * 4),
-                "new score by score",
-                case.caption,
-            )
-        )
+        scores, nowhere = torch.linspace(-100, 100, 101), [torch.zeros((), dtype=torch.int64)] * 4
+        panels.append(pictures.curve(scores, score(scores, *nowhere), "new score by score", case.caption))
     return panels
 
 

@@ -15,6 +15,9 @@ def chunked(b, h, q_idx, kv_idx):
     return (q_idx // chunk == kv_idx // chunk) & (q_idx >= kv_idx)
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=chunked,
     length=2048,

@@ -20,6 +20,9 @@ def mixed_modal(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) | same_image
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=mixed_modal,
     length=2048,

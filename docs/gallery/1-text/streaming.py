@@ -16,6 +16,9 @@ def streaming(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (near | (kv_idx < first))
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=streaming,
     length=2048,

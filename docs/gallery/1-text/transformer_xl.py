@@ -22,6 +22,9 @@ def transformer_xl(score, b, h, q_idx, kv_idx):
     return score + by_distance[h, distance]
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=after_memory,
     score=transformer_xl,

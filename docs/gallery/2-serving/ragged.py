@@ -24,7 +24,7 @@ show.attention(
     mask=ragged,
     library=masks.ragged(lengths),
     batch=2,
-    at=((0, 0), (1, 0)),
+    at=((1, 0), (0, 0)),
     small={"lengths": torch.tensor([48, 19])},
-    caption="Two batches: the first fills its square, the second only its upper left corner.",
+    caption="Two batches: one fills only the upper left corner of its square, the other all of it.",
 )

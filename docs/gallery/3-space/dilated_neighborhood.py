@@ -18,6 +18,9 @@ def dilated_neighborhood(b, h, q_idx, kv_idx):
     return near & (down % dilation == 0) & (right % dilation == 0)
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=dilated_neighborhood,
     length=height * width,

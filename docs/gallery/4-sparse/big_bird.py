@@ -27,6 +27,9 @@ def big_bird(b, h, q_idx, kv_idx):
     return blocks[q_idx // block, kv_idx // block]
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=big_bird,
     length=2048,

@@ -27,6 +27,9 @@ def neighbours(b, h, q_idx, kv_idx):
     return adjacency[q_idx, kv_idx]
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=neighbours,
     small={"adjacency": graph(48, 5, 3)},

@@ -27,6 +27,9 @@ def routed(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & routes[h, q_idx // block, kv_idx // block]
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=routed,
     block=64,

@@ -16,6 +16,9 @@ def stripes(b, h, q_idx, kv_idx):
     return (q_idx >= kv_idx) & (near | summary)
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     mask=stripes,
     small={"window": 8, "stride": 6},

@@ -19,6 +19,9 @@ def softcap(score, b, h, q_idx, kv_idx):
     return cap * torch.tanh(score / cap)
 
 
+# %%
+# In the library: ``masks.sliding_window(window)`` and ``mods.softcap(cap)``.
+
 show.attention(
     mask=gemma_window,
     score=softcap,

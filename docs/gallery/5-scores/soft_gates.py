@@ -17,6 +17,9 @@ def soft_gates(score, b, h, q_idx, kv_idx):
     return score + log_gate[h, kv_idx]
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     score=soft_gates,
     at=((0, 0), (0, 1)),

@@ -25,6 +25,9 @@ def toeplitz(score, b, h, q_idx, kv_idx):
     return score + bias[h, q_idx - kv_idx + tokens - 1]
 
 
+# %%
+# The library has no name for it: the function is enough.
+
 show.attention(
     score=toeplitz,
     length=tokens,

@@ -88,8 +88,8 @@ test-with-%: .venv-%/.ready
 	done  # asked for by others, who run without them, and made for CUDA where pip sees PyPI alone
 	touch $@
 
-test-browser: $(VENV)/.ready  ## the inspector's web page in headless Chromium, and its picture in docs/
-	$(bin)/python -m pytest tests/tools/browser_webpage.py
+test-browser: $(VENV)/.ready  ## the web pages in headless Chromium, and the inspector's picture in docs/
+	$(bin)/python -m pytest tests/tools/browser_webpage.py tests/tools/browser_playground.py
 	@echo "flex_inductor: browser tests passed"
 
 lint: $(VENV)/.ready  ## formatting, rules and types

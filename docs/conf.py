@@ -20,6 +20,7 @@ extensions = [
     "_ext.drawings",
     "_ext.from_source",
     "_ext.messages",
+    "_ext.playground",
 ]
 exclude_patterns = ["tutorials", "gallery", "_ext"]  # sphinx-gallery makes pages of these in made/
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
@@ -36,6 +37,7 @@ napoleon_use_rtype = False
 sphinx_gallery_conf = {
     "examples_dirs": ["tutorials", "gallery"],
     "gallery_dirs": ["made/tutorials", "made/gallery"],
+    "image_scrapers": ("matplotlib", "show"),
     "filename_pattern": r"\.py$",
     "abort_on_example_error": True,
     "download_all_examples": False,

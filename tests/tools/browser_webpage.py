@@ -51,7 +51,7 @@ console.log("FOUND " + JSON.stringify(found) + " END");
 """
 
 
-def browse(page, *flags):
+def browse(page, *flags, timeout=60):
     """What Chromium logs of a page's console."""
     root = ["--no-sandbox"] if os.geteuid() == 0 else []
     result = subprocess.run(
@@ -61,7 +61,7 @@ def browse(page, *flags):
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return re.findall(r'CONSOLE[^\]]*\] "(.*)", source: ', result.stderr)

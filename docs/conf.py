@@ -37,7 +37,6 @@ napoleon_use_rtype = False
 sphinx_gallery_conf = {
     "examples_dirs": ["tutorials", "gallery"],
     "gallery_dirs": ["made/tutorials", "made/gallery"],
-    "image_scrapers": ("matplotlib", "show"),
     "filename_pattern": r"\.py$",
     "abort_on_example_error": True,
     "download_all_examples": False,
@@ -48,7 +47,7 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "within_subsection_order": scripts.Order,
     "remove_config_comments": True,
-    "image_scrapers": (scripts.scrape,),
+    "image_scrapers": (scripts.scrape, "show"),
     "reset_modules": ("matplotlib", scripts.prepare),
 }
 

@@ -274,6 +274,10 @@ class MethodChoice(NamedTuple):
     why: str
     rejected: tuple[tuple[str, str], ...]
 
+    def __str__(self) -> str:
+        lines = [f"plan:     {self.plan}", f"chosen:   {self.chosen} ({self.why})"]
+        return "\n".join(lines + [f"rejected: {name}: {reason}" for name, reason in self.rejected])
+
 
 def choose_method(
     work: TileWork,

@@ -77,12 +77,11 @@ def draw_mask(
         if not 0 <= index < size:
             raise MaskArgumentError(f"draw_mask: {name}: expected 0 to {size - 1}, got {index}.")
     figure, axes = pyplot.subplots(
-        1, 1 if zoom is None else 2, figsize=(6 if zoom is None else 11, 5.6), squeeze=False
+        1, 1 if zoom is None else 2, figsize=(6 if zoom is None else 11, 5.6), squeeze=False, layout="tight"
     )
     _draw_tiles(axes[0][0], schedule, b, h)
     if zoom is not None:
         _draw_tokens(axes[0][1], axes[0][0], schedule, b, h, zoom)
-    figure.tight_layout()
     if path is None:
         return figure
     save(pyplot, figure, path, Path(path).suffix[1:])
@@ -184,7 +183,8 @@ def _draw_tiles(axis: Any, schedule: RunSchedule, b: int, h: int) -> None:
         fontsize=9,
     )
     handles = [Patch(facecolor=c, edgecolor="#999999", label=name) for name, c in colours.items()]
-    axis.legend(handles=handles, loc="upper right", fontsize=8)
+    # Dark on light, whatever the style around: it lies on the picture.
+    axis.legend(handles=handles, loc="upper right", fontsize=8, facecolor="white", labelcolor="black")
 
 
 def _draw_tokens(

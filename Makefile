@@ -16,13 +16,13 @@ TRITON_2.15 := 3.9.0
 
 bin := $(VENV)/bin
 
-.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-integrations test-browser fits support fuzz load mutants lint docs clean
+.PHONY: help demo demo-distributed test test-long test-all test-torch test-grids test-ptx test-integrations test-browser fits support fuzz load mutants lint docs release-check clean
 
 help:
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 demo: $(VENV)/.ready  ## train a small transformer on the CPU
-	$(bin)/python examples/train_demo.py
+	$(bin)/python examples/packed_gpt.py
 	@echo "flex_inductor: demo finished"
 
 demo-distributed: $(VENV)/.ready  ## train one over four processes
@@ -109,6 +109,13 @@ docs: $(VENV)/.docs  ## the site, into build/docs/html
 
 $(VENV)/.docs: $(VENV)/.ready
 	$(bin)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
+release-check: $(VENV)/.release  ## the sdist and the wheel, tried alone on the oldest and the newest torch
+	$(bin)/python -m tests.release
+
+$(VENV)/.release: $(VENV)/.ready
+	$(bin)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[release]'
 	touch $@
 
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)

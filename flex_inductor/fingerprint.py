@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 
 def fingerprint(places: Iterable[Path]) -> str:

@@ -74,14 +74,12 @@ def test_a_prompt_in_chunks(family, cache, chunk):
     torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example(capsys):
-    runpy.run_path(str(ROOT / "examples/huggingface.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "examples/huggingface.py"))["main"](["--steps", "20"])
     shown = capsys.readouterr().out
-    apart = [
-        float(number) for number in re.findall(r"losses at most (\S+) apart; the same tokens: True", shown)
-    ]
-    assert len(apart) == 2 and max(apart) < 1e-5
+    (apart,) = re.findall(r"losses at most (\S+) apart; the same tokens: True", shown)
+    assert float(apart) < 1e-5
 
 
 class Rounded(DynamicCache):

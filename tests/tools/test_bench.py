@@ -1,19 +1,23 @@
 """What all benches share, and a run of each on one machine; the numbers mean nothing here."""
 
 import json
+import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from flex_inductor.tools import cli
 from flex_inductor.tools.bench import compile as bench_compile
-from flex_inductor.tools.bench import cpu, masks, static, varlen
+from flex_inductor.tools.bench import cpu, masks, peers, peers_features, static, varlen
 from flex_inductor.tools.bench.compile import SDPA, Step, kind_of, phases_of
 from flex_inductor.tools.bench.harness import OURS, Spread, alternate, check, over
 from flex_inductor.tools.bench.workers import Failed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -64,7 +68,9 @@ def test_what_rounding_does_not_explain_is_wrong():
         check([gold * float("nan")], [gold], torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["compile", "cpu", "distributed", "gpu", "masks", "static", "varlen"])
+@pytest.mark.parametrize(
+    "kind", ["compile", "cpu", "distributed", "gpu", "masks", "peers", "static", "varlen"]
+)
 def test_unknown_case(kind, capsys):
     assert cli.main(["bench", kind, "--only", "nothing like it"]) == 2
     assert capsys.readouterr().err.startswith("no case contains 'nothing like it'; there are\n  ")
@@ -101,6 +107,35 @@ def test_a_side_that_is_wrong_is_not_timed(variant, monkeypatch):
     assert (
         ours.ms and dense.ms and wrong.ms is None and wrong.note.startswith("RuntimeError: wrong: relative")
     )
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_peers(tmp_path, monkeypatch):
+    """Each call on each side that has it, checked against fp64, and the page of all."""
+    variants = ("causal", "sinks", "relative bias")
+    small = [replace(call, length=40, head_dim=16) for call in peers.CASES if call.variant in variants]
+    chosen = [call for call in small if call.dtype == torch.float32]
+    monkeypatch.setattr(peers, "CASES", chosen)
+    results = run(tmp_path, "peers", "--rounds", "1", "--page", str(tmp_path / "peers.md"))
+    served = {(r["case"].split(" D16")[0], r["case"].split()[-1], r["side"]) for r in results if r["ms"]}
+    for variant in variants:
+        for direction in ("forward", "forward+backward"):
+            assert (variant, direction, OURS) in served
+            assert ((variant, direction, peers.SDPA) in served) == (variant != "sinks")
+        assert ((variant, "forward", cpu.FLEX) in served) == (variant != "sinks")
+        assert (variant, "forward+backward", cpu.FLEX) not in served
+    page = (tmp_path / "peers.md").read_text()
+    assert page.count("| fp32 | forward+backward |") == len(chosen) // 2
+    assert "1. torch flex: NotImplementedError: FlexAttention does not support backward on CPU" in page
+    assert all(f"| {title} | " in page and f"- **{title}.** " in page for title in peers_features.FEATURES)
+
+
+def test_each_feature_of_peers_has_a_source():
+    for title, claims in peers_features.FEATURES.items():
+        assert len(claims) == len(peers_features.PEERS), title
+        assert all(claim.says and claim.source for claim in claims), title
+        ours = re.findall(r"[\w/]+\.md", claims[0].source)
+        assert ours and all((ROOT / file).exists() for file in ours), title
 
 
 PACKED = varlen.Case("few", (3, 9, 1), head_dim=8)

@@ -1,8 +1,8 @@
 """flex-inductor bench: one module for each kind of measurement; what they share is in harness.py and call.py.
 
 A module has HELP, its docstring for the rest of --help, OPTIONS, COLUMNS, CASES with titles, and `measure`, which is
-called with a case and the command's arguments. `cases` in place of CASES makes them from the arguments, and `plot`
-draws results. gpu.py, whose cases share workers and a deadline, runs by itself.
+called with a case and the command's arguments. `cases` in place of CASES makes them from the arguments, `plot` draws
+results, and `page` writes them as a page. gpu.py, whose cases share workers and a deadline, runs by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         memory,
         page,
         peak,
+        peers,
         shares,
         small,
         static,
@@ -36,7 +37,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
     on_cpus = (cpu, shares, decode, varlen, small, threads, bias, memory, compile, masks, peak)
     named = {
-        kind.__name__.rpartition(".")[2]: kind for kind in (*on_cpus, distributed, gpu, huggingface, static)
+        kind.__name__.rpartition(".")[2]: kind
+        for kind in (*on_cpus, distributed, gpu, huggingface, static, peers)
     }
     bench = subparsers.add_parser("bench", help=page.HELP, description=page.__doc__)
     page.add_options(bench, [*named][: len(on_cpus)])

@@ -105,6 +105,8 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
         }
         with nullcontext(sys.stdout) if quiet else open(arguments.json, "w") as to:
             print(json.dumps(found, indent=2), file=to)
+    if getattr(arguments, "page", None):
+        Path(arguments.page).write_text(bench.page(results, arguments))
     if drawn:
         figure, axis = pyplot.subplots()
         bench.plot(axis, results, arguments)

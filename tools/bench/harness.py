@@ -108,10 +108,9 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
     if getattr(arguments, "page", None):
         Path(arguments.page).write_text(bench.page(results, arguments))
     if drawn:
-        figure, axis = pyplot.subplots()
+        figure, axis = pyplot.subplots(layout="tight")
         bench.plot(axis, results, arguments)
         axis.legend()
-        figure.tight_layout()
         save(pyplot, figure, drawn, Path(drawn).suffix[1:])
     return 0
 

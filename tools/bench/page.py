@@ -87,11 +87,10 @@ def read(result: dict[str, Any]) -> Result:
 def picture(kind: Any, results: list[Result], options: dict[str, Any]) -> str:
     """The plot as SVG with text, whose black is the page's colour."""
     pyplot = load_pyplot()
-    figure, axis = pyplot.subplots()
+    figure, axis = pyplot.subplots(layout="tight")
     with pyplot.rc_context({"svg.fonttype": "none"}):
         kind.plot(axis, results, argparse.Namespace(**options))
         axis.legend(frameon=False)
-        figure.tight_layout()
         to = io.StringIO()
         figure.savefig(to, format="svg", transparent=True)
     pyplot.close(figure)

@@ -11,25 +11,38 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from flex_inductor import flex_attention
+from flex_inductor import RunSchedule, flex_attention
+from flex_inductor.masks.draw import tile_shares
 from flex_inductor.reference import over_lanes
 
 from ..options import file
 from .call import Made
 from .cpu import FLEX, Case
-from .harness import OURS, Result, alternate, check, in_one_line, machine, milliseconds, results_of, rounds
+from .harness import (
+    OURS,
+    PLOT,
+    Result,
+    alternate,
+    check,
+    in_one_line,
+    machine,
+    milliseconds,
+    results_of,
+    rounds,
+)
 from .peers_features import FEATURES, PEERS
 
 SDPA = "SDPA"
 
 HELP = "calls that users compare, here and with others, and what each library has"
-OPTIONS = {**rounds(8), "--page": file("write a page in Markdown")}
+OPTIONS = {**rounds(8), **PLOT, "--page": file("write a page in Markdown")}
 COLUMNS = ("side", "ms", "over ours")
 
 LENGTH = 2048
@@ -171,3 +184,26 @@ def _features() -> Iterator[str]:
     for title, claims in FEATURES.items():
         sources = "; ".join(f"{name}: {claim.source}" for name, claim in zip(PEERS, claims, strict=True))
         yield f"- **{title}.** {sources}"
+
+
+def plot(axis: Any, results: Sequence[Result], _: Namespace) -> None:
+    """The forwards in fp32 as bars of milliseconds, beside the tiles of the documents' mask."""
+    figure = axis.figure
+    figure.set_layout_engine("none")
+    figure.set_size_inches(10, 4)
+    figure.set_facecolor("white")
+    beside, axis_of_times = figure.add_axes((0.06, 0.14, 0.3, 0.72)), axis
+    made = Made(next(case for case in CASES if case.variant == "documents"))
+    partial_, full = tile_shares(RunSchedule.from_block_mask(made.options["block_mask"]))
+    beside.imshow(full + 0.4 * partial_, cmap="Blues", vmin=0, vmax=1.3)
+    beside.set(title="documents: what is visited, in tiles", xlabel="keys / 128", ylabel="queries / 128")
+    shown = [r for r in results if r.ms is not None and r.case.endswith("fp32 forward")]
+    cases = [*dict.fromkeys(result.case for result in shown)]
+    names = [next(case.variant for case in CASES if case.title == title) for title in cases]
+    for i, side in enumerate((OURS, FLEX, SDPA)):
+        bars = {cases.index(r.case) + 0.27 * i: r.ms.median for r in shown if r.side == side}
+        axis_of_times.barh([*bars], [*bars.values()], 0.25, label=side)
+    axis_of_times.set_position((0.5, 0.14, 0.47, 0.72))
+    axis_of_times.set(title=f"forward, fp32, S{LENGTH}, this CPU", xlabel="milliseconds, less is better")
+    axis_of_times.set_yticks([i + 0.27 for i in range(len(cases))], names)
+    axis_of_times.invert_yaxis()

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flex_inductor import AuxRequest, BlockMask, RunSchedule, create_block_mask, flex_attention
 from flex_inductor.masks.draw import tile_shares
 
-ROUNDS = 7
+ROUNDS = 5
 OURS, DENSE, TORCH = "flex_inductor, compiled", "dense", "torch's flex_attention, compiled"
 
 
@@ -184,6 +184,8 @@ class Shown:
         panels, (q_len, kv_len) = list(self.drawn), self.case.lengths
         if self.block_mask is not None:
             title = f"{q_len} queries, {kv_len} keys, tiles of {self.case.block}"
+            if self.case.batch > 1:
+                title = f"batch {self.case.at[0][0]}, {title}"
             panels.insert(0, pictures.tiles(*self.shares(), title, self.case.caption))
         figure = pictures.figure([panel.svg for panel in panels], self.case.caption, bool(self.block_mask))
         return f'<div class="shown">{figure}{self.facts()}{self.table()}</div>'

@@ -336,6 +336,9 @@ REFUSED = [
     ("q_idx >= kv_idx ? 1 : 0", 1, 17, "'?' is not known here"),
     ("import os\nq_idx >= kv_idx", 1, 1, "'import' is not known here"),
     ("eval(q_idx) > 1", 1, 1, "'eval' is not known here; there are abs, min, max"),
+    ("constructor(q_idx) > 1", 1, 1, "'constructor' is not known here"),
+    ("q_idx.clamp(__proto__=1) > 1", 1, 23, ".clamp takes no argument '__proto__' here"),
+    ("(" * 20_000 + "q_idx", 1, 1, "the mask is nested too deeply"),
     ("q_idx.item() > 1", 1, 6, "'.item' is not known here"),
     ("q_idx.constructor > 1", 1, 19, "expected '(' after '.constructor'"),
     ("torch.tanh(q_idx) > 1", 1, 1, "'torch.tanh' is not known here"),
@@ -475,6 +478,6 @@ def test_nothing_is_wider_than_the_window(site):
 
 def test_no_text_is_given_to_eval():
     scripts = [path.read_text() for path in (DOCS / "_static" / "playground").glob("*.js")]
-    assert len(scripts) == 3 and not any(
+    assert len(scripts) == 4 and not any(
         re.search(r"\beval\(|new Function|https?:", text) for text in scripts
     )

@@ -81,7 +81,7 @@ def run(page, text, names):
 WITH_PYTHON = [
     page for page in PAGES if re.search("^```python|^<!-- python", (ROOT / page).read_text(), re.M)
 ]
-COMPILES_MUCH = [Path("docs/coming_from.md")]  # with torch's kernels too
+COMPILES_MUCH = [Path("docs") / name for name in ("coming_from.md", "index.md", "quickstart.md")]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,11 @@ def _sdpa(made: Made) -> Callable:
     nothing = torch.zeros(*query.shape[:3], key.size(2))
 
     def added() -> Tensor:
-        bias = over_lanes(made.options["score_mod"], (0,))(nothing, *indices)
+        if variant == "relative bias":  # as one writes it without mods: one lookup, with its gradient
+            (table,) = made.captures
+            bias = table[:, indices[2][:, None] - indices[3] + key.size(2) - 1][None]
+        else:
+            bias = over_lanes(made.options["score_mod"], (0,))(nothing, *indices)
         return bias.masked_fill(forbidden, -torch.inf).to(query.dtype)
 
     if made.captures:  # learnt, so another table in each step
@@ -197,11 +201,11 @@ def plot(axis: Any, results: Sequence[Result], _: Namespace) -> None:
     partial_, full = tile_shares(RunSchedule.from_block_mask(made.options["block_mask"]))
     beside.imshow(full + 0.4 * partial_, cmap="Blues", vmin=0, vmax=1.3)
     beside.set(title="documents: what is visited, in tiles", xlabel="keys / 128", ylabel="queries / 128")
-    shown = [r for r in results if r.ms is not None and r.case.endswith("fp32 forward")]
-    cases = [*dict.fromkeys(result.case for result in shown)]
+    shown = [(r.case, r.side, r.ms.median) for r in results if r.ms and r.case.endswith("fp32 forward")]
+    cases = [*dict.fromkeys(title for title, *_ in shown)]
     names = [next(case.variant for case in CASES if case.title == title) for title in cases]
     for i, side in enumerate((OURS, FLEX, SDPA)):
-        bars = {cases.index(r.case) + 0.27 * i: r.ms.median for r in shown if r.side == side}
+        bars = {cases.index(title) + 0.27 * i: ms for title, of, ms in shown if of == side}
         axis_of_times.barh([*bars], [*bars.values()], 0.25, label=side)
     axis_of_times.set_position((0.5, 0.14, 0.47, 0.72))
     axis_of_times.set(title=f"forward, fp32, S{LENGTH}, this CPU", xlabel="milliseconds, less is better")

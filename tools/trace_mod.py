@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flex_inductor import errors
+from flex_inductor.mod_ir import errors as mod_errors
 from flex_inductor.mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
 from flex_inductor.mod_ir.source_lines import Line
 
@@ -81,7 +82,7 @@ def trace_mod(
                     trace.note("score", None, (i, j), given["score"], "score")
                 with recorder:
                     result = mod(*(given[name] for name in lanes))
-            errors.check_mod_result("score_mod" if "score" in lanes else "mask_mod", result)
+            mod_errors.check_mod_result("score_mod" if "score" in lanes else "mask_mod", result)
             trace.result[i, j] = result.item()
     return trace
 
@@ -249,10 +250,10 @@ def _expression(frame: FrameType) -> str:
 def _lanes_of(mod: Any) -> tuple[str, ...]:
     """A mask_mod's arguments if `mod` can be called with them, else a score_mod's."""
     try:
-        errors.check_arity("mask_mod", mod, MASK_LANES)
+        mod_errors.check_arity("mask_mod", mod, MASK_LANES)
         return MASK_LANES
     except errors.FlexError:
-        errors.check_arity("score_mod", mod, SCORE_LANES)
+        mod_errors.check_arity("score_mod", mod, SCORE_LANES)
         return SCORE_LANES
 
 

@@ -22,7 +22,7 @@ from torch.overrides import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import errors
+from . import errors
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from .. import compat, errors
+from .. import compat
+from . import errors
 from .apart import apart_from_surrounding_trace, function_modes, inside
 from .arguments import example_lanes
 from .indexing import LaneIndexing

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
-from .. import errors
+from . import errors
 from .arguments import MASK_LANES, SCORE_LANES
 from .capture import LiftedMod
 from .names import capture_names

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import errors
+from . import errors
 from .checks import number_beyond_in_call
 
 aten = torch.ops.aten

@@ -12,7 +12,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import compat
-from .. import errors as call_errors
 from . import errors
 from .apart import apart_from_surrounding_trace
 from .arguments import JOINT_LANES, example_lanes
@@ -68,7 +67,7 @@ def trace_joint(
         grads: Sequence[Tensor | None] = (None,) * len(sources)
         with torch.enable_grad(), LaneIndexing():
             new_score = run(inputs[0].clone(), b, h, q_idx, kv_idx, *inputs[1:])
-            call_errors.check_mod_result("score_mod", new_score)
+            errors.check_mod_result("score_mod", new_score)
             if new_score.requires_grad:
                 grads = torch.autograd.grad(new_score, sources, grad.to(new_score.dtype), allow_unused=True)
         found = iter(grads)

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from .. import errors
+from ..mod_ir import errors
 from ..mod_ir.arguments import JOINT_LANES, MASK_LANES, SCORE_LANES, example_lanes
 from ..mod_ir.checks import mark_checked, random_op
 from ..mod_ir.indexing import LaneIndexing

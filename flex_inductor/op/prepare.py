@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import errors
+from ..mod_ir import errors as mod_errors
 from ..mod_ir.arguments import MASK_LANES, SCORE_LANES, number_dtype, score_dtype
 from ..mod_ir.capture import LiftedMod, lift
 from ..mod_ir.checks import lane_graph
@@ -55,11 +56,15 @@ def prepare(call: AttentionCall) -> AttentionCall:
         for i, capture in enumerate(captures):
             if capture.device != call.query.device:
                 name = capture_names(mod, len(captures))[i]
-                raise errors.capture_on_other_device(f"{field}_mod", name, capture.device, call.query.device)
+                raise mod_errors.capture_on_other_device(
+                    f"{field}_mod", name, capture.device, call.query.device
+                )
             if saves and capture.is_inference():
-                raise errors.capture_of_inference_mode(f"{field}_mod", capture_names(mod, len(captures))[i])
+                raise mod_errors.capture_of_inference_mode(
+                    f"{field}_mod", capture_names(mod, len(captures))[i]
+                )
             if field == "mask" and capture.requires_grad:
-                raise errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
+                raise mod_errors.mask_capture_needs_grad(capture_names(mod, len(captures))[i])
     if call.mask_mod is not None:
         call = call._replace(mask_mod=_wide_enough(call, call.mask_mod, "mask_mod", inputs.mask_captures))
     if inputs.sharded is not None:
@@ -79,7 +84,7 @@ def _check_whole(call: AttentionCall, tokens: Any, whole: Any) -> None:
     for capture, size in sizes_at_positions(graph, len(captures)):
         if statically_known_true(size == tokens):
             name = capture_names(call.score_mod, len(captures))[capture]
-            raise errors.capture_of_a_part(name, tokens, whole)
+            raise mod_errors.capture_of_a_part(name, tokens, whole)
 
 
 def _check_tile_map(tile_map: TileMap, schedule: Schedule | None) -> None:
@@ -118,7 +123,7 @@ def _wide_enough(call: AttentionCall, mod: Any, field: str, captures: Sequence[A
     if not graph_may_leave_int32(graph, lanes, sizes_of(call)):
         return graph
     if call.query.device.type != "cpu":
-        errors.warn_of_int32(field)
+        mod_errors.warn_of_int32(field)
         return graph
     graph = lane_graph(_widened(mod, lanes, captures), field, call.query, captures)
     graph.meta[_WIDENED] = True

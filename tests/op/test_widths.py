@@ -105,10 +105,10 @@ def test_compiled_calls_follow_lengths_that_change_and_say_so():
 
 def test_a_warning_where_indices_stay_narrow(monkeypatch):
     """Once, on devices whose kernels compute as torch's do."""
-    monkeypatch.setattr(flex_inductor.errors, "_warned_of_int32", set())
+    monkeypatch.setattr(flex_inductor.mod_ir.errors, "_warned_of_int32", set())
     with pytest.warns(
         UserWarning, match=r"mask_mod computes integers that may leave int32.* kv_idx.long\(\)"
     ) as seen:
-        flex_inductor.errors.warn_of_int32("mask_mod")
-        flex_inductor.errors.warn_of_int32("mask_mod")
+        flex_inductor.mod_ir.errors.warn_of_int32("mask_mod")
+        flex_inductor.mod_ir.errors.warn_of_int32("mask_mod")
     assert len(seen) == 1

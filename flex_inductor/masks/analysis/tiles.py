@@ -7,7 +7,7 @@ from types import FunctionType
 
 import torch
 
-from ... import errors as call_errors
+from ...mod_ir import errors as mod_errors
 from ...mod_ir import widths
 from ..errors import fails_somewhere, size_needed
 from ..runs import Extent, Runs
@@ -38,7 +38,7 @@ def analysed(
         if device.type == "cpu":  # as attention does there
             mask = trace_mask(widths.in_int64(mask_mod, INDEX_NAMES), device)
         else:
-            call_errors.warn_of_int32("mask_mod")
+            mod_errors.warn_of_int32("mask_mod")
     if read := [name for name in unstated if name in mask.reads]:
         raise size_needed(mask.name, read)
     grids = (extent.batch if "b" in mask.reads else 1, extent.heads if "h" in mask.reads else 1)

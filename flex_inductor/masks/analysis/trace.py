@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ... import errors as call_errors
+from ...errors import FlexError
+from ...mod_ir import errors as mod_errors
 from ...mod_ir.arguments import INDEX_DTYPE
 from ...mod_ir.capture import names_in
 from ...mod_ir.indexing import LaneIndexing
@@ -100,7 +101,7 @@ def name_of(mask_mod: Callable) -> str:
 
 def trace_mask(mask_mod: Callable, device: torch.device) -> MaskGraph:
     """Traces on every call: a cache could not see a changed Python number in a closure."""
-    call_errors.check_arity("mask_mod", mask_mod, INDEX_NAMES)
+    mod_errors.check_arity("mask_mod", mask_mod, INDEX_NAMES)
     name = f"mask_mod {name_of(mask_mod)}"
     lanes = {index: torch.zeros((), dtype=INDEX_DTYPE, device=device) for index in INDEX_NAMES}
     run = Recording([*lanes.values()])
@@ -124,13 +125,13 @@ def trace_mask(mask_mod: Callable, device: torch.device) -> MaskGraph:
                 recorder = Recorder(name, capture_name)
                 result = recorder.run(torch.func.functionalize(flat), lanes)
                 run.give_up()
-        except call_errors.FlexError:
+        except FlexError:
             raise
         except Exception as failure:
             _check_devices(recorder, device)
             return _untraceable(mask_mod, flat, name, failure, device)
     _check_devices(recorder, device)
-    call_errors.check_mod_result(name, result)
+    mod_errors.check_mod_result(name, result)
     traced = MaskGraph(recorder.graph, recorder.captures, name_of(mask_mod), device)
     run.ended(result)
     traced.run = run
@@ -157,9 +158,9 @@ def _untraceable(
     except Exception as error:
         text = f"{failure} {error}"
         if "data-dependent" in text or ".item()" in text:
-            raise call_errors.needs_a_value(name, line_raising(error)) from error
+            raise mod_errors.needs_a_value(name, line_raising(error)) from error
         raise errors.cannot_be_evaluated(name, error) from error
-    call_errors.check_mod_result(name, value[0] if isinstance(value, Tensor) else value)
+    mod_errors.check_mod_result(name, value[0] if isinstance(value, Tensor) else value)
     graph = fx.Graph()
     indices = [graph.placeholder(name) for name in INDEX_NAMES]
     for node, index in zip(indices, INDEX_NAMES, strict=True):

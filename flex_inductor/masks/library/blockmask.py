@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from ... import errors as call_errors
 from ...compat import outside_graphs
+from ...mod_ir import errors as mod_errors
 from ..analysis.tiles import analysed
 from ..analysis.trace import INDEX_NAMES
 from ..analysis.window import seen
@@ -134,7 +134,7 @@ def check_arguments(
     mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any, BLOCK_SIZE: Any
 ) -> tuple[Extent, torch.device]:
     if not torch.compiler.is_dynamo_compiling():
-        call_errors.check_arity("mask_mod", mask_mod, INDEX_NAMES)
+        mod_errors.check_arity("mask_mod", mask_mod, INDEX_NAMES)
     sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
     for name, value in sizes.items():
         least = 1 if name in ("B", "H") else 0

@@ -32,6 +32,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ... import compat, errors
+from ...mod_ir import errors as mod_errors
 from ...mod_ir.arguments import INDEX_DTYPE, MASK_LANES, SCORE_LANES, score_dtype
 from ...mod_ir.capture import names_in
 from ...mod_ir.checks import check_ops
@@ -95,7 +96,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return None, ()
         function = _python_function(mod)
         if function is not None:
-            self._check(tx, errors.check_arity, name, function, lanes)
+            self._check(tx, mod_errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, key, lanes)
         try:
             with LaneIndexing(), self._functions_kept(name), _no_hooks(name):
@@ -111,23 +112,23 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     supports_aliasing=True,
                 )
         except TypeError as error:
-            _refuse(tx, errors.cannot_be_called(name, lanes, error))
+            _refuse(tx, mod_errors.cannot_be_called(name, lanes, error))
         except (Unsupported, UserError, GuardOnDataDependentSymNode) as error:
             if compat.needs_a_value(error):
-                _refuse(tx, errors.needs_a_value(name, line_raising(error)))
+                _refuse(tx, mod_errors.needs_a_value(name, line_raising(error)))
             if "Unsafe side effect" in str(error):
-                _refuse(tx, errors.assigns_outside(name, line_raising(error)))
+                _refuse(tx, mod_errors.assigns_outside(name, line_raising(error)))
             if "<class 'float'>" in str(error):  # the only number that no graph can return
-                self._check(tx, errors.check_mod_result, name, 0.0)
+                self._check(tx, mod_errors.check_mod_result, name, 0.0)
             raise
         except compat.runtime_errors_of_dynamo() as error:
             if any(
                 text in str(error) for text in ("leaf Variable that requires grad", "functions with out=")
             ):
-                _refuse(tx, errors.parameter_mutated(name, line_raising(error)))
+                _refuse(tx, mod_errors.parameter_mutated(name, line_raising(error)))
             raise
         self._check(tx, _check_values, name, graph, len(lanes))
-        self._check(tx, errors.check_mod_result, name, _example_of(result))
+        self._check(tx, mod_errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
         for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
@@ -172,7 +173,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
         def refuse(function, *_):
             # No graph break: inside a transform Dynamo's code for one fails without saying why.
-            error = errors.function_in_compiled_transform(name, function.fn_cls.__name__)
+            error = mod_errors.function_in_compiled_transform(name, function.fn_cls.__name__)
             raise compat.through_dynamo(error)
 
         return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse)
@@ -188,7 +189,7 @@ def _no_hooks(name: str) -> Any:
     """While Dynamo traces a mod: its graph would have no hook, and the gradient is another trace."""
 
     def refuse(_tensor, tx, *_):
-        _refuse(tx, errors.hook_in_mod(name))
+        _refuse(tx, mod_errors.hook_in_mod(name))
 
     return unittest.mock.patch.object(TensorVariable, "_method_register_hook", refuse)
 
@@ -232,18 +233,18 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
 
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
     if (node := number_of_a_lane(graph, lanes)) is not None:
-        raise errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
+        raise mod_errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
 
 
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:
     for placeholder in graph.find_nodes(op="placeholder")[lanes:]:
         example, capture = placeholder.meta["example_value"], placeholder.meta[CAPTURE_NAME]
         if hasattr(example, "to_local"):  # without importing torch.distributed
-            raise errors.dtensor_in_compiled_mod(name)
+            raise mod_errors.dtensor_in_compiled_mod(name)
         if isinstance(example, Tensor) and example.device != query.device:
-            raise errors.capture_on_other_device(name, capture, example.device, query.device)
+            raise mod_errors.capture_on_other_device(name, capture, example.device, query.device)
         if name == "mask_mod" and isinstance(example, Tensor) and example.requires_grad:
-            raise errors.mask_capture_needs_grad(capture)
+            raise mod_errors.mask_capture_needs_grad(capture)
 
 
 def _check_writes(name: str, mod: fx.GraphModule, lanes: Sequence[str], query: Tensor) -> None:

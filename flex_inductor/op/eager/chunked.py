@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ... import compat, errors
+from ... import compat
+from ...mod_ir import errors as mod_errors
 from ...mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
@@ -261,7 +262,7 @@ class _Run:
             for _, size in program.tensors:
                 if size > MAX_LANE_ELEMENTS:
                     name = "mask_mod" if of == "mask" else "score_mod"
-                    raise errors.tensor_in_lane(name, size, MAX_LANE_ELEMENTS)
+                    raise mod_errors.tensor_in_lane(name, size, MAX_LANE_ELEMENTS)
         self.tile = self._tile_sizes()
         masked = is_guarded(mods.mask, inputs)
         self.all_finite = not masked or _all_finite(factors)

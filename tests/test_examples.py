@@ -1,6 +1,6 @@
 """The examples run; what they show they assert themselves. Quickly here without compiling, as they are in the long tests."""
 
-import runpy
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +20,14 @@ QUICK = {
 }
 
 
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Dynamo imports a traced function's module by its name."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
 def main(name):
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    return importlib.import_module(name).main
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """The kinds of measurement that go on the page of `flex-inductor bench`, and the page; the numbers mean nothing here."""
 
+import contextlib
 import json
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,17 +102,8 @@ def test_loops_do_what_they_are_timed_for():
 @needs_avx2
 @pytest.mark.usefixtures("nothing_is_compiled")
 def test_peak(tmp_path, monkeypatch):
-    class Here:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def run(self, job):
-            return job.function(*job.arguments)
-
-    monkeypatch.setattr(peak, "Worker", Here)
+    here = SimpleNamespace(run=lambda job: job.function(*job.arguments))
+    monkeypatch.setattr(peak, "Worker", lambda: contextlib.nullcontext(here))
     monkeypatch.setattr(peak, "CALLS", (SHORT,))
     monkeypatch.setattr(peak, "without_amx", lambda: None)
     monkeypatch.setattr(loops, "ROUNDS", 1000)

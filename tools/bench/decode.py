@@ -18,7 +18,17 @@ from typing import Any
 import torch
 
 from . import loops, varlen
-from .harness import PLOT, Result, Spread, alternate, keep_freed_memory, milliseconds, results_of, rounds
+from .harness import (
+    PLOT,
+    Result,
+    Spread,
+    alternate,
+    keep_freed_memory,
+    milliseconds,
+    plot_shares,
+    results_of,
+    rounds,
+)
 
 HELP = "decoding, next to the memory's speed"
 COLUMNS = ("side", "ms", "over reading", "GB/s", "share")
@@ -77,14 +87,5 @@ def headline(results: list[Result]) -> str:
 
 
 def plot(axis: Any, results: list[Result], _: Namespace) -> None:
-    """Bars: the share of the memory's speed."""
-    shown = [result for result in results if result.side != READING]
-    cases, names = ([*dict.fromkeys(getattr(r, name) for r in shown)] for name in ("case", "side"))
-    axis.figure.set_size_inches(8, 0.4 * len(cases) + 1)
-    for i, side in enumerate(names):
-        of = {cases.index(r.case) + 0.4 * i: r.facts["share"].median for r in shown if r.side == side}
-        axis.barh([*of], [*of.values()], 0.4, label=side)
-    axis.axvline(1, color="gray", linewidth=1)
-    axis.set(xlabel="share of the speed at which memory is read")
-    axis.set_yticks([i + 0.2 for i in range(len(cases))], cases)
-    axis.invert_yaxis()
+    sides = [*dict.fromkeys(result.side for result in results if result.side != READING)]
+    plot_shares(axis, results, sides, "the speed at which memory is read")

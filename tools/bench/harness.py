@@ -205,6 +205,19 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
+def plot_shares(axis: Any, results: Sequence[Result], sides: Sequence[str], of: str) -> None:
+    """Bars: the share that each case has `of` something, by side."""
+    cases = [*dict.fromkeys(result.case for result in results)]
+    axis.figure.set_size_inches(8, 0.35 * len(cases) + 1)
+    for i, side in enumerate(sides):
+        bars = {cases.index(r.case) + 0.4 * i: r.facts["share"].median for r in results if r.side == side}
+        axis.barh([*bars], [*bars.values()], 0.4, label=side)
+    axis.axvline(1, color="gray", linewidth=1)
+    axis.set(xlabel=f"share of {of}")
+    axis.set_yticks([i + 0.2 for i in range(len(cases))], cases)
+    axis.invert_yaxis()
+
+
 def check(found: Sequence[Tensor], gold: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Raise where one is further from `gold` than the rounding of `dtype` explains."""
     for got, want in zip(found, gold, strict=True):

@@ -20,7 +20,7 @@ from flex_inductor import create_block_mask, flex_attention
 from flex_inductor.masks import library
 
 from . import loops
-from .harness import PLOT, Result, Spread, alternate, milliseconds, results_of, rounds
+from .harness import PLOT, Result, Spread, alternate, milliseconds, plot_shares, results_of, rounds
 
 HELP = "attention's share of the machine's own matrix product"
 COLUMNS = ("side", "ms", "over the product", "GFLOP/s", "share")
@@ -127,13 +127,4 @@ def headline(results: list[Result]) -> str:
 
 
 def plot(axis: Any, results: list[Result], _: Namespace) -> None:
-    """Bars: the share of each case, forward and training."""
-    cases = [*dict.fromkeys(result.case for result in results)]
-    axis.figure.set_size_inches(8, 0.3 * len(cases) + 1)
-    for i, side in enumerate(STEPS):
-        of = {cases.index(r.case) + 0.4 * i: r.facts["share"].median for r in results if r.side == side}
-        axis.barh([*of], [*of.values()], 0.4, label=side)
-    axis.axvline(1, color="gray", linewidth=1)
-    axis.set(xlabel="share of the machine's own matrix product")
-    axis.set_yticks([i + 0.2 for i in range(len(cases))], cases)
-    axis.invert_yaxis()
+    plot_shares(axis, results, STEPS, "the machine's own matrix product")

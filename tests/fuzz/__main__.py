@@ -22,7 +22,7 @@ KINDS = {
     "packed": (packed, packed.several_batches, ALL),
     "spread": (spread, spread.several_values, ("eager",)),
 }
-CALLS = {"eager": 4, "chunked": 20, "cpu": 60}  # of a program, at most; kernels that are executed are slow
+CALLS = {"eager": 12, "chunked": 90, "cpu": 150}  # of a program, at most; kernels that are executed are slow
 
 
 def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
@@ -34,7 +34,7 @@ def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
 
         @seed(number)
         @settings(
-            max_examples=10,
+            max_examples=40,  # the first ones are trivial
             deadline=None,
             database=None,
             phases=[Phase.generate, Phase.shrink],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import cells
+from tests import cells, long
 
 # xdist's controller comes here before its workers start, so they inherit the folder and share it.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -32,6 +32,9 @@ _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // _workers))
 
 
+LONG = long.listed()
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -50,16 +53,21 @@ def optimized(monkeypatch):
         yield
 
 
-LONG = {"test_interpreted.py", "test_amx.py", "test_caches.py", "test_gpu_check.py", "test_memory.py"}
+def pytest_itemcollected(item):
+    if item.nodeid in LONG:
+        item.add_marker("long")
+
+
+FIRST = {"test_interpreted.py", "test_caches.py", "test_gpu_check.py", "test_memory.py"}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Each of two workers begins with one half of the list: what takes long comes first in both."""
-    long = [item for item in items if item.path.name in LONG]
-    rest = [item for item in items if item.path.name not in LONG]
-    middle = max(0, len(items) // 2 - len(long[::2]))
-    items[:] = [*long[::2], *rest[:middle], *long[1::2], *rest[middle:]]
+    """Each of two workers begins with one half of the list: what takes longest comes first in both."""
+    first = [item for item in items if item.path.name in FIRST]
+    rest = [item for item in items if item.path.name not in FIRST]
+    middle = max(0, len(items) // 2 - len(first[::2]))
+    items[:] = [*first[::2], *rest[:middle], *first[1::2], *rest[middle:]]
 
 
 def pytest_collection_finish():

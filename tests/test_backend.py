@@ -50,7 +50,6 @@ attend(*(torch.randn(1, 3, 27, 4) for _ in range(3)))
 """
 
 
-@pytest.mark.long
 def test_torch_logs_and_structured_trace_carry_the_decision(tmp_path):
     places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_TRACE": str(tmp_path / "trace")}
     done = subprocess.run(

@@ -81,16 +81,9 @@ def run(page, text, names):
 WITH_PYTHON = [
     page for page in PAGES if re.search("^```python|^<!-- python", (ROOT / page).read_text(), re.M)
 ]
-COMPILES_MUCH = [Path("docs") / name for name in ("coming_from.md", "index.md", "quickstart.md")]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.long if page in COMPILES_MUCH else (), id=str(page))
-        for page in WITH_PYTHON
-    ],
-)
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=str)
 def test_the_blocks_run(page, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -30,7 +30,6 @@ RETURNED = {
     ".tools.trace_mod": ("ModTrace", "Step"),
 }
 # These compile: kernels, and once on a machine the one that executes PTX.
-LONG = (".tools.inspector", ".tools.ptx")
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 PRELUDE = re.findall(r"```python\n(.*?)```", (REFERENCE / "index.md").read_text(), re.DOTALL)[0]
 
@@ -155,13 +154,7 @@ def _all() -> tuple[dict[str, Public], list[str]]:
 
 
 PUBLIC, TORCHS = _all()
-RUN = [
-    pytest.param(
-        name, marks=[pytest.mark.long] if public.module.startswith(tuple(PREFIX + n for n in LONG)) else []
-    )
-    for name, public in PUBLIC.items()
-    if ">>> " in public.docstring
-]
+RUN = [name for name, public in PUBLIC.items() if ">>> " in public.docstring]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -64,7 +64,6 @@ def test_serve(capsys):
     assert capsys.readouterr().out.startswith("5 requests, 105 tokens, 52 steps")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["packed_gpt", "image_neighbours"])
 def test_a_compiled_model_learns(name, capsys):
     main(name)(["--steps", "21" if name == "packed_gpt" else "51"])
@@ -76,7 +75,6 @@ def test_a_compiled_model_learns(name, capsys):
     assert found[-1] < found[0] / 2
 
 
-@pytest.mark.long
 def test_sinks_count(capsys):
     main("gpt_oss")(["--steps", "100"])
     with_sinks, without = (
@@ -85,7 +83,6 @@ def test_sinks_count(capsys):
     assert with_sinks < without / 2
 
 
-@pytest.mark.long
 def test_the_rest_compiled(capsys, tmp_path):
     main("video_tiles")(["--rounds", "1", "--plot", str(tmp_path / "schedules.png")])
     main("serve")()
@@ -94,7 +91,6 @@ def test_the_rest_compiled(capsys, tmp_path):
     assert "route: cpu" in shown and "uses" in shown
 
 
-@pytest.mark.long
 def test_context_parallel():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "context_parallel.py"]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)

@@ -89,7 +89,6 @@ torch.save(found, folder / "found")
 """
 
 
-@pytest.mark.long
 def test_files_that_another_process_loads(tmp_path):
     """Exported both ways, for one length and for many, and compiled into a package."""
     args, module = inputs(), Documents()
@@ -163,7 +162,6 @@ int main(int, char** argv) {
 """
 
 
-@pytest.mark.long
 def test_a_package_of_kernels_runs_without_us_and_in_cxx(tmp_path):
     args, module = tuple(t.detach() for t in inputs()), Held()
     flex_inductor.decisions(clear=True)

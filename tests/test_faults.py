@@ -189,7 +189,6 @@ print(decision.kernels[0].why.partition(":")[0], len([*winners.folder().iterdir(
 """
 
 
-@pytest.mark.long
 def test_two_processes_that_tune_at_once():
     command = [sys.executable, "-W", "ignore", "-c", TUNED]
     # A compiled graph from torch's caches would bring its decision along.

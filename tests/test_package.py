@@ -206,7 +206,6 @@ print(bool(query.grad.isfinite().all()))
 """
 
 
-@pytest.mark.long
 def test_numpy_is_not_needed():
     """pip installs torch without it."""
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY]

@@ -53,9 +53,7 @@ def biased(run, dtype=torch.float32, sizes=SIZES, layout="contiguous", **given):
     torch.testing.assert_close(aux.column_sums, want, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_all_that_there_is(dtype):
     biased(lambda call: call, dtype)
     with served_by("cpu", "cpu"):
@@ -111,7 +109,7 @@ def test_of_pages_that_sequences_share():
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 9], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compile", [False, True])
 def test_packed_cached_and_paged(compile, lengths):
     """Tokens that no sequence has, or uses, have nothing."""
     run = compiled if compile else lambda call: call

@@ -72,10 +72,10 @@ def judged(call, compile):
 @pytest.mark.parametrize(
     "route, call",
     [
-        pytest.param("cpu", "plain", marks=pytest.mark.long),
+        ("cpu", "plain"),
         ("cpu", "bias"),
-        pytest.param("cpu", "bf16", marks=pytest.mark.long),
-        pytest.param("cpu", "few", marks=pytest.mark.long),
+        ("cpu", "bf16"),
+        ("cpu", "few"),
         ("chunked", "bias"),
     ],
 )
@@ -135,7 +135,7 @@ def test_every_route_tiling_and_number_of_threads_keeps_the_same(compile, block,
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("compile", [eager, pytest.param(compiled(route="cpu"), marks=pytest.mark.long)])
+@pytest.mark.parametrize("compile", [eager, compiled(route="cpu")])
 def test_packed_sequences_and_shards_of_heads_keep_the_same(compile):
     lengths = [30, 1, 90]
     sequences = Sequences.from_lengths(lengths)
@@ -155,7 +155,6 @@ def test_packed_sequences_and_shards_of_heads_keep_the_same(compile):
         assert torch.equal(part.transpose(0, 1)[..., :n] > 0, want[i, :, :n, :n])
 
 
-@pytest.mark.long
 def test_queries_at_the_end_of_their_keys_see_positions():
     """Query i of 5 with 20 keys is at 15 + i: it loses what it loses in a call with 20 queries."""
     few, many = Sequences.from_lengths([5], [20]), Sequences.from_lengths([20])
@@ -251,7 +250,7 @@ def test_torchs_generator_repeats_a_run():
     assert not torch.equal(again, runs[2])
 
 
-@pytest.mark.parametrize("compile", [eager, pytest.param(compiled(route="cpu"), marks=pytest.mark.long)])
+@pytest.mark.parametrize("compile", [eager, compiled(route="cpu")])
 def test_checkpointing_repeats_its_bits(compile):
     torch._dynamo.reset()  # which stops compiling a function that was compiled often, here flex_attention
     query, key, value = (torch.randn(1, 2, 60, 16, requires_grad=True) for _ in range(3))

@@ -113,17 +113,8 @@ def packed(run, prefix=3):
 compiled = functools.partial(torch.compile, backend="flex_inductor", dynamic=False)
 
 
-QUICK = {("cpu", "bias"), ("cpu", "few, in parts"), ("chunked", "bias")}
-
-
-@pytest.mark.parametrize(
-    "route, call",
-    [
-        pytest.param(route, call, marks=() if (route, call) in QUICK else pytest.mark.long)
-        for route in ("cpu", "chunked")
-        for call in CALLS
-    ],
-)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("route", ["cpu", "chunked"])
 def test_compiled(route, call):
     with served_by(route):
         judged(call, functools.partial(compiled, options={"route": route, "verify": True}))
@@ -156,7 +147,7 @@ def test_dropout_has_no_part_in_it():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compile", [False, True])
 def test_under_vmap(compile):
     query, key = torch.randn(3, 1, 2, 20, 16), torch.randn(3, 1, 2, 30, 16)
 

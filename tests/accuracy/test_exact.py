@@ -72,11 +72,9 @@ def test_layouts_and_lengths(kind, layout):
     check("eager", kind, "table", "window", UNEVEN, "fp32", layout)
 
 
-QUICK = {  # route, how, mask, sizes, dtype, layout
+COMPILED = {  # route, how, mask, sizes, dtype, layout
     "causal": ("cpu", "last", "table", "causal", SIZES, "fp32", "contiguous"),
     "few": ("cpu", "even", "table", "prefix", SIZES._replace(queries=3), "fp32", "head_dim_stride"),
-}
-LONG = {
     "window": ("cpu", "even", "keys", "window", SIZES, "bf16", "bshd"),
     "uneven": ("cpu", "last", "keys", "per head", UNEVEN, "fp16", "strided"),
     "document": ("cpu", "even", "table", "document", SIZES, "fp32", "head_dim_slice"),
@@ -90,9 +88,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiled(case):
-    check(*(QUICK | LONG)[case])
+    check(*COMPILED[case])
 
 
 # Packed and paged.
@@ -131,7 +129,7 @@ def tokens(tensor):
     return tensor.squeeze(0).transpose(0, 1)
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_packed(kind, mask, dtype, compile):
@@ -146,7 +144,7 @@ def test_packed(kind, mask, dtype, compile):
     )
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
 def test_paged(kind, mask, compile):
     call, positions = packed(kind, "table", "fp32", mask)

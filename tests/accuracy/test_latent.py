@@ -53,9 +53,7 @@ def judged(call, run, dtype=torch.float32):
     judge(run(attend), dense, CALLS[call].inputs(dtype), [], schedule(CALLS[call]))
 
 
-@pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=pytest.mark.long if "prompt" in call else ()) for call in CALLS]
-)
+@pytest.mark.parametrize("call", CALLS)
 def test_on_cpu(call):
     with served_by("cpu"):
         judged(call, functools.partial(torch.compile, backend="flex_inductor", dynamic=False))
@@ -63,7 +61,6 @@ def test_on_cpu(call):
     assert first == ("decode" if "token" in call else "forward")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("call", CALLS)
 def test_no_local_memory_in_loops_of_an_h100(call):
     sizes = CALLS[call]._replace(keys=4096, queries=1 if "token" in call else 512)

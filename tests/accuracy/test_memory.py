@@ -85,7 +85,6 @@ def relative(query, key, value, block_mask, bias):
         pytest.param(causal, id="causal", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.long
 def test_peak_memory(attend, bias, compiled, mask_mod):
     bias = None if bias is None else bias.requires_grad_()
     if compiled:
@@ -101,7 +100,7 @@ def test_peak_memory(attend, bias, compiled, mask_mod):
     [
         (None, 1 << 16, 8),
         pytest.param("chunked", 1 << 16, 8, marks=pytest.mark.slow),
-        pytest.param("cpu", 1 << 14, 2, marks=pytest.mark.long),
+        ("cpu", 1 << 14, 2),
     ],
 )
 def test_runs_need_no_memory_by_blocks(route, length, block):
@@ -157,7 +156,6 @@ for dtype in HELD:
 """
 
 
-@pytest.mark.long
 def test_what_each_thread_of_the_cpu_kernels_holds():
     """At B1 H8 S16384 D64. The kernels' own memory is not the allocator's: a process of its own is measured."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

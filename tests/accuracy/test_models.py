@@ -1,6 +1,5 @@
 """Small models with what happens inside the softmax: they repeat bit for bit under checkpointing and compiled."""
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -56,7 +55,6 @@ def step(model, run, again, **given):
     return [out, *torch.autograd.grad(out.square().mean(), [*model.parameters()])]
 
 
-@pytest.mark.long
 def test_bits():
     model = Model(dropout_p=0.25)
     plain = step(model, model, again=False)

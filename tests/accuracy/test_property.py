@@ -31,14 +31,12 @@ def test_eager(program, several, tiling):
 
 @a_fixed_few(3)
 @given(program=programs("cpu"), several=several_values("cpu", 3))
-@pytest.mark.long
 def test_fused_on_cpu(program, several):
     check("cpu", program, several)
 
 
 @a_fixed_few(2)
 @given(program=programs("cpu"), several=several_values("cpu", 3))
-@pytest.mark.long
 def test_verify_raises_no_alarm(program, several):
     check("cpu", program, several, verify=True)
 
@@ -51,6 +49,5 @@ def test_packed_eager(program, several):
 
 @a_fixed_few(1)
 @given(program=packed.programs("cpu"), several=packed.several_batches("cpu", 3))
-@pytest.mark.long
 def test_packed_on_cpu(program, several):
     packed.check("cpu", program, several)

@@ -207,7 +207,6 @@ def both_orders(*args):
     return [DERIVATIVES[name](*args) for name in ("forward over reverse", "reverse over reverse")]
 
 
-@pytest.mark.long
 def test_transforms_inside_a_compiled_function():
     compiled = torch.compile(backend="flex_inductor", fullgraph=True, options={"route": "chunked"})
     with served_by("chunked"):

@@ -53,17 +53,8 @@ def judged(call, compile):
     judge_call(CALLS[call], attend, dense, compile, [sinks])
 
 
-QUICK = {("cpu", "bias"), ("cpu", "few, in parts"), ("chunked", "bias")}
-
-
-@pytest.mark.parametrize(
-    "route, call",
-    [
-        pytest.param(route, call, marks=() if (route, call) in QUICK else pytest.mark.long)
-        for route in ("cpu", "chunked")
-        for call in CALLS
-    ],
-)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("route", ["cpu", "chunked"])
 def test_compiled(route, call):
     options = {"route": route, "verify": True}
     with served_by(route):
@@ -98,7 +89,7 @@ def test_a_row_without_keys_has_the_sink_for_its_logsumexp(backend):
     )
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_packed_sequences_with_tokens_in_none(compiled):
     """A sequence without keys, and rows behind the last sequence."""
     sequences = Sequences.from_lengths([30, 1, 50], [40, 7, 0])
@@ -140,7 +131,6 @@ def test_gradcheck():
     )
 
 
-@pytest.mark.long
 def test_bf16():
     """In chunks as good as rounding the exact result; in any route better than a sink that is applied to the output."""
     query, key, value = SIZES._replace(kv_heads=4, queries=128, keys=128, head_dim=64).inputs(torch.bfloat16)

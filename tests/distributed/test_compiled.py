@@ -83,7 +83,6 @@ def compiled(group, method, dynamic):
         ("ring", False, ["ring", "ring", "cpu", "cpu"]),
     ],
 )
-@pytest.mark.long
 def test_new_documents_need_no_new_code(group, method, dynamic, routes):
     for graphs, served, peak in group.run(compiled, method, dynamic, ranks=2):
         assert graphs == 1

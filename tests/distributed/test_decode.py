@@ -150,7 +150,6 @@ def compiled(group):
         torch.testing.assert_close(run(*given), step(*given), rtol=0, atol=2e-6)
 
 
-@pytest.mark.long
 def test_compiled(group):
     group.run(compiled, ranks=2)
 

@@ -75,7 +75,7 @@ def from_worker(made, count, start="fork"):
     return DataLoader(Batches(made, count), batch_size=None, num_workers=1, multiprocessing_context=start)
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("made", [of_library, of_closure])
 def test_from_a_loader_worker(made, compact, start):
@@ -104,7 +104,6 @@ def test_masks_of_sequences_from_a_loader_worker():
         )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("compact", [False, True])
 def test_fifty_masks_without_recompiling(compact):
     """Another mask and another length in each step, dynamic shapes, forward and backward."""

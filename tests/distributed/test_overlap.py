@@ -120,7 +120,6 @@ class Overlap(expecttest.TestCase):
     def _group(self, group):
         self.group = group
 
-    @pytest.mark.long
     def test_cast(self):
         forward, backward = self.group.run(compiled, "cast", ranks=1)[0]
         self.assertExpectedInline(

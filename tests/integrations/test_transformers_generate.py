@@ -74,7 +74,6 @@ def test_a_prompt_in_chunks(family, cache, chunk):
     torch.testing.assert_close(ours, eager, rtol=0, atol=1e-5)
 
 
-@pytest.mark.long
 def test_the_example(capsys):
     runpy.run_path(str(ROOT / "examples/huggingface.py"))["main"](["--steps", "20"])
     shown = capsys.readouterr().out

@@ -39,7 +39,6 @@ def test_a_right_function_keeps_all():
     assert all(t.grad is None for t in tensors)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_right_in_other_dtypes(dtype):
     fn, tensors = functions.right()
@@ -113,14 +112,12 @@ def test_gradients():
     assert "at [0]: " in text or "at [1]: " in text
 
 
-@pytest.mark.long
 def test_a_gradient_that_is_cut_off():
     fn = attention(lambda score, b, h, q_idx, kv_idx: 5 * torch.tanh(score.detach() / 5))
     texts = only(check((fn, inputs()), ["gradients"]), "gradients")
     assert [text.split(", along")[0].rpartition(": ")[2] for text in texts] == ["d query", "d key"]
 
 
-@pytest.mark.long
 def test_a_mod_in_fp32_has_gradients():
     fn = attention(lambda score, b, h, q_idx, kv_idx: 5 * torch.tanh(score.float() / 5))
     assert check((fn, inputs()), ["gradients"]).ok
@@ -196,9 +193,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "law", [pytest.param(law, marks=pytest.mark.long) if law == "gradients" else law for law in FAULTS]
-)
+@pytest.mark.parametrize("law", FAULTS)
 def test_faults_of_the_op(law, monkeypatch):
     broken, told = FAULTS[law]
     fn, tensors = functions.right()

@@ -18,7 +18,7 @@ def check(made, *laws):
 
 @pytest.mark.parametrize(
     "implementation",
-    ["flex_inductor", *(pytest.param(name, marks=pytest.mark.long) for name in ("eager", "sdpa"))],
+    ["flex_inductor", "eager", "sdpa"],
 )
 def test_a_right_model(implementation):
     report = check((models.llama(implementation), models.packed()), *QUICK)
@@ -59,7 +59,6 @@ def test_lengths_are_read_by_ours():
     assert check((models.llama("flex_inductor"), batch), "documents").ok
 
 
-@pytest.mark.long
 def test_documents_of_several_rows():
     batch = models.packed(input_ids=models.tokens(3))
     report = check((models.llama(), batch), "documents", "batch")
@@ -78,7 +77,6 @@ def test_batch():
     assert "logits at row 0, token " in texts[0] and "while row 0 stayed as it was" in texts[0]
 
 
-@pytest.mark.long
 def test_gradients():
     (text,) = only(check(models.wrong_gradient(), "documents", "gradients"), "gradients")
     wrong, right = text.split(" Wrong for ")[1].split("; right for ")
@@ -86,7 +84,6 @@ def test_gradients():
     assert "model.layers.1.mlp.up_proj.weight" in right and "lm_head.weight" in right
 
 
-@pytest.mark.long
 def test_compiled():
     report = check(models.right())
     assert outcomes(report) == dict.fromkeys(LAWS, "holds"), str(report)

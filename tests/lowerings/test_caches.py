@@ -50,7 +50,6 @@ def run(checkout, tmp_path):
         yield run
 
 
-@pytest.mark.long
 def test_what_another_process_finds(run, checkout):
     first = run()
     assert first["hits"]["inductor fxgraph_cache_miss"] == 2

@@ -128,6 +128,5 @@ def test_chunks(name, dynamic):
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-@pytest.mark.long
 def test_fused(name):
     assert_compiles_at_most_twice(TOGETHER[name], "cpu", torch.float32, dynamic=True)

@@ -313,7 +313,7 @@ def test_eager():
     judged(attend, CASES)
 
 
-@pytest.mark.parametrize("route", ["chunked", pytest.param("cpu", marks=pytest.mark.long)])
+@pytest.mark.parametrize("route", ["chunked", "cpu"])
 def test_compiled_once_for_all_windows(route):
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -334,7 +334,6 @@ COMPACT = {  # of the numbers some are absent, which is no number that changes
 
 
 @pytest.mark.parametrize("mask", slow_but(COMPACT, "window", "prefix"))
-@pytest.mark.long
 def test_schedules_as_arguments_whose_numbers_may_all_change(mask):
     torch._dynamo.reset()
     decisions(clear=True)

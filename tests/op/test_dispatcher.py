@@ -63,7 +63,7 @@ def test_function_modes_see_the_op():
     assert attention in calls.seen
 
 
-@pytest.mark.parametrize("mode", ["never", pytest.param("always", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["never", "always"])
 def test_views_with_the_other_sign(mode):
     """A view may say that its values are to be negated when they are read. Inductor's graphs do not know of it."""
     pairs = torch.randn(1, 2, 24, 16, 2, requires_grad=True)

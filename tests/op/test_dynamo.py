@@ -194,7 +194,6 @@ def test_without_gradients(context, backend):
 
 # What aot_eager takes, eager takes: it stops sooner.
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
-@pytest.mark.long
 def test_compiled_autograd(backend):
     """Both ops in the compiled backward: of a compiled forward, and of an eager one."""
     bias, mask, score_mod = call_with_captures()
@@ -223,7 +222,6 @@ def test_compiled_autograd(backend):
     close(grads(), expected)
 
 
-@pytest.mark.long
 def test_blocks_that_are_compiled_once_and_read_from_the_cache():
     """Regional compilation: three blocks, one region. Its graph is read again by torch.fx's own tracer."""
     bias, mask, score_mod = call_with_captures()

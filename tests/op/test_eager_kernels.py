@@ -51,7 +51,6 @@ def chosen():
     return [d.chosen for d in flex_inductor.decisions(clear=True)]
 
 
-@pytest.mark.long
 def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
     monkeypatch.setattr(kernels, "ENOUGH", 4 * (80**2 + 100**2 + 123**2))
     compiled._kernels.cache_clear()
@@ -66,7 +65,6 @@ def test_a_class_gets_its_kernel_once_it_has_computed_enough(monkeypatch):
     assert not chosen()
 
 
-@pytest.mark.long
 def test_at_once_when_asked_in_any_layout_and_thread():
     set_eager_kernels("always")
     compiled._kernels.cache_clear()

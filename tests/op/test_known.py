@@ -117,7 +117,6 @@ def test_other_tensors_are_other_calls(other):
         torch.testing.assert_close(found, right.to(found.dtype), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.long
 def test_other_captures_are_other_calls():
     qkv = inputs(1, 2, 40, 16)
     for table in (

@@ -109,7 +109,6 @@ def test_eager(case, mask_mod):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fused_kernels(dtype):
     """One kernel for each size of pages, whatever the table says."""

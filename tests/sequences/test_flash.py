@@ -132,7 +132,6 @@ def test_mods_see_positions_aligned_at_the_end():
     same(found[:2], expected, [*leaves, table])
 
 
-@pytest.mark.long
 def test_compiled():
     arguments = {"causal": True, "softcap": 4.0, "attention_chunk": 16}
     leaves = [x.detach() for x in given(40, 50, torch.float32)]

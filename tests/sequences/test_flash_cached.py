@@ -177,7 +177,6 @@ def test_packed_queries():
     assert torch.equal(case.k_cache, alone.k_cache)
 
 
-@pytest.mark.long
 def test_compiled():
     """By FlashAttention's rule for errors. After two calls no lengths, tables or batches compile again."""
     compiled = torch.compile(flash.flash_attn_with_kvcache, backend="flex_inductor", fullgraph=True)

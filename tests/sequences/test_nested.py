@@ -84,7 +84,6 @@ def alone(lengths, with_mask):
     "compiled, with_mask",
     [(False, True), (False, False), (True, True), pytest.param(True, False, marks=pytest.mark.slow)],
 )
-@pytest.mark.long
 def test_values_and_gradients(compiled, with_mask):
     attend = (
         torch.compile(flex_attention, backend="flex_inductor", fullgraph=True) if compiled else flex_attention

@@ -136,10 +136,9 @@ MODS = {"plain": None, "alibi": alibi, "bias": bias_of}
 
 
 def cases():
-    """All, of which each pair of lengths and mask is quick with one mod."""
+    """All, of which each pair of lengths and mask is not slow with one mod."""
     for (x, lengths), (y, mask), (z, mod) in itertools.product(*map(enumerate, (LENGTHS, MASKS, MODS))):
-        quick = pytest.mark.long if (lengths, mod) == ("aligned", "bias") else ()
-        marks = quick if (x + y) % len(MODS) == z else pytest.mark.slow
+        marks = () if (x + y) % len(MODS) == z else pytest.mark.slow
         yield pytest.param(lengths, mask, mod, marks=marks)
 
 
@@ -155,7 +154,6 @@ def test_eager(lengths, mask, mod):
 
 
 @pytest.mark.parametrize("mask, dtype", [("around", torch.float32), ("mixed", torch.bfloat16)], ids=str)
-@pytest.mark.long
 def test_fused_kernels_for_any_lengths(mask, dtype):
     """One forward and one backward, compiled for two batches and good for all others."""
     dynamic = None if mask == "around" else True

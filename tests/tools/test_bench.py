@@ -223,7 +223,7 @@ def test_plot_without_matplotlib_fails_before_anything_is_measured(monkeypatch, 
     assert out == "" and err.endswith("A picture needs matplotlib: pip install 'flex-inductor[draw]'.\n")
 
 
-@pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.long), "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
 def test_static(target, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(static, "LENGTH", 256)
     monkeypatch.setattr(static, "HEAD_DIMS", (16,))

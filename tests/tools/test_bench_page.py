@@ -70,7 +70,6 @@ def test_bias(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.long
 def test_small(tmp_path, monkeypatch):
     """The time of the kernels is a part of the call's."""
     monkeypatch.setattr(small, "CASES", (replace(SHORT, backward=False),))

@@ -27,7 +27,6 @@ def assert_fit(card, door, dtype, head_dim):
     assert [fit for fit in found if fit.room < 0] == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_calls_with_little_room(case):
     assert_fit(*case)

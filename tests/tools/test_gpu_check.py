@@ -49,7 +49,6 @@ def dry_run(tmp_path_factory):
     )
 
 
-@pytest.mark.long
 def test_a_dry_run(dry_run):
     shown, found, page = dry_run
     assert shown == page
@@ -131,7 +130,6 @@ def test_a_wrong_side_is_not_timed(side, factor, why, monkeypatch):
         gpu_calls.prepare(CASES[0].small(), Side(side), Setting("cpu"))
 
 
-@pytest.mark.long
 def test_a_worker_that_fails_is_replaced():
     """One that crashes, hangs or raises costs no other job."""
     soon, past = Deadline(1), Deadline(-1)

@@ -42,7 +42,6 @@ def run(capsys, *argv):
     return status, *capsys.readouterr()
 
 
-@pytest.mark.long
 def test_page_and_json(script, capsys, tmp_path):
     saved = tmp_path / "counts.json"
     status, out, err = run(capsys, f"{script}:attend", *QKV, "--target", "sm_90", "--json", str(saved))
@@ -93,7 +92,6 @@ Time and cycles are a model's, by published latencies: cycles of an average warp
         )
 
 
-@pytest.mark.long
 def test_a_card_without_a_model_has_no_time(script, capsys):
     status, out, err = run(capsys, f"{script}:attend", *QKV, "--target", "sm_100", "--no-backward")
     assert (status, err) == (0, "")

@@ -34,7 +34,6 @@ def replayed(*scripts):
     return *(torch.load(f"{script}.found") for script in scripts), result.stdout
 
 
-@pytest.mark.long
 def test_forward_and_backward_for_a_gpu(tmp_path):
     module, _ = inspected.learnable_bias()
     kernels = report("learnable_bias", "sm_90").kernels

@@ -17,7 +17,6 @@ SVE256 = cpu_vec_isa.VecSVE(256) if hasattr(cpu_vec_isa, "VecSVE") else cpu_vec_
 pytestmark = pytest.mark.skipif(aarch64.missing() is not None, reason=f"{aarch64.missing()}")
 
 
-@pytest.mark.long
 def test_neon_forward_and_backward(tmp_path, monkeypatch):
     sizes = Sizes(queries=70, keys=90)
     captures, build = MODS["relative_bias"]

@@ -27,7 +27,6 @@ def missing():
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
-@pytest.mark.long
 def test_products_of_tiles():
     file = HERE / "emulated_amx.py"
     alone = ["-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -151,7 +151,6 @@ TUNED = {"mode": "max-autotune-no-cudagraphs"}
 ONCE_AND_AGAIN = "fastest when timed: ", "fastest when timed before: "
 
 
-@pytest.mark.long
 def test_max_autotune_times_once_and_what_is_fastest_is_right(two_of_each):
     for why in ONCE_AND_AGAIN:
         torch._dynamo.reset()

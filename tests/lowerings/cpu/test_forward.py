@@ -122,7 +122,6 @@ def test_only_what_is_visited_is_packed(compact):
     torch.testing.assert_close(found[0].double(), want, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.long
 def test_dynamic_length_compiles_once():
     attend = fused(attention_of(MODS["relative_bias"].build), dynamic=True)
     check("relative_bias", "causal", attend=attend, sizes=SIZES)
@@ -176,7 +175,6 @@ def test_refusals_are_recorded_with_their_reason():
     ],
     ids=["a tile", "one query"],
 )
-@pytest.mark.long
 def test_with_avx2(mod, mask, dtype, sizes):
     with torch._inductor.config.patch({"cpp.simdlen": 256}):
         assert isinstance(pick_vec_isa(), VecAVX2)

@@ -63,16 +63,10 @@ MODS = {
 }
 
 
-def marks(number, masked):
-    if masked != (number % 2 == 0):
-        return pytest.mark.slow
-    return pytest.mark.long if number % 3 == 2 else ()
-
-
 @pytest.mark.parametrize(
     "name, masked",
     [
-        pytest.param(name, masked, marks=marks(i, masked))
+        pytest.param(name, masked, marks=() if masked == (i % 2 == 0) else pytest.mark.slow)
         for i, name in enumerate(MODS)
         for masked in (False, True)
     ],
@@ -84,7 +78,6 @@ def test_captured(name, masked):
     judge(attend, dense_of(build), SIZES.inputs(torch.float32), captures, mask)
 
 
-@pytest.mark.long
 def test_windows():
     """What lies beside a window is left out within blocks too, of either side."""
 

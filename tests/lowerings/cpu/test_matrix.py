@@ -17,10 +17,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mod, mask, dtype, layout",
-    [pytest.param(*case, marks=pytest.mark.long if i % 2 else ()) for i, case in enumerate(SHORT)],
-)
+@pytest.mark.parametrize("mod, mask, dtype, layout", SHORT)
 def test_matrix(mod, mask, dtype, layout):
     check(mod, mask, dtype, layout)
 

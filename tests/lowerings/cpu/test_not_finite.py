@@ -150,7 +150,6 @@ class Call:
         pytest.param(torch.float32, None, (8, 5), False, "head_dim_stride", None, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.long
 def test_forward_and_backward(dtype, build, block, compact, layout, kv_batch):
     call = Call(dtype, build, block, compact, SIZES._replace(kv_batch=kv_batch), layout)
     judge(call.attend, dense_of(build), call.tensors[:3], call.tensors[4:], call.schedules[1][1])

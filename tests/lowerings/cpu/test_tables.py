@@ -1,7 +1,6 @@
 """Values of a mod that are slow to compute: once for each key, or for each difference of key and query."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -51,11 +50,8 @@ def same_chunk(b, h, q_idx, kv_idx):
     return q_idx // 16 == kv_idx // 16
 
 
-long = partial(pytest.param, marks=pytest.mark.long)
-
-
 @pytest.mark.parametrize(
-    "mask_mod, dynamic", [(near, True), long(near, False), long(same_chunk, True), long(same_chunk, False)]
+    "mask_mod, dynamic", [(near, True), (near, False), (same_chunk, True), (same_chunk, False)]
 )
 def test_results_are_right(mask_mod, dynamic):
     table = torch.randn(4, 45, dtype=torch.float64)
@@ -66,7 +62,6 @@ def test_results_are_right(mask_mod, dynamic):
         judge(attend, dense_of(by_places), sizes.inputs(torch.float32), [table], mask)
 
 
-@pytest.mark.long
 def test_one_query_reads_the_same_tables():
     sizes = SIZES._replace(queries=1, keys=200)
     mask = create_block_mask(lambda b, h, q, kv: kv % WIDTH < 3, None, None, 1, 200, "cpu")
@@ -110,11 +105,11 @@ def decays(table):
     "mod, shape, mask_mod, dtype",
     [
         (buckets, (32, 4), None, torch.bfloat16),
-        long(buckets, (32, 4), None, torch.float32),
+        (buckets, (32, 4), None, torch.float32),
         (distances, (4, 90), causal, torch.float32),
-        long(distances, (4, 90), causal, torch.bfloat16),
-        long(decays, (190,), None, torch.float32),
-        long(decays, (190,), None, torch.bfloat16),
+        (distances, (4, 90), causal, torch.bfloat16),
+        (decays, (190,), None, torch.float32),
+        (decays, (190,), None, torch.bfloat16),
     ],
 )
 def test_values_of_the_difference(mod, shape, mask_mod, dtype):
@@ -123,7 +118,6 @@ def test_values_of_the_difference(mod, shape, mask_mod, dtype):
     judge(fused(attention_of(mod)), dense_of(mod), SIZES.inputs(dtype), [table], mask)
 
 
-@pytest.mark.long
 def test_lengths_that_change_compute_them_in_lanes():
     attend = fused(attention_of(buckets), dynamic=True)
     for keys in (90, 63):

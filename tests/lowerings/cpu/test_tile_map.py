@@ -184,7 +184,6 @@ def judged_forward(attend: Callable, build: Callable | None, case: Case, capture
     assert_within(dict(zip(names, ours, strict=True)), *allowed)
 
 
-@pytest.mark.long
 def test_any_place_and_any_number_of_tiles():
     """Causal, with biases that have gradients; the blocks are smaller than the kernels' tiles."""
     attend = mapped(biased, causal)
@@ -216,7 +215,6 @@ def test_any_place_and_any_number_of_tiles():
     ],
     ids=["small blocks", "large blocks"],
 )
-@pytest.mark.long
 def test_block_sizes(mask_mod, block, dtype, sizes):
     case = made(mask_mod, PARTS, block, dtype=dtype)
     flex_inductor.decisions(clear=True)

@@ -12,8 +12,6 @@ from flex_inductor.sequences import append_kernel
 from flex_inductor.tools import interpret
 from tests.sequences.appended import NEW, case, expected, int32
 
-pytestmark = pytest.mark.long
-
 interpret.prepare(vars(append_kernel))
 
 KINDS = {"rows": torch.float64, "padding": torch.float32, "1": torch.float16, "16": torch.float32}

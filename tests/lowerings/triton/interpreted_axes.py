@@ -8,8 +8,6 @@ from flex_inductor import RunSchedule, decisions
 from flex_inductor.lowerings.triton.configs import Device
 from flex_inductor.tools import interpret
 
-pytestmark = pytest.mark.long
-
 CASES = {
     "rows and columns beyond the end": (None, "none", Sizes(batch=1, head_dim=24, value_dim=40)),
     "one KV batch": ("alibi", "causal", Sizes(kv_batch=1, queries=40, keys=50)),

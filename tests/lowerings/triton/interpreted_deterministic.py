@@ -8,8 +8,6 @@ from triton.runtime import interpreter
 
 from flex_inductor.tools import interpret
 
-pytestmark = pytest.mark.long
-
 SIZES = Sizes(heads=2, kv_heads=1, queries=40, keys=50)
 
 

@@ -11,8 +11,6 @@ from flex_inductor.masks import causal
 from flex_inductor.tools import interpret
 from flex_inductor.tools.environment import triton_on_cpu
 
-pytestmark = pytest.mark.long
-
 LENGTH = 80
 
 

@@ -24,7 +24,7 @@ def python(*args, **env):
     "chosen",
     [
         "not slow and not long",
-        pytest.param("not slow and long", marks=pytest.mark.long),
+        "not slow and long",
         pytest.param("slow", marks=pytest.mark.slow),
     ],
 )
@@ -51,7 +51,6 @@ print(sys.argv[1:], [d.chosen for d in decisions()])
 """
 
 
-@pytest.mark.long
 def test_script_is_run_in_the_environment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -106,7 +106,6 @@ def full_loops(attend, *tensors, target="sm_90"):
         ),
     ],
 )
-@pytest.mark.long
 def test_full_tiles_are_those_of_a_plain_call(target, head_dim):
     """At most 5% more instructions for packed sequences and 15% for pages of 16, and as many copies under way."""
     length, batch, heads = 512, 2, 4

@@ -32,7 +32,6 @@ class Executed:
         return launch
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", slow_but(CASES, ("16", "sm_80", True), ("padding", "sm_90", None)), ids=str)
 def test_where_tokens_go(case, monkeypatch):
     kind, target, interleaved = case

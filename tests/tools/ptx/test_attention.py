@@ -157,7 +157,6 @@ def test_axis(case):
     assert axis != "descriptors" or any("cp.async.bulk.tensor" in instruction for instruction in executed)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes", slow_but([(17, 17, 128), (200, 17, 128), (1, 17, 256), (17, 40, 256)], (17, 17, 128)), ids=str
 )
@@ -179,7 +178,6 @@ def test_one_step_with_tensor_memory(sizes):
     assert_accurate(found, eager, gold, torch.bfloat16)
 
 
-@pytest.mark.long
 def test_a_window_whose_size_changes():
     """Its numbers are tensors, which d(key) and d(value) read in a loop over heads."""
     torch._dynamo.reset()

@@ -31,7 +31,6 @@ def call(name, dtype):
     return MODS[mod].build, SIZES.inputs(dtype), captures, MASKS[mask](SIZES)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", slow_but(CASES, ("row and column", "sm_90", torch.bfloat16)), ids=str)
 def test_the_order_of_blocks_does_not_matter(case, deterministic):
     name, target, dtype = case
@@ -48,7 +47,6 @@ def test_the_order_of_blocks_does_not_matter(case, deterministic):
         assert torch.equal(found[1][result], of_one_order), result
 
 
-@pytest.mark.long
 def test_without_it_the_order_shows():
     build, inputs, captures, mask = call("lane", torch.float32)
     captures = [c.float() if c.is_floating_point() else c for c in captures]

@@ -10,7 +10,6 @@ FEW = (1, pytest.param(12, marks=pytest.mark.slow))
 KINDS = {"padded": (plain, plain.several_values), "packed": (packed, packed.several_batches)}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("examples", FEW)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,7 +47,6 @@ def for_a_card(target, launches):
         yield
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", slow_but(CASES, ("sm_90", 64, torch.bfloat16)), ids=str)
 def test_forward_and_backward(case):
     target, head_dim, dtype = case

@@ -3,7 +3,7 @@
     python -m tests.long REPORT.xml... [--seconds 1100]
 
 writes the list anew, from reports of pytest (--junitxml): the slowest tests, until the others take no more time of a core
-than that. Tests without a report stay where they are.
+than that. Tests without a report stay where they are, and a change of tests/mutants keeps the test that it names quick.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.mutants.changes import CHANGES
+
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("long.txt")
 STARTS_OTHERS = "tests/lowerings/triton/test_interpreted.py::test_numerics[not slow and not long]"
+KEPT = {STARTS_OTHERS, *(name for change in CHANGES for name in change.tests.split() if "::" in name)}
 
 
 def listed() -> set[str]:
@@ -38,7 +41,7 @@ def times_in(reports: Iterable[Path]) -> dict[str, float]:
     times = {
         _node(case.get("classname", ""), case.get("name", "")): float(case.get("time", 0)) for case in cases
     }
-    return {name: taken for name, taken in times.items() if name != STARTS_OTHERS}
+    return {name: taken for name, taken in times.items() if name not in KEPT}
 
 
 def _node(classname: str, name: str) -> str:
@@ -54,7 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1100)
     given = parser.parse_args()
     times = times_in(given.reports)
-    names = chosen(times, given.seconds) | (listed() - times.keys())
+    names = chosen(times, given.seconds) | (listed() - times.keys() - KEPT)
     LIST.write_text("".join(f"{name}\n" for name in sorted(names)))
     print(f"{len(names)} of {len(times | dict.fromkeys(names, 0.0))} take long")
 

@@ -199,8 +199,8 @@ class FlexInductorConverter(ModelConfigConverter):
 
 
 def serve(mesh: DeviceMesh, method: str) -> None:
-    """Plan masks on this mesh from now on."""
-    if not hasattr(mesh, SERVED):
+    """Plan masks on this mesh from now on. Each layer of a model comes here."""
+    if getattr(mesh, SERVED, None) is None or getattr(mesh, SERVED).method != method:
         setattr(mesh, SERVED, context_parallel(mesh, method))
 
 
@@ -212,6 +212,7 @@ def _apply_cp(attention_modules: Sequence[torch.nn.Module], cp_mesh: DeviceMesh)
     if all(isinstance(module, FlexInductorAttention) for module in attention_modules):
         serve(cp_mesh, attention_modules[0].cp_method)  # type: ignore[arg-type]
     else:
+        setattr(cp_mesh, SERVED, None)  # another model may have been spread over it before
         _apply(attention_modules, cp_mesh)
 
 

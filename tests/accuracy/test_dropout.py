@@ -168,9 +168,9 @@ def test_queries_at_the_end_of_their_keys_see_positions():
 
 def test_a_tile_may_begin_between_two_groups_of_bits():
     """Blocks of 48 keys: kernels draw 32 columns at a time."""
-    sequences = Sequences.from_lengths([20, 50, 37])
+    sequences = Sequences.from_lengths([20, 70, 37])
     mask = sequences.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, block_size=(16, 48))
-    qkv = [torch.randn(107, 2, 16, requires_grad=True) for _ in range(3)]
+    qkv = [torch.randn(127, 2, 16, requires_grad=True) for _ in range(3)]
     found = []
     for compile in (eager, compiled(route="cpu")):
         run = compile(

@@ -80,7 +80,7 @@ KERNELS_FOR_CPUS = [
         CPU + "decode.jinja",
         "total += at(s)[V_PAD + 1] * share;",
         "total += at(s)[V_PAD + 1];",
-        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+        OF_CPU + "tile_map.py -k decode",
     ),
     Change(
         "decode: the first keys of a part are left out",
@@ -129,7 +129,7 @@ KERNELS_FOR_CPUS = [
         CPU + "backward.jinja",
         "(kv_first & 31) + i);",
         "(kv_first & 15) + i);",
-        "tests/accuracy/test_dropout.py",
+        "tests/accuracy/test_dropout.py::test_a_tile_may_begin_between_two_groups_of_bits",
     ),
     Change(
         "windows: one key too few",
@@ -324,7 +324,7 @@ OPERATIONS = [
         "flex_inductor/softmax/dropout.py",
         "torch.where((kv_idx & 8) > 0, words[i + 1], words[i])",
         "torch.where((kv_idx & 8) > 0, words[i], words[i + 1])",
-        "tests/accuracy/test_dropout.py",
+        "tests/accuracy/test_dropout.py::test_the_mask_that_aux_gives",
     ),
     Change(
         "dropout: weights are not made larger",
@@ -490,15 +490,15 @@ CALLERS = [
     Change(
         "transformers: softcap with the wrong slope",
         "flex_inductor/integrations/transformers.py",
-        "score = softcap * torch.tanh(score / softcap)",
-        "score = torch.tanh(score / softcap)",
+        "scores = softcap * torch.tanh(scores / softcap)",
+        "scores = torch.tanh(scores / softcap)",
         "tests/integrations/test_transformers.py",
     ),
     Change(
         "transformers: a bias is lost",
         "flex_inductor/integrations/transformers.py",
-        "        for bias in biases:\n            score = score + _entry(bias",
-        "        for bias in biases:\n            score = score + 0 * _entry(bias",
+        "scores = scores + bias",
+        "scores = scores + 0 * bias",
         "tests/integrations/test_transformers.py",
     ),
 ]

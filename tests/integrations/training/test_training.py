@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def served(monkeypatch):
     """The calls of the op, all by the CPU's kernels."""
-    calls, attention = [], integration.attention
-    monkeypatch.setattr(integration, "attention", lambda *args: calls.append(args) or attention(*args))
+    calls, attend = [], integration.attend_tables
+    monkeypatch.setattr(integration, "attend_tables", lambda *args: calls.append(args) or attend(*args))
     set_eager_kernels("always")
     yield calls
     set_eager_kernels("auto")

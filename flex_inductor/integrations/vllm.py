@@ -66,7 +66,6 @@ def register() -> None:
 
     Raises:
         FlexNotImplementedError: another version of vLLM than was tested.
-        FlexValueError: another process has registered mods that this one lacks.
 
     Example:
         >>> # vLLM brings its own build of torch: not among what these examples run with
@@ -79,9 +78,6 @@ def register() -> None:
         raise errors.other_vllm(vllm.__version__, TESTED)
     for module in filter(None, os.environ.get(MODS_FROM, "").split(",")):
         importlib.import_module(module.strip())
-    missing = [p for p in os.environ.get(_EXPECTED, "").split("\n") if p and p not in _mods]
-    if missing:
-        raise errors.mods_elsewhere(missing, MODS_FROM)
     os.environ[ASK_VLLM] = "1"
     path = f"{__name__}.FlexInductorBackend"
     if NAME not in AttentionBackendEnum.__members__:
@@ -146,6 +142,10 @@ class FlexInductorBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[Layer]:
+        # Asked where the model runs. vLLM also has processes that only look at the class of a model.
+        missing = [p for p in os.environ.get(_EXPECTED, "").split("\n") if p and p not in _mods]
+        if missing:
+            raise errors.mods_elsewhere(missing, MODS_FROM)
         return Layer
 
     @staticmethod

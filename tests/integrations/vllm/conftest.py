@@ -1,10 +1,15 @@
 """What tests of vLLM share."""
 
 import os
+import tempfile
 
 import pytest
 
 from flex_inductor.integrations import vllm as integration
+
+# vLLM keeps there what it has found about models: it shall look at them as it does for a new user.
+_cache = tempfile.TemporaryDirectory()
+os.environ["VLLM_CACHE_ROOT"] = _cache.name
 
 
 @pytest.fixture

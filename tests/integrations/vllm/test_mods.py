@@ -219,15 +219,17 @@ def test_wrong_arguments(pattern, mod, words, mods):
 
 
 def test_mods_of_another_process():
-    """A process that vLLM starts does not have the mods that this one has registered: it says so."""
-    code = "from flex_inductor.integrations.vllm_plugin import load; load()"
+    """A process that vLLM starts does not have the mods that this one has registered: it says so if it makes layers."""
+    load = "from flex_inductor.integrations.vllm_plugin import load; load()"
+    layers = "from flex_inductor.integrations.vllm import FlexInductorBackend as B; B.get_impl_cls()"
     env = {**os.environ, "FLEX_INDUCTOR_VLLM": "1", integration._EXPECTED: "Llama\nlayers"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (
-        done.returncode
-        and "register_mods: 'Llama', 'layers': registered in the process that started" in done.stderr
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**env, "FLEX_INDUCTOR_VLLM": "0"}, capture_output=True
-    )
-    assert not done.returncode  # not asked
+
+    def errors_of(code, env):
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert bool(done.returncode) == ("Traceback" in done.stderr)
+        return done.stderr if done.returncode else None
+
+    found = errors_of(f"{load}\n{layers}", env)
+    assert "register_mods: 'Llama', 'layers': registered in the process that started" in found
+    assert errors_of(load, env) is None
+    assert errors_of(load, {**env, "FLEX_INDUCTOR_VLLM": "0"}) is None  # not asked

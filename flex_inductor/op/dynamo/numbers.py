@@ -71,8 +71,9 @@ def float_to_tensor(tx: Any, like: Any, value: Any, dtype: torch.dtype) -> Any:
         return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy(op, target, args, {})).as_proxy()
 
     def as_tensor(number: fx.Node, dtype: torch.dtype) -> fx.Proxy:
-        kind = {"dtype": compat.dynamo_constant(tx, dtype)}
-        one = like.call_method(tx, "new_ones", [compat.dynamo_constant(tx, [])], kind)
+        # Not of `like`: under vmap it has a batch, and rules for batches take no number that changes.
+        kind = {"dtype": dtype, "device": _example(like.as_proxy().node).device}
+        one = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", torch.ones, ([],), kind))
         return made("call_function", operator.mul, one.as_proxy(), fx.Proxy(number, value.tracer))
 
     def computed(node: fx.Node) -> fx.Proxy:

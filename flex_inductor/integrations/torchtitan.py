@@ -200,7 +200,8 @@ class FlexInductorConverter(ModelConfigConverter):
 
 def serve(mesh: DeviceMesh, method: str) -> None:
     """Plan masks on this mesh from now on. Each layer of a model comes here."""
-    if getattr(mesh, SERVED, None) is None or getattr(mesh, SERVED).method != method:
+    served = getattr(mesh, SERVED, None)
+    if served is None or served.method != method:
         setattr(mesh, SERVED, context_parallel(mesh, method))
 
 

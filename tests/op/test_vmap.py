@@ -200,3 +200,18 @@ def test_nested():
     expected = grad(loss(lambda *a: reference(*a)[0]), (0, 3, 4))
     rows = [one_by_one(expected, inner, q[i], k[i], v[i], slopes[i], table) for i in range(2)]
     close(ours, tuple(torch.stack(parts) for parts in zip(*rows, strict=True)))
+
+
+def test_compiled_with_a_scale_that_changes():
+    def attend(query, key, value, scale):
+        return vmap(lambda *qkv: flex_attention(*(t.unsqueeze(0) for t in qkv), scale=scale))(
+            query, key, value
+        )
+
+    compiled = torch.compile(attend, backend="flex_inductor", fullgraph=True, dynamic=True)
+    qkv = [torch.randn(2, 2, 20, 16, requires_grad=True) for _ in range(3)]
+    for scale in (0.25, -0.5, 1.0):
+        found, right = (run(*qkv, scale) for run in (compiled, attend))
+        torch.testing.assert_close(found, right)
+        grads = (torch.autograd.grad(out.sin().sum(), qkv) for out in (found, right))
+        torch.testing.assert_close(*grads)

@@ -1,8 +1,9 @@
 // What decoding adds to kernel.h: products of a few queries with keys and values that are read where they lie. ROWS, CHUNK,
-// TILE_LD, COLUMNS and NEAR are the kernel's; decode.jinja says what they mean.
+// TILE_LD and COLUMNS are the kernel's; decode.jinja says what they mean.
 // Narrow keys and values are copied into floats first.
 using Stored = std::conditional_t<FLEX_NARROW != 0, float, Element>;
 constexpr int64_t E = at::vec::Vectorized<Stored>::size();
+constexpr int64_t LINE = 64 / sizeof(Stored);  // numbers that come from memory together
 
 // E numbers as E / W vectors of float; zeros after the first `count`.
 inline void widen(const Stored* from, int64_t count, Vec* to) {
@@ -55,6 +56,16 @@ struct Chunk {
 
 // The sums of W vectors' lanes, one after the other.
 inline Vec sum_each(Vec* vectors) {
+#ifdef CPU_CAPABILITY_AVX2
+  // interleave2 takes four shuffles, these one each.
+  const auto of_two = [](__m256 x, __m256 y) { return _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y)); };
+  const auto of_four = [&](const Vec* from) {
+    const __m256d x = _mm256_castps_pd(of_two(from[0], from[1])), y = _mm256_castps_pd(of_two(from[2], from[3]));
+    return _mm256_castpd_ps(_mm256_unpacklo_pd(x, y)) + _mm256_castpd_ps(_mm256_unpackhi_pd(x, y));
+  };
+  const __m256 first = of_four(vectors), second = of_four(vectors + 4);
+  return _mm256_permute2f128_ps(first, second, 0x20) + _mm256_permute2f128_ps(first, second, 0x31);
+#else
 #pragma GCC unroll 8
   for (int64_t half = W / 2; half; half /= 2)
 #pragma GCC unroll 8
@@ -63,6 +74,7 @@ inline Vec sum_each(Vec* vectors) {
       vectors[i] = woven.first + woven.second;
     }
   return vectors[0];
+#endif
 }
 
 // Keys whose scores for `count` rows fill a vector.
@@ -82,7 +94,7 @@ inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const C
   for (int64_t d = 0; d < D; d += E) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < KEYS<count>; ++i) {
-      if (ask) {
+      if (ask && d % LINE == 0) {
         fetch_row(soon[i] + head * D + d, 1);
         fetch_row(values[i] + head * V + d, 1);
       }

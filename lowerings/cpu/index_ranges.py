@@ -17,7 +17,8 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from flex_inductor.mod_ir.ranges import Order, Range, Walk, operation
 
 _INTEGERS = (torch.int32, torch.int64)
-_LONGEST = 2**31 - 1  # indices have 32 bits
+LONGEST = 2**31 - 1  # indices have 32 bits
+FOUND = "range"  # in a node's meta: the range of what it loads from a table, if known
 # All others need operands that have not wrapped around.
 _MODULAR = ("add", "mul", "neg", "sub")
 
@@ -38,10 +39,16 @@ def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | N
     if found is None:
         return None
     found = Range(*map(sympy.sympify, found))
+    if any(end.has(sympy.floor) for end in found):  # of lengths that change
+        return None
     conditions = {NoMore(sympy.S.Zero, found.least), NoMore(found.most, sympy.sympify(length) - 1)}
     if not _fits(found, torch.int32):
-        conditions.add(NoMore(sympy.sympify(length) - 1, sympy.Integer(_LONGEST)))
+        conditions.add(NoMore(sympy.sympify(length) - 1, sympy.Integer(LONGEST)))
     return {pair for pair in conditions if not V.graph.sizevars.statically_known_leq(*pair)}
+
+
+def range_of(node: fx.Node, bounds: dict[str, Range]) -> Range | None:
+    return _walk(bounds).range(node)
 
 
 def may_wrap(node: fx.Node, bounds: dict[str, Range]) -> bool:
@@ -57,7 +64,9 @@ def _walk(bounds: dict[str, Range]) -> Walk:
     def known(value: Any) -> Range | None:
         if isinstance(value, int):
             return Range(sympy.Integer(value), sympy.Integer(value))
-        return bounds.get(value.name) if isinstance(value, fx.Node) and value.op == "placeholder" else None
+        if not isinstance(value, fx.Node):
+            return None
+        return bounds.get(value.name) if value.op == "placeholder" else value.meta.get(FOUND)
 
     return Walk(Order(sympy.Min, sympy.Max), known, _made, _exact)
 
@@ -68,11 +77,13 @@ def _made(value: Any) -> tuple[str, Any]:
     name = operation(value.target)
     if name == "_to_copy":
         return "same", value.args
+    if name == "floor_divide" or (name == "div" and value.kwargs == {"rounding_mode": "floor"}):
+        return "quotient", value.args
     return ("" if value.kwargs else name), value.args
 
 
 def _exact(value: fx.Node, name: str, operands: Sequence[Any], ranges: Sequence[Any]) -> list[Any] | None:
-    if name == "remainder" and not (isinstance(operands[1], int) and operands[1] > 0):
+    if name in ("quotient", "remainder") and not (isinstance(operands[1], int) and operands[1] > 0):
         return None
     dtype, found = value.meta["val"].dtype, []
     for operand, range_of in zip(operands, ranges, strict=True):
@@ -82,7 +93,7 @@ def _exact(value: fx.Node, name: str, operands: Sequence[Any], ranges: Sequence[
     return found
 
 
-def _fits(found: Range, dtype: torch.dtype, longest: int = _LONGEST) -> bool:
+def _fits(found: Range, dtype: torch.dtype, longest: int = LONGEST) -> bool:
     """Whether nothing can have wrapped around, with sizes that are at most `longest`."""
     info = torch.iinfo(dtype)
     least, most = (

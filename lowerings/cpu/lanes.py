@@ -38,7 +38,8 @@ from flex_inductor.mod_ir.ranges import Range, all_known
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
 from . import differences
-from .index_ranges import NoMore, may_wrap, needed
+from .index_ranges import LONGEST, NoMore, may_wrap, needed
+from .side_by_side import with_one_access
 from .template import NamedSizes, TemplateKernel
 
 aten = torch.ops.aten
@@ -216,6 +217,7 @@ class Store(NamedTuple):
     value: Callable[[Sequence[Any]], Any]
     address: Callable[[Sequence[Any]], Any] = _lane_at
     adds: bool = False
+    room: Any = None  # how many numbers the buffer has, where that is not a tile's
 
 
 def _live(mask: Lanes | None) -> Any:
@@ -314,12 +316,18 @@ def _scatter(joint: Lanes, leaf: int, at: Callable, over_diagonals: bool) -> tup
             flat = flat * size + ops.indirect_indexing(load(i), size, check=not safe, wrap_neg=not safe)
         return flat
 
-    store = Store(f"leaf_{leaf}", value.make_loader(), address, adds=True)
+    room = sympy.Mul(*joint.mod.leaf_sizes[leaf])
+    store = Store(f"leaf_{leaf}", value.make_loader(), address, adds=True, room=room)
     return store, frozenset(found | joint.needed if found else ())
 
 
-# The template has a faster function for these.
+# The template has a faster function for these, and a whole vector of integers can be loaded without going through an
+# array, as it is with AVX2 where a count is given.
 _FASTER = (
+    (
+        r"(at::vec::Vectorized(?:<int32_t>|N<int(?:32|64)_t,\d+>))::loadu\((.*), static_cast<int64_t>\(\d+\)\)",
+        r"\1::loadu(\2)",
+    ),
     (r"(at::vec::Vectorized(?:N)?<[^<>]*>)::arange\(", r"progression<\1>("),
     (r"\b(\w+)\.tanh\(\)", r"hyperbolic_tangent(\1)"),
 )
@@ -377,7 +385,18 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
     code = group.loops_code.getvalue()
     for slow, fast in _FASTER:
         code = re.sub(slow, fast, code)
-    return code
+    return with_one_access(code, _short(stores, kernel))
+
+
+def _short(stores: Sequence[Store], kernel: TemplateKernel) -> set[str]:
+    """The names of buffers in which every place fits 32 bits."""
+    rooms = [(store.buffer, store.room) for store in stores if store.room is not None]
+    for tensor in kernel.tensors:
+        steps = zip(tensor.get_size(), tensor.get_stride(), strict=True)
+        last = tensor.get_layout().offset + sum((size - 1) * stride for size, stride in steps)
+        rooms.append((kernel.names[tensor.get_name()], last))
+    known = V.graph.sizevars.statically_known_leq
+    return {name for name, _ in rooms} - {name for name, room in rooms if not known(room, LONGEST)}
 
 
 def _buffer_names(stores: Sequence[Store]) -> set[str]:

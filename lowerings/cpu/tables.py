@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops
 
-from flex_inductor.mod_ir.ranges import operation
+from flex_inductor.mod_ir.ranges import Range, operation
 
 from ..buffers import realized
 from ..lanes import Mod, graph, outside
 from . import differences
+from .index_ranges import FOUND, range_of
 
 aten = torch.ops.aten
 
@@ -31,17 +33,21 @@ FEW_ROWS = 32  # with fewer queries, a table of differences has about as many en
 
 def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod, its lane graph changed in place to load such values; `sizes` are those of b, h, q_idx and kv_idx."""
-    mod = _with_differences(mod, sizes)
-    return _with_columns(mod, sizes["kv_idx"])
+    return with_columns(_with_differences(mod, sizes), sizes)
 
 
-def _with_columns(mod: Mod, length: Any) -> Mod:
+def with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
+    """The same for values of the key alone."""
     key = differences.coordinate(mod.program, "kv_idx")
     slow = _of_key_alone(graph(mod.program.lane), key)
     ends = [node for node in slow if slow[node] and any(user not in slow for user in node.users)]
     if not ends:
         return mod
+    length = sizes["kv_idx"]
     columns = outside(differences.apart(ends, [key]), _places([length], 0, key.meta["val"].dtype))
+    bounds = {key.name: Range(sympy.S.Zero, sympy.sympify(length) - 1)}
+    for node in ends:
+        node.meta[FOUND] = range_of(node, bounds)
     return _loaded(mod, ends, slow, columns, [key])
 
 
@@ -100,7 +106,7 @@ def _loaded(
         given.meta["val"] = node.meta["val"].new_empty([1] * len(at))
         with lane.inserting_after(node):
             load = lane.call_function(aten._unsafe_index.Tensor, (given, at))
-        load.meta["val"] = node.meta["val"]
+        load.meta |= {name: node.meta[name] for name in ("val", FOUND) if name in node.meta}
         node.replace_all_uses_with(load, lambda user: user not in of_table)
         mod = mod._replace(tables=[*mod.tables, _kept(table)])
     lane.eliminate_dead_code()

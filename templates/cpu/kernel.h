@@ -233,6 +233,54 @@ inline V progression(T base, S step) {
   return V(base) + V::arange(T(0), step);
 }
 
+// 1 or -1 if each lane's place is one more or less than that of the lane before, else 0.
+using Places = at::vec::Vectorized<int32_t>;
+inline int64_t direction(Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i after = _mm512_sub_epi32(places, _mm512_broadcastd_epi32(_mm512_castsi512_si128(places)));
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  if (_mm512_cmpneq_epi32_mask(after, _mm512_sub_epi32(_mm512_setzero_si512(), lanes)) == 0) return -1;
+  return _mm512_cmpneq_epi32_mask(after, lanes) == 0 ? 1 : 0;
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i after = _mm256_sub_epi32(places, _mm256_broadcastd_epi32(_mm256_castsi256_si128(places)));
+  const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+  const auto all = [](__m256i x, __m256i y) { return _mm256_movemask_epi8(_mm256_cmpeq_epi32(x, y)) == -1; };
+  if (all(after, _mm256_sub_epi32(_mm256_setzero_si256(), lanes))) return -1;
+  return all(after, lanes) ? 1 : 0;
+#else
+  return 0;
+#endif
+}
+struct EachPlace {
+  int32_t lanes[W];
+  explicit EachPlace(Places places) { places.store(lanes); }
+};
+
+// from[places], and to[places] += numbers.
+inline Vec look_up(const float* from, Places places) {
+  const int64_t by = direction(places);
+  const EachPlace each(places);
+  if (by > 0) return Vec::loadu(from + each.lanes[0]);
+  if (by < 0) return at::vec::flip(Vec::loadu(from + each.lanes[W - 1]));
+  float found[W];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) found[i] = from[each.lanes[i]];
+  return Vec::loadu(found);
+}
+inline void add_each(Vec numbers, float* to, Places places) {
+  const int64_t by = direction(places);
+  const EachPlace each(places);
+  if (by) {
+    float* const first = to + each.lanes[by > 0 ? 0 : W - 1];
+    (Vec::loadu(first) + (by > 0 ? numbers : at::vec::flip(numbers))).store(first);
+    return;
+  }
+  float added[W];
+  numbers.store(added);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) to[each.lanes[i]] += added[i];
+}
+
 // Loaded once: the compiler would rather read a panel's vectors from memory again for every row, as operands.
 template <typename V>
 inline __attribute__((always_inline)) V in_register(V x) {

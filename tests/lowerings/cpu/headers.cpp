@@ -20,7 +20,7 @@
 namespace {
 #include "kernel.h"
 
-constexpr int64_t ROWS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = 4, NEAR = 1024;
+constexpr int64_t ROWS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = W == 8 ? 2 : 4;
 #include "decode.h"
 
 constexpr float HOLE = 12345.f;  // in memory that must not be written
@@ -190,6 +190,29 @@ bool values_are_added_up() {
   return true;
 }
 
+bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
+  const auto table = numbers<float>(4 * W), added = numbers<float>(W);
+  for (int64_t kind = 0; kind < 6; ++kind) {
+    int32_t places[W];
+    for (int64_t i = 0; i < W; ++i)
+      // Upwards, downwards, all the same, by two, and upwards and downwards but for the last.
+      places[i] = kind == 0 ? 3 + i : kind == 1 ? 2 * W - i : kind == 2 ? 5 : kind == 3 ? 2 * i
+                : i == W - 1 ? 3 * W : kind == 4 ? 3 + i : 2 * W - i;
+    const auto lanes = Places::loadu(places);
+    EXPECT(W == 4 || direction(lanes) == (kind == 0 ? 1 : kind == 1 ? -1 : 0));
+    float found[W];
+    look_up(table.data(), lanes).store(found);
+    auto sums = table, wanted = table;
+    add_each(Vec::loadu(added.data()), sums.data(), lanes);
+    for (int64_t i = 0; i < W; ++i) {
+      EXPECT(found[i] == table[places[i]]);
+      wanted[places[i]] += added[i];
+    }
+    EXPECT(sums == wanted);
+  }
+  return true;
+}
+
 #if FLEX_NARROW
 bool every_narrow_number_is_widened_and_scaled() {
   std::vector<Narrow> all;
@@ -217,6 +240,7 @@ static const Check CHECKS[] = {
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
     CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
     CHECK(keys_are_multiplied_where_they_lie), CHECK(values_are_added_up),
+    CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),
 #endif

@@ -40,6 +40,8 @@ def stays_below(length, index, sizes=SIZES):
         (6, lambda q, k: (q % 9).clamp(max=5)),
         (100, lambda q, k: torch.maximum(q, k)),
         (70, lambda q, k: torch.minimum(q, k)),
+        (15, lambda q, k: q // 7),
+        (16, lambda q, k: q // 10 - torch.div(k, 10, rounding_mode="floor") + 6),
     ],
 )
 def test_to_the_last_entry(length, index):
@@ -60,6 +62,10 @@ def test_to_the_last_entry(length, index):
         (2**40, lambda q, k: (k * 100_000_000).long()),
         (2**40, lambda q, k: (k * 100_000_000) + k.long()),
         (100, lambda q, k: q % (k + 1)),
+        (100, lambda q, k: q // (k + 1)),
+        (100, lambda q, k: q // -7 + 20),
+        (100, lambda q, k: torch.div(q, 7, rounding_mode="trunc")),
+        (100, lambda q, k: (k * 100_000_000) // 4_000_000),  # may have wrapped around before
         (100, lambda q, k: q.float().int()),
     ],
 )

@@ -145,6 +145,35 @@ def test_gradients_of_a_difference_are_summed_along_diagonals():
     assert "rows + columns - 1" in backward
 
 
+@pytest.mark.parametrize("width, dtype", [(7, torch.float32), (16, torch.float32), (16, torch.bfloat16)])
+def test_biases_of_an_image(width, dtype):
+    """Lanes read a table backwards, of a row of the image or of two."""
+    height = -(-SIZES.keys // width)
+    table = torch.randn(4, 2 * height - 1, 2 * width - 1, dtype=torch.float64)
+
+    def build(table):
+        return mods.relative_bias_2d(table, width)
+
+    mask = create_block_mask(causal, None, None, 70, 90, "cpu", BLOCK_SIZE=32)
+    judge(fused(attention_of(build)), dense_of(build), SIZES.inputs(dtype), [table], mask)
+
+
+def test_places_in_an_image_are_loaded_and_added_to_at_once():
+    table = torch.randn(2, 23, 15, requires_grad=True)
+    query, key, value = (torch.randn(1, 2, 90, 16, requires_grad=True) for _ in range(3))
+
+    def step():
+        out = fused(lambda q, k, v: flex_attention(q, k, v, mods.relative_bias_2d(table, 8)))(
+            query, key, value
+        )
+        return torch.autograd.grad(out.sum(), [query, table])
+
+    _, code = run_and_get_code(step)
+    forward, backward = (text[text.index("TILE_Q") :] for text in code if "TILE_Q" in text)
+    assert "look_up(" in forward and "out of bounds" not in forward
+    assert "look_up(" in backward and "add_each(" in backward and "out of bounds" not in backward
+
+
 def test_a_live_index_out_of_range_raises():
     """A table of all differences would hide it, or raise for what the mask hides."""
     table = torch.randn(4, 60)

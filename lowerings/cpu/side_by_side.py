@@ -1,0 +1,78 @@
+"""Lookups of lanes that lie side by side in a tensor, forwards or backwards: one load for all, one addition for all.
+
+Inductor looks each lane up by itself once an index is a vector, as in `table[q_idx % 8 - kv_idx % 8 + 7]`. In most
+vectors such places follow one another. The code asks this of each vector, since places are data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+
+_LANES = r"static_cast<int64_t>\((?P<width>\d+)\)"
+# Places are kept in an array, for one lane after the other.
+_ARRAY = re.compile(
+    r"auto (?P<array>\w+) =\s*\[&\]\s*\{\s*__at_align__ std::array<int32_t, \d+> tmpbuf;\s*"
+    rf"(?P<vector>\w+)\.store\(tmpbuf\.data\(\), {_LANES}\);\s*return tmpbuf;\s*\}}\s*\(\)\s*;"
+)
+_LOOP = (
+    r"\s*(?:#pragma GCC unroll \d+\s*)?for \(long (?P<lane>\w+) = 0; (?P=lane) < "
+    + _LANES
+    + r"; (?P=lane)\+\+\)\s*\{\s*"
+)
+_LOAD = re.compile(
+    rf"\[&\]\s*\{{\s*__at_align__ std::array<float, \d+> tmpbuf;{_LOOP}"
+    r"tmpbuf\[(?P=lane)\] = (?P<tensor>\w+)\[static_cast<int64_t>\((?P<place>.*)\)\];\s*\}\s*"
+    r"return at::vec::Vectorized<float>::loadu\(tmpbuf\.data\(\), static_cast<int64_t>\((?P=width)\)\);\s*\}\s*\(\)\s*;"
+)
+_ADD = re.compile(
+    r"\[&\]\s*\{\s*__at_align__ std::array<float, \d+> tmpbuf;\s*"
+    r"(?P<value>\w+)\.store\(tmpbuf\.data\(\), static_cast<int64_t>\(\d+\)\);"
+    rf"{_LOOP}(?P<tensor>\w+)\[static_cast<int64_t>\((?P<place>.*)\)\] \+= tmpbuf\[(?P=lane)\];\s*\}}\s*\}}\s*\(\)\s*;"
+)
+_TERM = re.compile(r"(?:\(?(?P<times>-?\d+)L\)?\*)?(?P<array>\w+)\[(?P<lane>\w+)\]")
+
+
+def with_one_access(code: str, short: Set[str]) -> str:
+    """Inductor's code with such lookups; `short` names the tensors whose places fit 32 bits."""
+    vectors = {found["array"]: found["vector"] for found in _ARRAY.finditer(code)}
+
+    def load(found: re.Match) -> str:
+        place = found["tensor"] in short and _split(found["place"], found["lane"], vectors)
+        return f"look_up({found['tensor']} + ({place[0]}), {place[1]});" if place else found[0]
+
+    def add(found: re.Match) -> str:
+        place = found["tensor"] in short and _split(found["place"], found["lane"], vectors)
+        return (
+            f"add_each({found['value']}, {found['tensor']} + ({place[0]}), {place[1]});"
+            if place
+            else found[0]
+        )
+
+    return _ADD.sub(add, _LOAD.sub(load, code))
+
+
+def _split(place: str, lane: str, vectors: dict[str, str]) -> tuple[str, str] | None:
+    """The part of a place that all lanes share and the sum of vectors that is left; None for anything but sums."""
+    shared, own = [], []
+    for term in _terms(place):
+        if lane not in term:
+            shared.append(term)
+            continue
+        found = _TERM.fullmatch(term)
+        if found is None or found["array"] not in vectors:
+            return None
+        times = f" * at::vec::Vectorized<int32_t>({found['times']})" if found["times"] else ""
+        own.append(vectors[found["array"]] + times)
+    return (" + ".join(shared) or "0", " + ".join(own)) if own else None
+
+
+def _terms(text: str) -> list[str]:
+    """The parts of a sum, split where no parenthesis is open."""
+    found, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and text.startswith(" + ", i):
+            found.append(text[start:i])
+            start = i + 3
+    return [*found, text[start:]]

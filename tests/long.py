@@ -1,6 +1,6 @@
 """Which tests take long: those in long.txt. `make test` leaves them to `make test-long`.
 
-    python -m tests.long REPORT.xml... [--seconds 2000]
+    python -m tests.long REPORT.xml... [--seconds 800]
 
 writes the list anew, from reports of pytest (--junitxml): the slowest tests, until the others take no more time of a core
 than that. Tests without a report stay where they are, and a change of tests/mutants keeps the test that it names quick.
@@ -54,7 +54,7 @@ def _node(classname: str, name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.long", description=__doc__)
     parser.add_argument("reports", nargs="+", type=Path)
-    parser.add_argument("--seconds", type=float, default=2000)
+    parser.add_argument("--seconds", type=float, default=800)
     given = parser.parse_args()
     times = times_in(given.reports)
     names = chosen(times, given.seconds) | (listed() - times.keys() - KEPT)

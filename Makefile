@@ -80,6 +80,7 @@ test-integrations: $(FRAMEWORKS:%=test-with-%)  ## other frameworks, each in an 
 test-with-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest tests/integrations/$*
 
+.PRECIOUS: .venv-%/.ready
 .venv-%/.ready: tests/integrations/%/constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet -c $< -e '.[$*]' pytest pytest-xdist expecttest

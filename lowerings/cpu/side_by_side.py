@@ -37,19 +37,15 @@ def with_one_access(code: str, short: Set[str]) -> str:
     """Inductor's code with such lookups; `short` names the tensors whose places fit 32 bits."""
     vectors = {found["array"]: found["vector"] for found in _ARRAY.finditer(code)}
 
-    def load(found: re.Match) -> str:
+    def at_once(found: re.Match) -> str:
         place = found["tensor"] in short and _split(found["place"], found["lane"], vectors)
-        return f"look_up({found['tensor']} + ({place[0]}), {place[1]});" if place else found[0]
+        if not place:
+            return found[0]
+        at = f"{found['tensor']} + ({place[0]}), {place[1]}"
+        value = found.groupdict().get("value")
+        return f"add_each({value}, {at});" if value else f"look_up({at});"
 
-    def add(found: re.Match) -> str:
-        place = found["tensor"] in short and _split(found["place"], found["lane"], vectors)
-        return (
-            f"add_each({found['value']}, {found['tensor']} + ({place[0]}), {place[1]});"
-            if place
-            else found[0]
-        )
-
-    return _ADD.sub(add, _LOAD.sub(load, code))
+    return _ADD.sub(at_once, _LOAD.sub(at_once, code))
 
 
 def _split(place: str, lane: str, vectors: dict[str, str]) -> tuple[str, str] | None:

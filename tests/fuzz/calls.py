@@ -63,6 +63,7 @@ def compilations(route: str, passes: int = 2) -> Iterator[set]:
     # Otherwise torch takes sizes that happen to be equal for the same one, and compiles again once they are not.
     with (
         torch.fx.experimental._config.patch(use_duck_shape=False),
+        torch._dynamo.config.patch(recompile_limit=200),  # what is compiled is counted below
         served_by("triton" if route in CARDS else route),
     ):
         yield shapes

@@ -41,3 +41,10 @@ DOORS: dict[str, Callable] = {"": lambda attend: attend, "vmap": vmapped, "expor
 def names_batches(*texts: str | None) -> bool:
     """Whether mods see the batch."""
     return any(re.search(r"\bb\b", text or "") for text in texts)
+
+
+def applies_functions(*texts: str | None) -> bool:
+    """Whether mods apply autograd.Functions, which are refused in transforms that are compiled."""
+    return any(
+        name in (text or "") for text in texts for name in ("straight_through", "clamped_gradient", "shifted")
+    )

@@ -17,7 +17,7 @@ from flex_inductor.verify.dropout import factors
 from tests.support import LAYOUTS, Sizes, dense_of, judge
 
 from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32, lists_of
-from .doors import DOORS, names_batches
+from .doors import DOORS, applies_functions, names_batches
 from .mods import MASKS, SCORES, capture, mask_mod_of, named_in, score_mod_of
 
 
@@ -79,7 +79,7 @@ def programs(draw, route: str) -> Program:
     )
     door = draw(st.sampled_from(["", "", "", *(DOORS if route == "eager" else ["vmap"])]))
     if door == "vmap":
-        if names_batches(score, mask):
+        if names_batches(score, mask) or (route != "eager" and applies_functions(score)):
             return program
         program = program._replace(one_kv_batch=False, dropout=0.0)  # whose bits are those of a batch
     return program._replace(door=door)

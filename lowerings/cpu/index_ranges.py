@@ -48,6 +48,7 @@ def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | N
 
 
 def range_of(node: fx.Node, bounds: dict[str, Range]) -> Range | None:
+    """The least and the greatest value of a node in any lane, if known."""
     return _walk(bounds).range(node)
 
 

@@ -37,7 +37,7 @@ def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
 
 
 def with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
-    """The same for values of the key alone."""
+    """The mod with tables of values of the key alone, one entry for each key."""
     key = differences.coordinate(mod.program, "kv_idx")
     slow = _of_key_alone(graph(mod.program.lane), key)
     ends = [node for node in slow if slow[node] and any(user not in slow for user in node.users)]

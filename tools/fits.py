@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -139,43 +140,48 @@ def fits(card: str, door: str, dtype: str, head_dim: int) -> list[Fit]:
     return found
 
 
-def page(found: Sequence[Fit]) -> str:
-    """The worst of each kernel on each card, and the calls that no kernel serves."""
-    lines = [
-        "# What kernels take of cards",
-        "",
-        "`make fits` compiles what untuned calls get for every card and writes this page; options of",
-        "`python -m flex_inductor.tools.fits` leave some out. Shared memory is that of one instance, registers and",
-        "local memory those of a thread. Each number is the largest of all calls:",
-        f"head dims {_all(found, 'head_dim')}; {_all(found, 'dtype')} (without TF32); {_all(found, 'door')} (calls of",
-        "`tools/fits.py`). Nothing has run on a card.",
-    ]
+PREFACE = """# What kernels take of cards
+
+`make fits` compiles what untuned calls get for every card and writes this page;
+`python -m flex_inductor.tools.fits --cards sm_90 --out docs/fits.md` writes one card's part anew. Shared memory is that
+of one instance, registers and local memory those of a thread. Each number is the largest of all calls (those of
+`tools/fits.py`). fp32 is without TF32. Nothing has run on a card.
+"""
+
+
+def page(found: Sequence[Fit], before: str = "") -> str:
+    """The worst of each kernel on each card, and the calls that no kernel serves. Cards that are only in the page
+    `before` keep their part."""
+    parts = {part.split(":")[0]: part for part in before.split("\n## ")[1:]}
     for card in dict.fromkeys(fit.card for fit in found):
-        own = [fit for fit in found if fit.card == card]
-        limit = known_device(card).shared_bytes
-        lines += ["", f"## {card}: {limit:,} bytes of shared memory", ""]
-        lines += [
-            "| kernel | calls | shared memory | registers | local bytes |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        kernels = defaultdict(list)
-        for fit in own:
-            kernels[fit.kernel].append(fit)
-        chunked = kernels.pop("chunked", [])
-        for kernel, of in sorted(kernels.items()):
-            most = max(of, key=lambda fit: fit.shared_bytes)
-            spilling = sum(fit.spill_bytes > STACK_BYTES for fit in of)
-            spill = max(of, key=lambda fit: fit.spill_bytes)
-            local = (
-                f"{spill.spill_bytes} ({spill.of_call}; {spilling} of {len(of)} spill)" if spilling else "0"
-            )
-            cells = [f"{most.shared_bytes:,} ({most.of_call})", str(max(fit.registers for fit in of)), local]
-            lines.append(f"| {kernel} | {len(of)} | {' | '.join(cells)} |")
-        if chunked:
-            lines += [
-                "",
-                f"In chunks, because no kernel serves them: {', '.join(sorted({f.of_call for f in chunked}))}.",
-            ]
+        parts[card] = _part(card, [fit for fit in found if fit.card == card])
+    ordered = sorted(parts, key=TARGETS.index)
+    return "\n## ".join([PREFACE, *(parts[card] for card in ordered)])
+
+
+def _part(card: str, found: Sequence[Fit]) -> str:
+    lines = [
+        f"{card}: {known_device(card).shared_bytes:,} bytes of shared memory",
+        "",
+        f"Head dims {_all(found, 'head_dim')}; {_all(found, 'dtype')}; {_all(found, 'door')}.",
+        "",
+        "| kernel | calls | shared memory | registers | local bytes |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    kernels = defaultdict(list)
+    for fit in found:
+        kernels[fit.kernel].append(fit)
+    chunked = kernels.pop("chunked", [])
+    for kernel, of in sorted(kernels.items()):
+        most = max(of, key=lambda fit: fit.shared_bytes)
+        spilling = sum(fit.spill_bytes > STACK_BYTES for fit in of)
+        spill = max(of, key=lambda fit: fit.spill_bytes)
+        local = f"{spill.spill_bytes} ({spill.of_call}; {spilling} of {len(of)} spill)" if spilling else "0"
+        cells = [f"{most.shared_bytes:,} ({most.of_call})", str(max(fit.registers for fit in of)), local]
+        lines.append(f"| {kernel} | {len(of)} | {' | '.join(cells)} |")
+    if chunked:
+        served = ", ".join(sorted({fit.of_call for fit in chunked}))
+        lines += ["", f"In chunks, because no kernel serves them: {served}."]
     return "\n".join(lines) + "\n"
 
 
@@ -194,17 +200,16 @@ def main(argv: Iterable[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out", help="the page to write")
+    parser.add_argument("--out", help="the page to write; parts of other cards stay")
     given = parser.parse_args(None if argv is None else [*argv])
     cases = [*itertools.product(given.cards, DOORS, given.dtypes, given.head_dims)]
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
         found = [fit for each in pool.map(_fits, cases, chunksize=4) for fit in each]
-    text = page(found)
     if given.out:
-        with open(given.out, "w") as to:
-            to.write(text)
+        out = Path(given.out)
+        out.write_text(page(found, out.read_text() if out.exists() else ""))
     else:
-        print(text)
+        print(page(found))
     without_room = [fit for fit in found if fit.room < 0]
     for fit in without_room:
         print(f"{fit.card}: {fit.kernel}, {fit.of_call}: {-fit.room} bytes too many", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The config that an untuned call gets has room in every card's shared memory, by what Triton allocates."""
 
 import itertools
+import re
 
 import pytest
 
@@ -49,3 +50,23 @@ def test_the_page_has_the_worst_of_each_kernel():
     assert "## sm_86: 101,376 bytes of shared memory" in text
     assert "| forward | 2 | 90,000 (paged D256 fp32) | 255 | 24 (paged D256 fp32; 1 of 2 spill) |" in text
     assert "In chunks, because no kernel serves them: plain D256 fp32." in text
+
+
+def test_the_page_keeps_the_parts_of_other_cards():
+    before = page(
+        [
+            Fit("sm_80", "plain", "bf16", 64, "forward", 40_000, 168),
+            Fit("gfx942", "plain", "bf16", 64, "forward", 1_111),
+        ]
+    )
+    text = page(
+        [
+            Fit("sm_90", "plain", "bf16", 64, "forward", 50_000, 128),
+            Fit("gfx942", "plain", "bf16", 64, "forward", 2_222),
+        ],
+        before,
+    )
+    assert re.findall(r"## (\w+):", text) == ["sm_80", "sm_90", "gfx942"]
+    assert "40,000 (plain D64 bf16)" in text and "50,000 (plain D64 bf16)" in text
+    assert "1,111" not in text and "2,222" in text
+    assert page([], text) == text

@@ -331,7 +331,7 @@ class Layer(AttentionImpl[Metadata]):
                 rows.index_copy_(0, attn_metadata.slots, _until(tokens, new))
         keys, values = self._pages
         step = attn_metadata.step(self, keys, values)
-        out = self.attend(_until(tokens, query).contiguous(), keys, values, step)
+        out = self.attend(_until(tokens, query), keys, values, step)
         _until(tokens, output).copy_(out)
         return output
 

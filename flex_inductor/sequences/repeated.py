@@ -42,6 +42,16 @@ class Step:
             *constants,
         )
         self._changing = self._columns() if self._decodes() else None
+        self._queries: dict[Any, Tensor] = {}
+
+    def queries(self, like: Tensor) -> Tensor:
+        """Where layers, one after another, leave their queries for a kernel."""
+        key = like.shape, like.dtype
+        found = self._queries.get(key)
+        if found is None:
+            tokens = max(like.size(0), 2)  # one row would make other kernels
+            found = self._queries[key] = like.new_empty(tokens, *like.shape[1:])
+        return found
 
     def rows(self, cache: Tensor) -> Tensor:
         """A cache, or pages, as kernels read it."""
@@ -103,8 +113,9 @@ class _Known(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     shape: torch.Size
+    queries: Tensor  # [T, H, D], of which the kernel sees the rows
     run: Callable[[Sequence[Tensor]], Any]
-    tensors: list[Tensor]  # all but the queries
+    tensors: list[Tensor]
 
 
 class Repeated:
@@ -112,7 +123,7 @@ class Repeated:
 
     The first call of each kind traces the mods and compiles a kernel; later ones go straight to it. Tensors that the
     mods capture may change in place, but nothing else that they read. All steps have the same mask_mod, beside windows.
-    Queries are contiguous. Arguments are not checked.
+    Layers of a step run one after another. Arguments are not checked.
     """
 
     def __init__(self, score_mod: Callable[..., Tensor] | None, scale: float, sinks: Tensor | None = None):
@@ -121,10 +132,7 @@ class Repeated:
         self._last: _Known | None = None
 
     def __call__(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
-        tokens, last = query.size(0), self._last
-        if tokens == 1:  # one row would make other kernels
-            query = query.repeat(2, 1, 1)
-        rows = query.transpose(0, 1).unsqueeze(0)
+        last = self._last
         if (
             last is None
             or last.step is not step
@@ -132,21 +140,21 @@ class Repeated:
             or last.v_cache is not v_cache
             or last.shape != query.shape
         ):
-            last = self._last = self._known(rows, k_cache, v_cache, step, query.shape)
-        out = last.run([rows, *last.tensors])[0][0].transpose(0, 1)
-        return out if tokens > 1 else out[:1]
+            last = self._last = self._known(query, k_cache, v_cache, step)
+        last.queries.copy_(query)
+        out = last.run(last.tensors)[0][0].transpose(0, 1)
+        return out if query.size(0) > 1 else out[:1]
 
-    def _known(
-        self, query: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step, shape: torch.Size
-    ) -> _Known:
-        rows = [query, step.rows(k_cache), step.rows(v_cache)]
-        kind = (*step.kind, known.sizes_of_class(1, shape[0]), query.dtype, k_cache.dtype)
+    def _known(self, query: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> _Known:
+        queries = step.queries(query)
+        rows = [queries.transpose(0, 1).unsqueeze(0), step.rows(k_cache), step.rows(v_cache)]
+        kind = (*step.kind, known.sizes_of_class(1, queries.size(0)), query.dtype, k_cache.dtype)
         found = self._kinds.get(kind) or self._first(kind, rows, step)
         tensors = [*rows, *found.before, *step.tensors, *found.after]
         run = found.choose(tensors)
         if run is None:  # these have other strides, and so another kernel
             run = self._first(kind, rows, step).choose(tensors)
-        return _Known(step, k_cache, v_cache, shape, run, tensors[1:])
+        return _Known(step, k_cache, v_cache, query.shape, queries, run, tensors)
 
     @torch.no_grad()
     def _first(self, kind: Any, rows: list[Tensor], step: Step) -> _Kind:

@@ -40,36 +40,42 @@ def attend_to(mask, use_table):
     return attend
 
 
-def check(route, kind, by, mask, sizes, dtype, layout="contiguous"):
+def eagerly(attend):
+    return attend
+
+
+def compiled(route):
+    def compile(attend):
+        torch._dynamo.reset()
+        options = {"route": route}
+        return torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=False, options=options)
+
+    return compile
+
+
+def check(run, kind, by, mask, sizes, dtype, layout="contiguous"):
+    """`run(attend)` is how it runs."""
     mask_mod = MASKS[mask]
     call = exact(kind, by, sizes, DTYPES[dtype], visible_by(mask_mod, sizes), layout)
     blocks = None
     if mask_mod is not None:
         per = (sizes.batch, sizes.heads) if mask == "per head" else (None, None)
         blocks = create_block_mask(mask_mod, *per, sizes.queries, sizes.keys, "cpu", BLOCK_SIZE=32)
-    attend = attend_to(blocks, by == "table")
     gradients = ("d_query", "d_key", "d_value", "d_table")[: 4 if by == "table" else 3]
-    if route == "eager":
-        return assert_exact(call, attend, gradients)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        attend, backend=flex_inductor, fullgraph=True, dynamic=False, options={"route": route}
-    )
-    with served_by(route):
-        assert_exact(call, compiled, gradients)
+    assert_exact(call, run(attend_to(blocks, by == "table")), gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind, by", [("last", "table"), ("last", "keys"), ("even", "table")])
 @pytest.mark.parametrize("mask", MASKS)
 def test_eager(mask, kind, by, dtype):
-    check("eager", kind, by, mask, SIZES, dtype)
+    check(eagerly, kind, by, mask, SIZES, dtype)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "strided", "head_dim_slice", "head_dim_stride"])
 @pytest.mark.parametrize("kind", ["last", "even"])
 def test_layouts_and_lengths(kind, layout):
-    check("eager", kind, "table", "window", UNEVEN, "fp32", layout)
+    check(eagerly, kind, "table", "window", UNEVEN, "fp32", layout)
 
 
 COMPILED = {  # route, how, mask, sizes, dtype, layout
@@ -90,7 +96,9 @@ COMPILED = {  # route, how, mask, sizes, dtype, layout
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled(case):
-    check(*COMPILED[case])
+    route, *of = COMPILED[case]
+    with served_by(route):
+        check(compiled(route), *of)
 
 
 # Packed and paged.
@@ -129,24 +137,29 @@ def tokens(tensor):
     return tensor.squeeze(0).transpose(0, 1)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("run", [eagerly, compiled("cpu")], ids=["eager", "cpu"])
 @pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_packed(kind, mask, dtype, compile):
+def test_packed(kind, mask, dtype, run):
+    check_packed(run, kind, mask, dtype)
+
+
+def check_packed(run, kind, mask, dtype):
     call, _ = packed(kind, "keys", dtype, mask)
     sequences = Sequences.from_lengths(QUERIES, KEYS)
-    attend = attend_to_sequences(sequences, sequences.mask(MASKS[mask], heads=4), None)
-    if compile:
-        torch._dynamo.reset()
-        attend = torch.compile(attend, backend=flex_inductor, dynamic=False)
+    attend = run(attend_to_sequences(sequences, sequences.mask(MASKS[mask], heads=4), None))
     assert_exact(
         call, lambda q, k, v, t: attend(tokens(q), tokens(k), tokens(v), t), ("d_query", "d_key", "d_value")
     )
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("run", [eagerly, compiled("cpu")], ids=["eager", "cpu"])
 @pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
-def test_paged(kind, mask, compile):
+def test_paged(kind, mask, run):
+    check_paged(run, kind, mask)
+
+
+def check_paged(run, kind, mask):
     call, positions = packed(kind, "table", "fp32", mask)
     needed = [-(-n // PAGE) for n in KEYS]
     order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(3))[: sum(needed)]
@@ -165,9 +178,6 @@ def test_paged(kind, mask, compile):
         return pages.index_copy(0, slots, tokens(tensor)).unflatten(0, (-1, PAGE))
 
     of_positions = call.tensors[3].new_zeros(max(KEYS)).index_copy(0, positions, call.tensors[3])
-    attend = attend_to_sequences(sequences, sequences.mask(MASKS[mask], heads=4), of_positions)
-    if compile:
-        torch._dynamo.reset()
-        attend = torch.compile(attend, backend=flex_inductor, dynamic=False)
+    attend = run(attend_to_sequences(sequences, sequences.mask(MASKS[mask], heads=4), of_positions))
     with torch.no_grad():
         assert_exact(call, lambda q, k, v, t: attend(tokens(q), in_pages(k), in_pages(v), t), ())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..masks.cut import cut_runs
-from ..masks.runs import PARTIAL, Extent, Runs, counted, merged, split
+from ..masks.runs import LEAST, PARTIAL, Extent, Runs, counted, merged, split
 from ..masks.schedule import RunSchedule
 from ..op import Inputs
 from ..op.ring import HALVES
@@ -17,8 +17,6 @@ from ..visits import BlockRuns, TileMap
 from ..visits.places import BATCH, HEAD, SEQUENCE
 from .exchange import Cast, Traffic, picked
 from .layout import Layout
-
-LEAST = 2  # tiles of each side, and runs: torch specializes sizes 0 and 1
 
 
 class Side(NamedTuple):
@@ -148,8 +146,7 @@ def part(
     lines = TileMap(
         sides.queries.lines(rows, row_places, counts[0]), sides.keys.lines(columns, column_places, counts[1])
     )
-    tables = [table if table.dim() == 3 else _with_room(table) for table in schedule.tensors]
-    return Part(BlockRuns.of(mask.BLOCK_SIZE, tables), lines)
+    return Part(BlockRuns.of(mask.BLOCK_SIZE, schedule.tensors), lines)
 
 
 class RingSteps(NamedTuple):
@@ -221,10 +218,6 @@ def stacked(parts: Sequence[Part]) -> Part:
         tables.append((moved, torch.cat(runs)))
     keys = torch.cat([tile_map.keys for _, tile_map in parts])
     return Part(schedules[0].with_tables(tables), TileMap(parts[0].tile_map.queries, keys))
-
-
-def _with_room(runs: Tensor) -> Tensor:
-    return torch.nn.functional.pad(runs, (0, 0, 0, max(0, LEAST - runs.size(0))))
 
 
 def _cpu(runs: Runs) -> Runs:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+LEAST = 2  # entries of a table: torch specializes sizes 0 and 1
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,21 @@ class Runs:
 
 
 def tables(runs: Runs, grids: tuple[int, int]) -> list[Tensor]:
-    """Offsets [*grids, lines + 1] and runs [count, 2] of partial tiles, then of full ones; int32."""
+    """Offsets [*grids, lines + 1] and runs [count, 2] of partial tiles, then of full ones; int32.
+
+    Where there are fewer than LEAST runs, zeros follow.
+    """
     lines, device = runs.lines // (grids[0] * grids[1]), runs.line.device
     # Each grid has its own end.
     at = torch.arange(grids[0] * grids[1], device=device)[:, None] * lines
     at = (at + torch.arange(lines + 1, device=device)).view(*grids, lines + 1)
-    chosen = [runs.of_kind(kind) for kind in (PARTIAL, FULL)]
-    pairs = [(of.offsets()[at], torch.stack([of.start, of.stop], 1).to(torch.int32)) for of in chosen]
-    return [table for pair in pairs for table in pair]
+    found = []
+    for kind in (PARTIAL, FULL):
+        of = runs.of_kind(kind)
+        room = max(0, LEAST - of.line.numel())
+        pairs = torch.stack([of.start, of.stop], 1).to(torch.int32)
+        found += [of.offsets()[at], torch.nn.functional.pad(pairs, (0, 0, 0, room))]
+    return found
 
 
 def merged(lines: int, columns: int, line: Tensor, start: Tensor, stop: Tensor, kind: Tensor) -> Runs:

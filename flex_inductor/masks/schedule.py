@@ -40,7 +40,7 @@ class RunSchedule:
 
     A row of tiles has the runs `kv_runs[kv_offsets[b, h, row] : kv_offsets[b, h, row + 1]]`, each a pair (start, stop).
     All tensors are int32. Offsets are [B or 1, H or 1, rows + 1], runs are [count, 2], ascending and disjoint within a
-    row.
+    row. Zeros follow a single run, or none: compiled code would be made again where a size becomes 0 or 1.
 
     Args:
         kv_offsets, kv_runs: partial tiles of each row, where mask_mod decides.
@@ -347,7 +347,7 @@ class RunSchedule:
         return "\n".join("".join(SHADES[s] * 2 for s in line) for line in shade.tolist())
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{side}={getattr(self, f'{side}_runs').shape[0]}" for side in SIDES)
+        counts = ", ".join(f"{side}={int(getattr(self, f'{side}_offsets').diff().sum())}" for side in SIDES)
         return (
             f"RunSchedule(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, "
             f"sparsity={self.sparsity():.2f}%, runs: {counts})"
@@ -359,7 +359,8 @@ class RunSchedule:
 
 def _lines_of(offsets: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     line = torch.repeat_interleave(offsets.diff(dim=-1).reshape(-1).long())
-    return line, runs[:, 0].long(), runs[:, 1].long()
+    start, stop = runs[: line.numel()].long().unbind(1)
+    return line, start, stop
 
 
 def _slice_bounds(index: Any, size: int) -> tuple[int, int]:

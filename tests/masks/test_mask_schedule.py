@@ -246,7 +246,7 @@ def test_cuts_that_are_refused(rows):
 
 def test_without_full_blocks():
     schedule = build("causal", True, separate_full_blocks=False)
-    assert schedule.full_kv_runs.numel() == schedule.full_q_runs.numel() == 0
+    assert not schedule.full_kv_runs.any() and not schedule.full_q_runs.any()
     tiles = create_block_mask(MASKS["causal"], 2, 3, 1000, 900, "cpu", (64, 32), separate_full_blocks=False)
     assert_same_block_mask(schedule.to_block_mask(), tiles)
     assert_same_block_mask(RunSchedule.from_block_mask(tiles).to_block_mask(), tiles)
@@ -268,26 +268,40 @@ def test_pytree_round_trip_and_move():
     assert schedule.to("meta").kv_runs.device.type == "meta"
 
 
-def test_goes_through_compile_with_changing_lengths():
-    compiles = []
+def runs_visited(schedule: RunSchedule, scale: torch.Tensor) -> torch.Tensor:
+    partial = (schedule.kv_runs[:, 1] - schedule.kv_runs[:, 0]).sum()
+    full = (schedule.full_kv_runs[:, 1] - schedule.full_kv_runs[:, 0]).sum()
+    return (partial + full) * scale
+
+
+def made_graphs(masks, **options):
+    """How many graphs serve the masks, of 2,048 tokens."""
+    torch._dynamo.reset()
+    graphs = []
 
     def backend(graph, inputs):
-        compiles.append(graph)
+        graphs.append(graph)
         return graph.forward
 
-    @torch.compile(backend=backend, fullgraph=True)
-    def visited(schedule: RunSchedule, scale: torch.Tensor) -> torch.Tensor:
-        partial = (schedule.kv_runs[:, 1] - schedule.kv_runs[:, 0]).sum()
-        full = (schedule.full_kv_runs[:, 1] - schedule.full_kv_runs[:, 0]).sum()
-        return (partial + full) * scale
-
-    for width in (100, 210, 300, 370, 430, 555):
-        documents = torch.arange(2048) // width
-        schedule = create_block_mask(library.document(documents), None, None, 2048, 2048, "cpu", compact=True)
+    visited = torch.compile(runs_visited, backend=backend, fullgraph=True, **options)
+    for mask_mod in masks:
+        schedule = create_block_mask(mask_mod, None, None, 2048, 2048, "cpu", compact=True)
         lists = schedule.to_block_mask()
         expected = lists.kv_num_blocks.sum() + lists.full_kv_num_blocks.sum()
         assert visited(schedule, torch.tensor(2)) == 2 * expected
-    assert len(compiles) <= 2
+    return len(graphs)
+
+
+def test_goes_through_compile_with_changing_lengths():
+    widths = (100, 210, 300, 370, 430, 555)
+    assert made_graphs(library.document(torch.arange(2048) // width) for width in widths) <= 2
+
+
+def test_masks_without_partial_or_full_tiles_take_no_other_graph():
+    """Documents of every second piece: they have no bounds."""
+    pieces = [torch.arange(2048) // width % 2 for width in (200, 128, 3, 256)]  # the first has both
+    masks = [lambda b, h, q, kv, ids=ids: ids[q] == ids[kv] for ids in pieces]
+    assert made_graphs(masks, dynamic=True) == 1
 
 
 def test_text():

@@ -1,5 +1,7 @@
 """Every bit of calls that need no rounding: a wrong head, place or bound of a mask is off by a whole number."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
@@ -44,13 +46,20 @@ def eagerly(attend):
     return attend
 
 
-def compiled(route):
-    def compile(attend):
+@contextmanager
+def compiled_for(route):
+    """Compiles, and asserts the route."""
+
+    def compiled(attend):
         torch._dynamo.reset()
         options = {"route": route}
         return torch.compile(attend, backend=flex_inductor, fullgraph=True, dynamic=False, options=options)
 
-    return compile
+    with served_by(route):
+        yield compiled
+
+
+WAYS = {"eager": lambda: nullcontext(eagerly), "cpu": lambda: compiled_for("cpu")}
 
 
 def check(run, kind, by, mask, sizes, dtype, layout="contiguous"):
@@ -97,8 +106,8 @@ COMPILED = {  # route, how, mask, sizes, dtype, layout
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled(case):
     route, *of = COMPILED[case]
-    with served_by(route):
-        check(compiled(route), *of)
+    with compiled_for(route) as run:
+        check(run, *of)
 
 
 # Packed and paged.
@@ -137,11 +146,12 @@ def tokens(tensor):
     return tensor.squeeze(0).transpose(0, 1)
 
 
-@pytest.mark.parametrize("run", [eagerly, compiled("cpu")], ids=["eager", "cpu"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_packed(kind, mask, dtype, run):
-    check_packed(run, kind, mask, dtype)
+def test_packed(kind, mask, dtype, way):
+    with WAYS[way]() as run:
+        check_packed(run, kind, mask, dtype)
 
 
 def check_packed(run, kind, mask, dtype):
@@ -153,10 +163,11 @@ def check_packed(run, kind, mask, dtype):
     )
 
 
-@pytest.mark.parametrize("run", [eagerly, compiled("cpu")], ids=["eager", "cpu"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind, mask", [("last", "causal"), ("even", "window")])
-def test_paged(kind, mask, run):
-    check_paged(run, kind, mask)
+def test_paged(kind, mask, way):
+    with WAYS[way]() as run:
+        check_paged(run, kind, mask)
 
 
 def check_paged(run, kind, mask):

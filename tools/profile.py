@@ -81,8 +81,8 @@ def profile(
 
 def _facts(launches: Sequence[Any], target: str, rows: dict[int, str]) -> dict[str, Any]:
     from .ptx.counts import Count
-    from .ptx.scoreboard import time
     from .resources import occupancy
+    from .scoreboard import time
 
     first = launches[0]
     busy = occupancy(first.resources, first.counts.warps, target)
@@ -171,7 +171,7 @@ def _print(kernels: Sequence[dict[str, Any]]) -> None:
 
 
 def _head(kernel: dict[str, Any]) -> Iterator[str]:
-    from .ptx.scoreboard import CARDS
+    from .scoreboard import CARDS
 
     launches = f", {kernel['launches']} launches" if kernel["launches"] > 1 else ""
     yield f"== {kernel['name']}: {kernel['blocks']} blocks{launches}"

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from flex_inductor.tools import ptx
-from flex_inductor.tools.ptx import scoreboard
+from flex_inductor.tools import ptx, scoreboard
 from tests.tools.ptx import kernels
 
 

@@ -4,7 +4,8 @@ One warp of average length is played. An instruction issues when its operands ar
 barriers, branches and waits whichever is ready goes first, as an assembler would order them. Loads come from the L2
 cache. Beside it the work of every unit is added up for all warps of a multiprocessor, and the bytes of all tensors for
 memory. The longest of these times is the kernel's. The model does not see warps wait for each other at barriers, nor
-how the assembler changes the instructions.
+how the assembler changes the instructions. There is no model of sm_100: its products and tensor memory work behind the
+warps' backs, and their latencies were measured by few, for single shapes.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from .counts import Count, Counts
-from .text import Address, Instruction, Register, Vector
+from .ptx.counts import Count, Counts
+from .ptx.text import Address, Instruction, Register, Vector
 
 
 @dataclass(frozen=True)

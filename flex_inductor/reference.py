@@ -100,14 +100,10 @@ def _blocks_in_lists(block_mask: Any, kind: str, rows: int, columns: int) -> Ten
     if counts is None:
         return torch.zeros(1, 1, rows, columns, dtype=torch.bool)
     shape = (1,) * (3 - counts.dim()) + tuple(counts.shape)
-    counts, indices = counts.reshape(shape).tolist(), indices.reshape(*shape, -1).tolist()
-    flags = torch.zeros(*shape[:2], rows, columns, dtype=torch.bool)
-    for b in range(shape[0]):
-        for h in range(shape[1]):
-            for row in range(rows):
-                for column in indices[b][h][row][: counts[b][h][row]]:
-                    flags[b, h, row, column] = True
-    return flags
+    counts, indices = counts.reshape(shape), indices.reshape(*shape, -1).long()
+    listed = torch.arange(indices.size(-1), device=counts.device) < counts.unsqueeze(-1)
+    flags = torch.zeros(*shape, columns + 1, dtype=torch.bool, device=counts.device)  # the last is nobody's
+    return flags.scatter(-1, torch.where(listed, indices, columns), True)[:, :, :rows, :columns]
 
 
 def _blocks_in_runs(schedule: Any, kind: str, rows: int, columns: int) -> Tensor:

@@ -13,7 +13,7 @@ may also have one sign or one share of each term in common, as those of a row's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -127,21 +127,26 @@ class Bounds(TorchDispatchMode):
         return None if found is None or found[0].expired() else found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        numbers = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        kwargs = kwargs or {}
+        given = list(_tensors((*args, *kwargs.values())))
+        if not any(t.is_floating_point() for t in given):
+            return func(*args, **kwargs)
         changes = func._schema.is_mutable
+        result = None if changes else func(*args, **kwargs)
+        if not changes and not (outputs := _made(result, given)):  # a view, or no numbers
+            return result
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        numbers = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         name = func._schema.name.removeprefix("aten::")
-        name = name.removesuffix("_") if changes else name
         errors = [self.of(leaf) if number else None for leaf, number in zip(leaves, numbers, strict=True)]
         values: list[Any] = leaves
         if changes:
+            name = name.removesuffix("_")
             values = [x.clone() if isinstance(x, Tensor) else x for x in values]
             errors = [None if e is None else e.clone() for e in errors]
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
-        outputs = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.is_floating_point()]
-        outputs = [y for y in outputs if changes or y.untyped_storage()._cdata not in given]
-        if not outputs or not any(numbers):
+            result = func(*args, **kwargs)
+            outputs = _made(result, [])
+        if not outputs:
             return result
         (y,) = outputs
         if name in CONSTANT:
@@ -300,6 +305,22 @@ class Bounds(TorchDispatchMode):
             + weight * ((errors[1] + 4 * UNIT) * total + of_total)
             + UNIT * (gradient.abs() + y.abs())
         )
+
+
+def _tensors(parts: Sequence) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, lists included."""
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, (list, tuple)):
+            yield from _tensors(part)
+
+
+def _made(result: Any, given: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of numbers in a result that are no views of what was given."""
+    storages = {t.untyped_storage()._cdata for t in given}
+    found = [y for y in _tensors([result]) if y.is_floating_point()]
+    return [y for y in found if y.untyped_storage()._cdata not in storages]
 
 
 def _of_lse(x: Tensor, e: Tensor, lse: Tensor, dim: int) -> Tensor:

@@ -32,6 +32,7 @@ def flex_inductor(
         import torch._inductor
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    compat.drop_guards_on(__package__)
     own, inductors = split_options(options)
     prepare_calls(module, own)
     calls = attention_nodes(module)

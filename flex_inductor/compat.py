@@ -55,6 +55,24 @@ def run_while_traced(function: Callable) -> Callable:
     return function
 
 
+def drop_guards_on(package: str) -> None:
+    """Keep the graph that Dynamo is compiling from looking, in each call, at what it read of a package's modules.
+
+    What it read there must be functions, classes and constants.
+    """
+    from torch._dynamo.source import GlobalSource, get_global_source_name
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    guards, own = context.guards_context.dynamo_guards, f"__import_{package}"
+    names = {get_global_source_name(guard.originating_source) or "" for guard in guards}
+    for name in names:
+        if name == own or name.startswith(f"{own}_dot_"):
+            guards.remove_guards_with_source(GlobalSource(name))
+
+
 def allows_tf32() -> bool:
     """Whether the user lets GPUs multiply float32 matrices in TF32.
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import FlexError, flex_attention
@@ -73,6 +74,28 @@ def test_eager_and_plain_inductor_serve_the_op_too():
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, backend=backend, fullgraph=True)
         torch.testing.assert_close(compiled(*qkv), expected)
+
+
+SCALE = 0.5
+
+
+def scaled(query, key, value):
+    return flex_attention(query, key, value, scale=SCALE)
+
+
+def test_calls_look_at_the_users_globals_and_not_at_ours(monkeypatch):
+    """Dynamo would have each call look at some 170 functions, classes and constants of this package."""
+    torch._dynamo.reset()
+    inputs = [torch.randn(1, 2, 19, 4) for _ in range(3)]
+    compiled = torch.compile(scaled, backend="flex_inductor", options={"route": "chunked"})
+    for scale in (0.5, 2.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        torch.testing.assert_close(compiled(*inputs), scaled(*inputs))
+    entries = _debug_get_cache_entry_list(scaled)
+    assert len(entries) == 2
+    for entry in entries:
+        assert "SCALE" in str(entry.guard_manager)
+        assert "__import_flex_inductor" not in str(entry.guard_manager)
 
 
 def test_a_refusal_is_the_decision_and_not_a_stack_of_frames():

@@ -197,10 +197,10 @@ class Metadata:
             found = self._steps[key] = Step(mask, keys, values)
         return found
 
-    def move_to(self, sequences: Sequences, causal: bool) -> bool:
+    def move_to(self, used: Tensor, pages: Tensor, causal: bool) -> bool:
         """Whether it could be made that of the next step of decoding."""
         steps = self._steps.values()
-        return bool(steps) and causal == self.causal and all(step.move_to(sequences) for step in steps)
+        return bool(steps) and causal == self.causal and all(step.move_to(used, pages) for step in steps)
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -219,12 +219,14 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if isinstance(step.causal, Tensor):
             raise errors.not_served_in_vllm("causal", "a tensor that says which requests are causal")
         pages = step.block_table_tensor[: step.num_reqs, : -(-step.max_seq_len // self.page_size)]
-        starts, used, longest = step.query_start_loc, step.seq_lens, (step.max_query_len, step.max_seq_len)
-        sequences = _sequences(starts, used, pages, self.page_size, *longest, step.num_actual_tokens)
-        if self.last is None or not self.last.move_to(sequences, step.causal):
+        used, tokens = step.seq_lens, step.num_actual_tokens
+        decodes = (step.max_query_len, tokens) == (1, step.num_reqs)
+        if not (decodes and self.last is not None and self.last.move_to(used, pages, step.causal)):
+            longest = step.max_query_len, step.max_seq_len
+            sequences = _sequences(step.query_start_loc, used, pages, self.page_size, *longest, tokens)
             self.last = Metadata(sequences, step.causal)
         # Padding has no slot, -1. The first page is nobody's.
-        self.last.slots = step.slot_mapping[: step.num_actual_tokens].clamp(min=0)
+        self.last.slots = _until(tokens, step.slot_mapping).clamp(min=0)
         return self.last
 
 

@@ -19,7 +19,6 @@ from ..visits import Bounds
 from ..visits.places import COLUMNS, COUNT, INDEX, ROW
 from .attention import as_rows, located
 from .mask import SequenceMask
-from .sequences import Sequences
 
 
 class Step:
@@ -59,19 +58,17 @@ class Step:
             return cache.transpose(1, 2)
         return cache.flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
-    def move_to(self, sequences: Sequences) -> bool:
-        """Whether this could be made the step of `sequences`: of as many, each with one query as before, in as many
-        pages. That changes a few columns of the tables in place."""
-        before, (used, pages) = self.mask.sequences, (sequences.used_k, sequences.pages)
-        if self._changing is None or used is None or pages is None or sequences.page_size != before.page_size:
+    def move_to(self, used: Tensor, pages: Tensor) -> bool:
+        """Whether this could be made the step of as many sequences, each with one query as before and `used` keys in
+        as many `pages`. That changes a few columns of the tables in place."""
+        before = self.mask.sequences
+        if self._changing is None or pages.shape != before.pages.shape:
             return False
-        if pages.shape != before.pages.shape or (sequences.max_q, sequences.total_q) != (1, sequences.count):
-            return False
-        positions, keys, rows, counts, starts = self._changing
+        positions, lengths, each_length, rows, counts, starts = self._changing
         torch.sub(used, 1, out=positions)
-        keys.copy_(used)
+        lengths.copy_(used)
         torch.mul(pages, before.page_size, out=rows)
-        torch.sub(used.unsqueeze(1), starts, out=counts).clamp_(0, before.page_size)
+        torch.sub(each_length, starts, out=counts).clamp_(0, before.page_size)
         return True
 
     def _decodes(self) -> bool:
@@ -94,6 +91,7 @@ class Step:
         return (
             queries[:, INDEX],
             schedule.sequence_table[:count, 1],
+            schedule.sequence_table[:count, 1:2],
             keys[:, :, ROW],
             keys[:, :, COUNT],
             keys[:1, :, INDEX].clone(),

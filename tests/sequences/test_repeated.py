@@ -95,25 +95,31 @@ def test_steps_of_decoding_move(page, mask):
     for more in range(4):  # over the end of a page
         keys = [page - 2 + more, 1 + more, 2 * page - 2 + more]
         sequences = packed([1, 1, 1], keys, page, more, width=3)
-        assert step.move_to(sequences)
+        assert step.move_to(sequences.used_k, sequences.pages)
         q = torch.randn(3, HEADS, DIM)
         expected = dense(q, *caches, sequences, MASKS[mask], lambda h, q, kv: 0.0, None)
         torch.testing.assert_close(layer(q, *caches, step).double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
-    "queries, keys, width, mask",
+    "count, width, mask",
     [
-        ([1, 1], [5, 6], 2, None),  # fewer sequences
-        ([1, 1, 2], [5, 6, 7], 2, None),  # a chunk
-        ([1, 1, 1], [5, 6, 40], 3, None),  # more pages
-        ([1, 1, 1], [5, 6, 7], 2, MASKS["of heads"]),  # a mask that lengths change
+        (2, 2, None),  # fewer sequences
+        (3, 3, None),  # more pages
+        (3, 2, MASKS["of heads"]),  # a mask that lengths change
     ],
 )
-def test_other_steps_do_not_move(queries, keys, width, mask):
+def test_other_steps_do_not_move(count, width, mask):
     caches = [torch.randn(12, 16, KV_HEADS, DIM) for _ in range(2)]
     step = Step(packed([1, 1, 1], [4, 5, 6], 16, 0, width=2).mask(mask, heads=HEADS), *caches)
-    assert not step.move_to(packed(queries, keys, 16, 1, width=width))
+    others = packed([1] * count, [5, 6, 7][:count], 16, 1, width=width)
+    assert not step.move_to(others.used_k, others.pages)
+
+
+def test_a_step_with_a_chunk_does_not_move():
+    caches = [torch.randn(12, 16, KV_HEADS, DIM) for _ in range(2)]
+    chunk = packed([1, 1, 2], [4, 5, 6], 16, 0, width=2)
+    assert not Step(chunk.mask(causal), *caches).move_to(chunk.used_k, chunk.pages)
 
 
 def test_tables_change_in_place_and_kernels_stay():

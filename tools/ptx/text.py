@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Iterator
@@ -103,6 +104,7 @@ _STATEMENT = re.compile(
 )
 
 
+@functools.lru_cache(16)  # a launch asks twice, and the same kernel is launched again
 def parse(text: str) -> Module:
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.MULTILINE)
     if target is None:

@@ -32,7 +32,7 @@ def flex_inductor(
         import torch._inductor
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    compat.drop_guards_on(__package__)
+    compat.drop_guards_on_constants(__package__)
     own, inductors = split_options(options)
     prepare_calls(module, own)
     calls = attention_nodes(module)

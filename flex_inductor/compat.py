@@ -8,7 +8,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -55,22 +55,43 @@ def run_while_traced(function: Callable) -> Callable:
     return function
 
 
-def drop_guards_on(package: str) -> None:
-    """Keep the graph that Dynamo is compiling from looking, in each call, at what it read of a package's modules.
+def drop_guards_on_constants(package: str) -> None:
+    """Keep the graph that Dynamo is compiling from looking at the constants of a package in each call.
 
-    What it read there must be functions, classes and constants.
+    They are functions, classes, and what has a name in capitals, with all that is inside of them.
     """
-    from torch._dynamo.source import GlobalSource, get_global_source_name
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     if context is None:
         return
-    guards, own = context.guards_context.dynamo_guards, f"__import_{package}"
-    names = {get_global_source_name(guard.originating_source) or "" for guard in guards}
-    for name in names:
-        if name == own or name.startswith(f"{own}_dot_"):
-            guards.remove_guards_with_source(GlobalSource(name))
+    state = context.guards_context.copy_graphstate()
+    constant = {g for g in state.dynamo_guards if _is_constant_of(package, g.originating_source)}
+    state.dynamo_guards = state.dynamo_guards - constant
+    context.guards_context.restore_graphstate(state)
+
+
+def _is_constant_of(package: str, source: Any) -> bool:
+    from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
+
+    links = []
+    while isinstance(source, ChainedSource):
+        links.append(source)
+        source = source.base
+    name = source.global_name if isinstance(source, GlobalSource) else ""
+    if not f"{name}_dot_".startswith(f"__import_{package}_dot_"):
+        return False
+    found: Any = sys.modules.get(name.removeprefix("__import_").replace("_dot_", "."))
+    for link in reversed(links):
+        if not isinstance(found, ModuleType):
+            break
+        if not isinstance(link, AttrSource):
+            return False
+        found = getattr(found, link.member)
+        constant = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.dtype)
+        if not isinstance(found, constant) and not link.member.strip("_").isupper():
+            return False
+    return found is not None
 
 
 def allows_tf32() -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor.utils import run_and_get_code
 
-from flex_inductor import FlexError, flex_attention
+from flex_inductor import FlexError, flex_attention, mods
 from flex_inductor.errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
 from flex_inductor.lowerings import registry
 from flex_inductor.lowerings.registry import decide
@@ -79,23 +79,23 @@ def test_eager_and_plain_inductor_serve_the_op_too():
 SCALE = 0.5
 
 
-def scaled(query, key, value):
-    return flex_attention(query, key, value, scale=SCALE)
-
-
-def test_calls_look_at_the_users_globals_and_not_at_ours(monkeypatch):
+def test_calls_look_at_what_changes_and_not_at_our_constants(monkeypatch):
     """Dynamo would have each call look at some 170 functions, classes and constants of this package."""
+    exec("def _shift_of_test():\n    return _shift_by_test", vars(mods))
+
+    def scaled(query, key, value):
+        return flex_attention(query, key, value, scale=SCALE) + mods._shift_of_test()
+
     torch._dynamo.reset()
     inputs = [torch.randn(1, 2, 19, 4) for _ in range(3)]
     compiled = torch.compile(scaled, backend="flex_inductor", options={"route": "chunked"})
-    for scale in (0.5, 2.0):
+    for scale, shift in ((0.5, 0.0), (2.0, 0.0), (2.0, 1.0)):
         monkeypatch.setitem(globals(), "SCALE", scale)
+        monkeypatch.setattr(mods, "_shift_by_test", shift, raising=False)
         torch.testing.assert_close(compiled(*inputs), scaled(*inputs))
-    entries = _debug_get_cache_entry_list(scaled)
-    assert len(entries) == 2
-    for entry in entries:
-        assert "SCALE" in str(entry.guard_manager)
-        assert "__import_flex_inductor" not in str(entry.guard_manager)
+    for entry in _debug_get_cache_entry_list(scaled):
+        looked_at = set(re.findall(r"__import_flex_inductor\w*'\]\.([\w.]+)", str(entry.guard_manager)))
+        assert looked_at == {"attention", "compat", "compat.failed_when_imported", "_shift_by_test"}
 
 
 def test_a_refusal_is_the_decision_and_not_a_stack_of_frames():

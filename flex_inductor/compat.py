@@ -71,6 +71,9 @@ def drop_guards_on_constants(package: str) -> None:
     context.guards_context.restore_graphstate(state)
 
 
+_CONSTANT = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.dtype)
+
+
 def _is_constant_of(package: str, source: Any) -> bool:
     from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
 
@@ -88,8 +91,7 @@ def _is_constant_of(package: str, source: Any) -> bool:
         if not isinstance(link, AttrSource):
             return False
         found = getattr(found, link.member)
-        constant = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.dtype)
-        if not isinstance(found, constant) and not link.member.strip("_").isupper():
+        if not isinstance(found, _CONSTANT) and not link.member.strip("_").isupper():
             return False
     return found is not None
 

@@ -16,14 +16,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from . import packed, plain, spread
 from .mods import ROUTES
 
-ALL = ("eager", *ROUTES)
-
 
 def half_as_many(route: str, most: int) -> Any:
-    """Batches of a program: each takes twice as much of what hypothesis draws at most as padded values do."""
+    """Batches for a program. One takes twice as many of hypothesis' draws as padded values do, and draws are limited."""
     return packed.several_batches(route, (most + 1) // 2)
 
 
+ALL = ("eager", *ROUTES)
 KINDS = {
     "plain": (plain, plain.several_values, ALL),
     "packed": (packed, half_as_many, ALL),

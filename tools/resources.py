@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flex_inductor.lowerings.toolchain import missing_for_triton
-from flex_inductor.lowerings.triton.configs import STACK_BYTES, known_device
+from flex_inductor.lowerings.triton import assembler
+from flex_inductor.lowerings.triton.configs import FEW_SPILLED_BYTES, known_device
 from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .errors import no_triton
@@ -104,6 +105,7 @@ def compile_for(kernel: GeneratedKernel, config: dict[str, int], target: str) ->
     import triton
     from triton.compiler import ASTSource
 
+    assembler.use_newest()
     names = kernel.fn.arg_names
     constants = {**kernel.triton_meta.get("constants", {}), **config}
     signature = kernel.triton_meta["signature"]
@@ -130,7 +132,7 @@ def compile_untuned(kernel: GeneratedKernel, target: str) -> tuple[dict[str, int
         found = resources(compiled)
         if best is None or (found.spill_bytes or 0) < (best[2].spill_bytes or 0):
             best = config, compiled, found
-        if (best[2].spill_bytes or 0) <= STACK_BYTES:
+        if (best[2].spill_bytes or 0) <= FEW_SPILLED_BYTES:
             break
     assert best is not None
     return best

@@ -1,9 +1,9 @@
 """The first call of a kernel of generated code: it chooses the config.
 
 The fastest config is kept. If one cannot be compiled, or the card lacks shared memory or registers for it, the next one
-that should fit is tried. Only compiling shows how many registers a config takes. If it needs local memory, the next two
-are compiled as well, and the one that needs least is taken. Only compiling shows layouts, too: if they rule out
-additions in place, Triton's own replace them.
+that should fit is tried. Only compiling shows how many registers a config takes. If it needs much local memory, the
+next two are compiled as well, and the one that needs least is taken. Only compiling shows layouts, too: if they rule
+out additions in place, Triton's own replace them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner, config_f
 from flex_inductor import fingerprint
 
 from .. import errors, winners
-from .configs import STACK_BYTES, describe, launched_with
+from . import assembler
+from .configs import FEW_SPILLED_BYTES, describe, launched_with
 from .in_place import adds_twice
 
 log = logging.getLogger("flex_inductor")
@@ -95,6 +96,8 @@ class WithSpare(CachingAutotuner):
         return torch.empty(size, dtype=torch.int8, device=self.device_props.type)
 
     def _precompile_config(self, config: Any) -> Any:
+        if self.device_props.type == "cuda":
+            assembler.use_newest()
         try:
             result = super()._precompile_config(config)
         except RuntimeError as error:
@@ -118,7 +121,7 @@ class WithSpare(CachingAutotuner):
     def _make_launchers(self) -> None:
         self._launch_what_fits()
         best = self.launchers, self.compile_results
-        while len(self.launchers) == 1 and self.better and _local_bytes(best[0][0]) > STACK_BYTES:
+        while len(self.launchers) == 1 and self.better and _local_bytes(best[0][0]) > FEW_SPILLED_BYTES:
             config = config_from_dict(self.better.pop(0))
             log.info(
                 "%s: %s: %d bytes of local memory; next: %s",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
 
 from ..buffers import realized
 from ..call import LoweredCall
 from ..problem import AttentionProblem
 from .configs import LARGEST_TILE, current_device
 from .kernel import Tensor
+
+aten = torch.ops.aten
 
 _FORMATS = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
 
@@ -31,12 +35,23 @@ class Narrow(NamedTuple):
     scales_values: bool  # whether numbers for each value multiply it, not its weights
 
 
+def _in_memory(scale: Any, problem: AttentionProblem) -> Any:
+    """Kernels get a number on the CPU by its value, which has no address."""
+    if not V.graph.is_unspec_arg(scale.get_name()):
+        return scale
+    size, number = scale.get_size(), scale
+    for _ in size:
+        number = lowerings[aten.select](number, 0, 0)
+    zero = lowerings[aten.full]([1] * len(size), 0.0, dtype=torch.float32, device=problem.device)
+    return realized(lowerings[aten.expand](realized(lowerings[aten.add](zero, number)), size))
+
+
 def of(problem: AttentionProblem, call: LoweredCall, tensor: Callable[..., Tensor]) -> Narrow | None:
     if not call.inputs.kv_scales:
         return None
     device = current_device(problem.device)
     key, value = (
-        tensor(f"scales_of_{name}", realized(scale))
+        tensor(f"scales_of_{name}", _in_memory(realized(scale), problem))
         for name, scale in zip(("keys", "values"), call.inputs.kv_scales, strict=True)
     )
     mapped = problem.map_tiles is not None

@@ -24,6 +24,7 @@ CALLS = [
         (torch.float16, E4M3, "head"),
         (torch.float32, E5M2, "head"),
         (torch.float32, E4M3, "none"),
+        (torch.float16, E4M3, "tensor"),
     )
 ]
 

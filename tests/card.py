@@ -46,25 +46,32 @@ class Call(NamedTuple):
         sizes = Sizes(1, 2, 1, queries, keys, head_dim, value_dim=16)
         return self._replace(dtype=FP32, sizes=sizes, block=self.block and 16)
 
+    def _mask(self) -> Any:
+        if self.block is None:
+            return MASKS[self.mask](self.sizes)
+        lengths = self.sizes.queries, self.sizes.keys
+        device = torch.get_default_device()
+        return create_block_mask(
+            lambda b, h, q, k: q >= k, None, None, *lengths, device, BLOCK_SIZE=self.block
+        )
+
     def check(self, setting: Setting) -> None:
         """Raise where the call is less right than dense attention, or other kernels served than it is about."""
         torch._dynamo.reset()
         decisions(clear=True)
-        with torch.device(setting.device):
-            if self.block is not None:
-                lengths = self.sizes.queries, self.sizes.keys
-                mask = create_block_mask(
-                    lambda b, h, q, k: q >= k, None, None, *lengths, BLOCK_SIZE=self.block
-                )
-            else:
-                mask = MASKS[self.mask](self.sizes)
         mod = MODS[self.mod]
-        attend = compiled(
+        compiled_call = compiled(
             attention_of(mod.build), replace(setting, mode=TUNED if self.tuned else None), self.configs
         )
-        inputs = [tensor.to(setting.device) for tensor in self.sizes.inputs(self.dtype)]
-        captures = [capture.to(setting.device) for capture in mod.captures(self.sizes)]
-        judge(attend, dense_of(mod.build), inputs, captures, mask)
+        with torch.device(setting.device):
+            mask_there = self._mask()
+
+        def attend(query, key, value, captures, _):
+            given = [tensor.to(setting.device) for tensor in (query, key, value, *captures)]
+            return tuple(t.cpu() for t in compiled_call(*given[:3], tuple(given[3:]), mask_there))
+
+        inputs, captures = self.sizes.inputs(self.dtype), mod.captures(self.sizes)
+        judge(attend, dense_of(mod.build), inputs, captures, self._mask())
         found = decisions()
         assert [decision.chosen for decision in found] == ["triton", "triton"], found
         made = {kernel.kernel: kernel.why for decision in found for kernel in decision.kernels}
@@ -133,7 +140,8 @@ def _compiled(setting: Setting, mode: str | None = None) -> Any:
 
 
 def _drawn(setting: Setting, *size: int, device: str | None = None) -> list[torch.Tensor]:
-    return [torch.randn(size, dtype=setting.dtype, device=device or setting.device) for _ in range(3)]
+    dtype = BF16 if setting.device == "cuda" else FP32
+    return [torch.randn(size, dtype=dtype, device=device or setting.device) for _ in range(3)]
 
 
 def on_a_side_stream(setting: Setting) -> None:

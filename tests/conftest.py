@@ -86,8 +86,33 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     parser.addoption("--cells", type=Path, help="a file for what tests prove: see tests/cells.py")
+    parser.addoption(
+        "--card",
+        action="store_true",
+        help="this machine's card runs what Triton's interpreter and tools/ptx would",
+    )
 
 
 def pytest_configure(config):
+    if config.getoption("--card"):
+        _run_on_the_card()
     if path := config.getoption("--cells"):
         config.pluginmanager.register(cells.Watching(path, is_worker=hasattr(config, "workerinput")))
+
+
+def _run_on_the_card():
+    from flex_inductor.tools import execute, interpret, on_card
+    from flex_inductor.tools.ptx.counts import Count, Counts
+    from flex_inductor.tools.ptx.text import parse
+
+    def run_compiled(binary, grid, args, **_):
+        """A card does not count: each instruction counts once."""
+        on_card.launch(binary, grid, args)
+        (kernel,) = parse(binary.asm["ptx"]).kernels.values()
+        return Counts(
+            kernel, "", 0, 0, 0, [(instruction, Count(1, 1)) for instruction in kernel.instructions]
+        )
+
+    execute.ptx.run_compiled = run_compiled
+    interpret.compiled, interpret._load = on_card.compiled, on_card.loaded
+    interpret.check_environment = interpret.prepare = lambda *_: None

@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from . import packed, plain, spread
-from .mods import ROUTES
+from .mods import CARD, ROUTES
 
 
 def half_as_many(route: str, most: int) -> Any:
@@ -28,7 +28,12 @@ KINDS = {
     "packed": (packed, half_as_many, ALL),
     "spread": (spread, spread.several_values, ("eager",)),
 }
-CALLS = {"eager": 12, "chunked": 200, "cpu": 300}  # of a program, at most; kernels that are executed are slow
+CALLS = {
+    "eager": 12,
+    "chunked": 200,
+    "cpu": 300,
+    CARD: 30,
+}  # of a program, at most; kernels that are executed are slow
 
 
 def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
@@ -43,7 +48,7 @@ def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
             max_examples=40,  # the first ones are trivial
             deadline=None,
             database=None,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, *[Phase.shrink] * (route != CARD)],  # whose time is dear
             suppress_health_check=list(HealthCheck),
         )
         @given(program=module.programs(route), several=several_calls(route, CALLS.get(route, 6)))
@@ -101,7 +106,7 @@ def _text(value: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--hours", type=float, default=0.5)
-    parser.add_argument("--route", choices=ALL, help="default: all")
+    parser.add_argument("--route", choices=[*ALL, CARD], help=f"default: all but {CARD}, which needs one")
     parser.add_argument("--kind", choices=KINDS, help="default: each for as long")
     parser.add_argument(
         "--seed", type=int, default=int.from_bytes(os.urandom(3), "big"), help="the first one"
@@ -110,7 +115,7 @@ def main() -> int:
     if given.route == "triton":
         os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported it yet
     if given.route:
-        kinds = [kind for kind, (_, _, routes) in KINDS.items() if given.route in routes]
+        kinds = [kind for kind, (_, _, routes) in KINDS.items() if given.route.replace(CARD, "cpu") in routes]
         kinds = [given.kind] if given.kind else kinds
         return max(fuzz(given.route, kind, given.seed, 60 * given.hours / len(kinds)) for kind in kinds)
     print(f"seed {given.seed}", flush=True)

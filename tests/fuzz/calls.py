@@ -13,7 +13,7 @@ from flex_inductor import decisions
 from flex_inductor.backend import flex_inductor
 from tests.support import served_by
 
-from .mods import CARDS, TRITON
+from .mods import CARD, CARDS, TRITON
 
 DTYPES = {
     "eager": ("float32", "bfloat16"),  # of float64 the right results are in float64 too, and off as much
@@ -21,9 +21,10 @@ DTYPES = {
     "cpu": ("float32", "bfloat16", "float16"),
     "triton": ("float32", "float16"),  # Triton's interpreter gets products of bfloat16 wrong
     **dict.fromkeys(CARDS, ("float32", "bfloat16", "float16")),
+    CARD: ("float32", "bfloat16", "float16", "bfloat16", "float16"),  # fp32 compiles for long
     "sm_100": ("bfloat16", "float16"),  # where Triton multiplies fp32 in TF32, see docs/triton.md
 }
-LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, **dict.fromkeys(TRITON, 60)}
+LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, **dict.fromkeys(TRITON, 60), CARD: 200}
 
 
 def lists_of(each: st.SearchStrategy, most: int) -> st.SearchStrategy[list]:
@@ -41,6 +42,10 @@ def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:
         from flex_inductor.tools import interpret
 
         return interpret.compiled(attend, dynamic=True)
+    if route == CARD:
+        from flex_inductor.tools import on_card
+
+        return on_card.compiled(attend, dynamic=True)
     if route in CARDS:
         from flex_inductor.tools import execute
 
@@ -64,7 +69,7 @@ def compilations(route: str, passes: int = 2) -> Iterator[set]:
     with (
         torch.fx.experimental._config.patch(use_duck_shape=False),
         torch._dynamo.config.patch(recompile_limit=200),  # what is compiled is counted below
-        served_by("triton" if route in CARDS else route),
+        served_by("triton" if route in TRITON else route),
     ):
         yield shapes
         found = len(decisions()) // passes

@@ -14,8 +14,9 @@ from torch import Tensor
 from tests.support import Sizes
 
 CARDS = ("sm_80", "sm_90", "sm_100")  # Triton's kernels compiled for them, executed by tools/ptx
-TRITON = ("triton", *CARDS)
-ROUTES = ("chunked", "cpu", *TRITON)
+CARD = "card"  # the same on this machine's card
+TRITON = ("triton", *CARDS, CARD)
+ROUTES = ("chunked", "cpu", "triton", *CARDS)
 # What mods capture by name, and its shape; "keys" and "queries" change with the call.
 CAPTURES = {
     "number": (),
@@ -217,7 +218,7 @@ def _scores(*parts: str) -> st.SearchStrategy[str]:
 # The fused kernels hold no tensors in a lane.
 SCORES = {
     route: _scores("in_place") if route in ("cpu", *TRITON) else _scores("in_place", "by_parts")
-    for route in ("eager", *ROUTES)
+    for route in ("eager", *ROUTES, CARD)
 }
 WINDOWS = st.recursive(
     st.one_of(

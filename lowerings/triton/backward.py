@@ -19,15 +19,15 @@ from ..decision import Choice
 from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import captured
-from .configs import LARGEST_TILE, Config
+from .configs import LARGEST_TILE, Config, current_device
 from .fitting import chosen
 from .kernel import empty
 from .kernel_builder import LOG2_E, Builder, tiles, unwritten, walked
 
 aten = torch.ops.aten
 
-# Below this many instances the query heads of one KV head get instances of their own.
-ENOUGH_INSTANCES = 512
+# Below this many instances a multiprocessor the query heads of one KV head get instances of their own.
+ENOUGH_INSTANCES = 16
 
 WIDEST_TOGETHER = 128  # head dim at which one kernel has registers for d(key) and d(value)
 
@@ -195,7 +195,8 @@ def _heads_in_an_instance(problem: AttentionProblem, config: Config) -> int:
     group = int(problem.H) // int(problem.K)
     batches, _, keys = walked(problem)
     instances = tiles(keys, config.block_n) * problem.K * batches
-    few = V.graph.sizevars.optimization_hint(instances, fallback=0) < ENOUGH_INSTANCES
+    enough = ENOUGH_INSTANCES * current_device(problem.device).multiprocessors
+    few = V.graph.sizevars.optimization_hint(instances, fallback=0) < enough
     return 1 if few else group
 
 

@@ -14,8 +14,9 @@ from .configs import (
     forward_cost,
 )
 
-# Queries x keys / warps / stages. With three stages two tiles of a tensor are copied while one is computed, with two
-# stages none: these are for calls that leave less memory or fewer registers.
+# Queries x keys / warps / stages / axes. With three stages two tiles of a tensor are copied while one is computed, with
+# two stages none: these are for calls that leave less memory or fewer registers. Hopper's first ones were measured on
+# H200: two instances of 4 warps on a multiprocessor beat one of 8, since one multiplies while the other exponentiates.
 _TEXT = """
 forward
     interpreter 1024: 32x32/4/1 16x32/4/1 32x16/4/1 16x16/4/1
@@ -27,8 +28,8 @@ forward
     ampere 128: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 128x128/8/3 64x64/4/3 128x128/8/2 64x64/4/2
     ampere 256: 32x64/4/3 64x128/8/1 64x64/8/1 64x32/4/3 64x32/4/2 32x32/4/3 32x32/4/2
     ampere/hopper/blackwell 1024: 32x16/8/1
-    hopper 64: 128x128/8/3 128x64/8/3 128x128/8/2 128x64/8/2 64x64/4/3
-    hopper 128: 128x128/8/3 128x64/8/3 128x128/8/2 128x64/8/2 64x64/4/3
+    hopper 64: 64x128/4/2/descriptors 64x64/4/3 128x64/4/3 128x128/8/3 128x64/8/3 128x128/8/2 128x64/8/2
+    hopper 128: 64x64/4/3/descriptors 64x64/4/3 128x128/8/3 128x64/8/3 128x128/8/2 128x64/8/2
     hopper 256: 128x32/8/3 128x64/8/2 128x32/8/2 64x64/4/3 64x64/8/2 64x32/8/3 64x32/8/2
     blackwell 64: 128x64/8/3 128x64/8/2 128x128/8/3 64x64/4/3
     blackwell 128: 128x64/8/3 128x64/8/2 128x32/8/3 128x128/8/3 128x128/8/2 64x64/4/3
@@ -68,7 +69,8 @@ backward_dq, backward_magnitudes
     ampere 128: 128x32/8/3 64x32/4/3 128x32/8/2 64x32/4/2 32x32/4/3 32x32/4/2 128x64/8/3 64x64/4/3 128x64/8/2 64x64/4/2
     ampere 256: 64x32/4/3 64x64/8/1 32x32/8/1 32x16/4/1
     ampere/hopper/blackwell 1024: 16x16/8/1
-    hopper/blackwell 64: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 128x128/8/3 64x64/4/3 128x128/8/2 64x64/4/2
+    hopper 64: 64x64/4/3 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 128x128/8/3 64x64/4/2
+    blackwell 64: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 128x128/8/3 64x64/4/3 128x128/8/2 64x64/4/2
     hopper/blackwell 128: 128x64/8/3 128x32/8/3 128x64/8/2 128x32/8/2 64x64/4/3 32x32/4/3 64x64/4/2 32x32/4/2
     hopper 256: 128x32/8/3 128x32/8/2 32x32/8/1 32x16/4/1
     blackwell 256: 128x32/8/2 64x32/8/3 64x32/8/2 32x32/8/1 32x16/4/1
@@ -90,8 +92,9 @@ backward_dkdv
     ampere 128: 32x64/4/3 32x64/4/2 64x64/8/3 32x32/4/3 64x64/8/2 32x32/4/2 64x64/4/3 64x64/4/2 32x128/8/2
     ampere 256: 32x64/8/1 32x32/8/1 32x16/4/1
     ampere/hopper/blackwell 1024: 16x16/8/1
-    hopper/blackwell 64: 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 64x64/4/3 64x64/4/2
-    hopper 128: 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 32x32/4/3 32x32/4/2
+    hopper 64: 64x64/4/3 64x64/4/2 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2
+    blackwell 64: 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 64x64/4/3 64x64/4/2
+    hopper 128: 64x64/4/2 64x128/8/3 32x128/8/3 64x128/8/2 32x128/8/2 32x32/4/3 32x32/4/2
     hopper/blackwell 256: 32x32/8/1 32x16/4/1
     # With a map both sums leave tensor memory after every run: 64 keys where 128 have no registers for that.
     blackwell 128: 64x128/8/3 32x128/8/3 64x64/8/3 64x128/8/2 32x128/8/2 32x32/4/3 32x32/4/2
@@ -132,8 +135,9 @@ def _read(text: str) -> dict[str, Table]:
 
 
 def _config(text: str) -> Config:
-    m, n, warps, stages = map(int, text.replace("x", "/").split("/"))
-    return Config(m, n, warps, stages)
+    tile, warps, stages, *axes = text.split("/")
+    m, n = map(int, tile.split("x"))
+    return Config(m, n, int(warps), int(stages), **dict.fromkeys(axes, 1))
 
 
 _COSTS: dict[str, Cost] = {

@@ -56,9 +56,9 @@ sm_80 backward_dkdv: 64x128, 8 warps, 3 stages; 32x64, 4 warps, 3 stages; 32x64,
 sm_86 forward: 64x64, 4 warps, 3 stages; 64x32, 4 warps, 3 stages; 64x32, 8 warps, 1 stages
 sm_86 backward_dq: 64x32, 4 warps, 3 stages; 32x32, 4 warps, 3 stages; 32x32, 4 warps, 1 stages
 sm_86 backward_dkdv: 32x64, 4 warps, 3 stages; 32x32, 4 warps, 3 stages; 32x32, 4 warps, 1 stages
-sm_90 forward: 128x128, 8 warps, 3 stages; 128x128, 8 warps, 3 stages; 128x32, 8 warps, 3 stages
-sm_90 backward_dq: 128x64, 8 warps, 3 stages; 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages
-sm_90 backward_dkdv: 64x128, 8 warps, 3 stages; 64x128, 8 warps, 3 stages; 32x32, 8 warps, 1 stages
+sm_90 forward: 64x128, 4 warps, 2 stages, descriptors; 64x64, 4 warps, 3 stages, descriptors; 128x32, 8 warps, 3 stages
+sm_90 backward_dq: 64x64, 4 warps, 3 stages; 128x64, 8 warps, 3 stages; 128x32, 8 warps, 3 stages
+sm_90 backward_dkdv: 64x64, 4 warps, 3 stages; 64x64, 4 warps, 2 stages; 32x32, 8 warps, 1 stages
 gfx942 forward: 128x64, 4 warps, 1 stages; 128x64, 4 warps, 1 stages; 64x32, 4 warps, 1 stages
 gfx942 backward_dq: 128x64, 4 warps, 1 stages; 128x32, 4 warps, 1 stages; 128x16, 4 warps, 1 stages
 gfx942 backward_dkdv: 32x128, 4 warps, 1 stages; 32x128, 4 warps, 1 stages; 16x16, 4 warps, 1 stages""",
@@ -76,7 +76,18 @@ def test_what_is_rejected_says_why():
         "32x16, 4 warps, 1 stages: a tile of 32 does not divide the schedule's query blocks of 16",
     ]
     _, rejected = candidates(*TABLES["forward"], known_device("sm_90"), Shape(128, 128, 4))
-    assert rejected[0] == (Config(128, 128, 8, 3), "about 459264 bytes of shared memory of 232448")
+    assert (Config(128, 128, 8, 3), "about 459264 bytes of shared memory of 232448") in rejected
+
+
+def test_two_instances_of_four_warps_have_room_with_descriptors():
+    """On H200 a call that captures a number for each row took half as long again where only one had."""
+    wanted = Config(64, 64, 4, 3, descriptors=1)
+    for captured, first in ((0, wanted), (1, wanted._replace(descriptors=0))):
+        shape = Shape(128, 128, 2, 128, 128, line_loads=2 * captured)
+        (chosen, *_), rejected = candidates(*TABLES["forward"], known_device("sm_90"), shape)
+        assert chosen == first
+    reason = "about 116992 bytes of shared memory, which leave a multiprocessor no room for a second instance"
+    assert (wanted, reason) in rejected
 
 
 # What Triton 3.7.1 allocates, where estimates are closest; counts are of captured values.

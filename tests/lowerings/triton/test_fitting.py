@@ -24,8 +24,8 @@ def timed(kind, arch, shape):
 
 def test_tuning_reaches_the_largest_tile_with_copies_by_descriptor():
     found = timed("forward", "sm_90", Shape(128, 128, 2))
-    assert found[0] == Config(128, 128, 8, 3)
-    assert Config(128, 128, 8, 3, descriptors=1) in found
+    assert found[0] == Config(64, 64, 4, 3, descriptors=1)
+    assert {Config(128, 128, 8, 3), Config(128, 128, 8, 3, descriptors=1)} <= {*found}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])

@@ -70,7 +70,7 @@ for run in range(tl.where(full_stop < stop, 2, 1)):
     run_start = each_alone(tl.where(run == 0, start, full_stop)) * 128
     run_stop = each_alone(tl.minimum(tl.where(run == 0, full_start, stop) * 128, 256).to(tl.int32))
     for start_n in range(run_start, run_stop, BLOCK_N):
-        k = load_tile(key_head)
+            k = load_tile(key_head)
         score = tl.dot(q, tl.trans(k))
             mask_1 = each_alone(kv_idx)
             mask_2 = mask_0 >= mask_1
@@ -78,15 +78,15 @@ for run in range(tl.where(full_stop < stop, 2, 1)):
             mask_5 = each_alone(mask_3)
             mask_6 = mask_5 < mask_4
             mask_7 = mask_2 & mask_6
-        v = load_tile(value_head)
+            v = load_tile(value_head)
         acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
 run_start = each_alone(full_start) * 128
 run_stop = each_alone(tl.minimum(full_stop * 128, 256).to(tl.int32))
 for start_n in range(run_start, run_stop, BLOCK_N):
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
         )
@@ -102,20 +102,20 @@ last = tl.load(counts) * TILES
 block = tl.load(row_blocks)
 for step in range(0, last):
     block = tl.load(row_blocks)
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
         mask_1 = each_alone(kv_idx)
         mask_2 = mask_0 >= mask_1
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
 last = tl.load(full_counts) * TILES
 block = tl.load(row_blocks)
 for step in range(0, last):
     block = tl.load(row_blocks)
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
         )
@@ -131,14 +131,14 @@ score_0 = tl.load(captured_0 + (h))
 score_3 = as_mantissa(q_idx)
 # All keys.
 for start_n in range(0, 256, BLOCK_N):
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = kv_idx - q_idx
     score_2 = as_mantissa(kv_idx)
     score_4 = score_2 - score_3
     score_5 = score_0 * score_4
     score_6 = score + score_5
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
         )
@@ -153,12 +153,12 @@ score_0 = tl.full([], 0.03333333333333333, tl.float32)
 score_3 = tl.full([], 30.0, tl.float32)
 # All keys.
 for start_n in range(0, 256, BLOCK_N):
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     score_1 = score * score_0
     score_2 = 1.0 - 2.0 * reciprocal(tl.exp2(score * 0.09617966939259756) + 1.0)
     score_4 = score_2 * score_3
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
         )
@@ -176,20 +176,20 @@ last = tl.load(counts) * TILES
 block = tl.load(row_blocks)
 for step in range(0, last):
     block = tl.load(row_blocks)
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
     mask_1 = tl.load(captured_0 + (kv_idx))
     mask_2 = mask_0 == mask_1
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 # Full blocks of keys.
 last = tl.load(full_counts) * TILES
 block = tl.load(row_blocks)
 for step in range(0, last):
     block = tl.load(row_blocks)
-    k = load_tile(key_head)
+        k = load_tile(key_head)
     score = tl.dot(q, tl.trans(k))
-    v = load_tile(value_head)
+        v = load_tile(value_head)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
 store_tile(out, acc)""",
         )

@@ -35,13 +35,14 @@ def rows(*sizes, **call):
         ((16, 8), {}, ("decode", 128)),
         ((13, 8), {}, ("decode", 128)),
         ((13, 8), {"batch": 1}, ("decode", "combine", 128)),
-        ((40, 8), {}, ("decode", 128)),  # 2 heads of 8 in a tile
+        ((40, 8), {"target": "sm_80"}, ("decode", 128)),  # 2 heads of 8 in a tile
+        ((40, 8), {}, ("forward", 64)),  # whose tile has no more rows for a head
         ((1, 6), {}, ("decode", 16)),
         ((16, 6), {"head_dim": 256, "target": "sm_120"}, ("decode", 64)),  # 3: more leave too few registers
         ((1, 1), {}, ("decode", 16)),  # nothing to pack, and 127 rows fewer than the forward's tile
         ((16, 8), {"mask_mod": lambda b, h, q, k: q >= k + h}, ("decode", 16)),  # a schedule for each head
         ((64, 8), {"head_dim": 256, "target": "sm_80"}, ("forward", 32)),  # none is idle
-        ((65, 8), {}, ("forward", 128)),
+        ((65, 8), {}, ("forward", 64)),
         ((16, 8), {"fwd_BLOCK_M": 64}, ("forward", 64)),
     ],
 )

@@ -198,7 +198,9 @@ def test_a_window_whose_size_changes():
 
 def check(name, target, dtype, options=None):
     attend, in_torch, shapes, kernels = CALLS[name]
-    if (name, dtype) == ("short", torch.float32):  # whose forward has tiles of 64 rows too
+    if name == "short" and (
+        target == "sm_90" or dtype == torch.float32
+    ):  # whose forward has tiles of 64 rows too
         kernels = ["forward"]
     backward = "backward_dq" in kernels
     torch._dynamo.reset()

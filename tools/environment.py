@@ -24,7 +24,7 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
     with (
         triton_unbuilt(load),
         mock.patch.object(runtime.driver, "_active", driver(target)),
-        config.patch({"cpu_backend": "triton"}),
+        config.patch({"cpu_backend": "triton", "disable_padding_cpu": False}),  # strides are padded for a GPU
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
         # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
         mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),

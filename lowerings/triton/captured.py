@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings, to_dtype
 
 from flex_inductor.mod_ir.program import LaneProgram, Leaf
@@ -100,7 +101,10 @@ def _alone(joint: Mod, problem: AttentionProblem) -> list[bool]:
 
 
 def zeros(size: Sequence[Any], dtype: torch.dtype, problem: AttentionProblem) -> Any:
-    return realized(lowerings[aten.full](size, 0, dtype=dtype, device=problem.device))
+    """Contiguous, as offsets into leaves are: Inductor would pad strides above 1024."""
+    full = lowerings[aten.full](size, 0, dtype=dtype, device=problem.device)
+    stride = ir.FlexibleLayout.contiguous_strides(size)
+    return realized(ir.ExternKernel.require_exact_strides(full, stride))
 
 
 def _slots(dtype: torch.dtype, problem: AttentionProblem) -> Any:

@@ -199,3 +199,10 @@ def test_a_mod_that_cannot_be_inlined_is_left_to_the_chunks():
     judge(attend, dense_of(build), sizes.inputs(torch.float32), (torch.randn(4, 3, dtype=torch.float64),))
     assert decisions()[0].chosen == "chunked"
     assert "score_mod computes a tensor for each score" in dict(decisions()[0].rejected)["triton"]
+
+
+def test_a_gradient_whose_strides_inductor_would_pad():
+    """Above 1024 it makes strides a multiple of 32, and kernels add by offsets into what is contiguous."""
+    sizes = Sizes(batch=2, heads=4, queries=300, keys=16)
+    mod = MODS["learned_temperature"]
+    judge_interpreted(mod.build, sizes, mod.captures(sizes), None)

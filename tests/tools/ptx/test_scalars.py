@@ -188,6 +188,8 @@ def test_integers():
         ("shl.b32 $0, $1, 32;", torch.zeros_like(x)),
         ("bfe.u32 $0, $1, 4, 9;", (bits >> 4 & 511).int()),
         ("bfe.s32 $0, $1, 4, 9;", ((x << 19) >> 23)),
+        ("bfi.b32 $0, $1, $2, 4, 9;", (y & ~(511 << 4)) | (x & 511) << 4),
+        ("bfi.b32 $0, $1, $2, 28, 9;", (y & ~(15 << 28)) | (x << 28)),
         ("min.s32 $0, $1, $2;", torch.minimum(x, y)),
         ("shf.l.wrap.b32 $0, $1, $2, 8;", (((y.long() & 0xFFFFFFFF) << 8) | (bits >> 24)).to(torch.int32)),
         ("{ .reg .pred q; setp.lt.s32 q, $1, $2; selp.b32 $0, 1, 0, q; }", (x < y).int()),

@@ -132,6 +132,17 @@ inline Action bind_scalar(const Instruction& in, Launch& launch) {
       return true;
     };
   }
+  if (in.name == "bfi" && operands.size() == 5) {  // bits of the first value into the second one
+    return [&in, width = bytes_of(in.with.all.back())](Warp& warp, uint32_t lanes) {
+      auto of = [&](int i) { return warp.at(in.operands[i].slots[0]); };
+      each(lanes, [&](int lane) {
+        const unsigned first = of(3)[lane] & 255, count = of(4)[lane] & 255;
+        const Bits field = first > 63 ? 0 : (count > 63 ? ~Bits(0) : (Bits(1) << count) - 1) << first & mask_of(width);
+        of(0)[lane] = (of(2)[lane] & ~field) | (first > 63 ? 0 : of(1)[lane] << first & field);
+      });
+      return true;
+    };
+  }
   Scalar compute = scalar(in.name, in.with, launch.approximately);
   if (!compute || operands.empty() || operands[0].slots.empty()) return {};
   if ((in.name == "max" || in.name == "min") && operands.size() == 4)  // of three

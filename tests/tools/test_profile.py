@@ -49,7 +49,7 @@ def test_page_and_json(script, capsys, tmp_path):
     kernels = json.loads(saved.read_text())["kernels"]
     own = [kernel for kernel in kernels if "flex_inductor" in kernel["name"] and kernel["lines"]]
     assert [k["name"].rpartition("_")[0] for k in own] == [
-        "flex_inductor_decode",
+        "flex_inductor_forward",
         "flex_inductor_backward_dq",
         "flex_inductor_backward_dkdv",
     ]

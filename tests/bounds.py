@@ -26,9 +26,8 @@ UNIT = 2.0**-24  # a rounding in fp32, as a share
 DEVIATIONS = 3
 LARGE = 1 << 21  # more numbers in a sum: only worst cases, to save time
 FUNCTION = 4  # units of exp, tanh and other functions; kernels' own exp has 3
-FAST_TANH = (
-    3e-7  # of cards for inputs of 16 bits: 1 - 2 / (1 + exp(2 x)), of a hardware exp that is off by 2 units
-)
+# Of a card's tanh for inputs of 16 bits: 1 - 2 / (1 + exp(2 x)), with a hardware exp that is off by 2 units.
+FAST_TANH = 3e-7
 UNBOUNDED = 1e300  # products of it and 0 are 0
 
 CONSTANT = {

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
-from flex_inductor.lowerings.triton.configs import FEW_SPILLED_BYTES, known_device
+from flex_inductor.lowerings.triton.configs import known_device
 from flex_inductor.masks import causal
 
 from .inspector import inspect
@@ -174,7 +174,7 @@ def _part(card: str, found: Sequence[Fit]) -> str:
     chunked = kernels.pop("chunked", [])
     for kernel, of in sorted(kernels.items()):
         most = max(of, key=lambda fit: fit.shared_bytes)
-        spilling = sum(fit.spill_bytes > FEW_SPILLED_BYTES for fit in of)
+        spilling = sum(fit.spill_bytes > known_device(fit.card).few_spilled for fit in of)
         spill = max(of, key=lambda fit: fit.spill_bytes)
         local = f"{spill.spill_bytes} ({spill.of_call}; {spilling} of {len(of)} spill)" if spilling else "0"
         cells = [f"{most.shared_bytes:,} ({most.of_call})", str(max(fit.registers for fit in of)), local]

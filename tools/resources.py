@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from flex_inductor.lowerings.toolchain import missing_for_triton
 from flex_inductor.lowerings.triton import assembler
-from flex_inductor.lowerings.triton.configs import FEW_SPILLED_BYTES, known_device
+from flex_inductor.lowerings.triton.configs import known_device
 from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .errors import no_triton
@@ -132,7 +132,7 @@ def compile_untuned(kernel: GeneratedKernel, target: str) -> tuple[dict[str, int
         found = resources(compiled)
         if best is None or (found.spill_bytes or 0) < (best[2].spill_bytes or 0):
             best = config, compiled, found
-        if (best[2].spill_bytes or 0) <= FEW_SPILLED_BYTES:
+        if (best[2].spill_bytes or 0) <= known_device(target).few_spilled:
             break
     assert best is not None
     return best

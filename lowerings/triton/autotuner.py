@@ -21,7 +21,7 @@ from flex_inductor import fingerprint
 
 from .. import errors, winners
 from . import assembler
-from .configs import FEW_SPILLED_BYTES, describe, launched_with
+from .configs import describe, known_device, launched_with
 from .in_place import adds_twice
 
 log = logging.getLogger("flex_inductor")
@@ -121,7 +121,8 @@ class WithSpare(CachingAutotuner):
     def _make_launchers(self) -> None:
         self._launch_what_fits()
         best = self.launchers, self.compile_results
-        while len(self.launchers) == 1 and self.better and _local_bytes(best[0][0]) > FEW_SPILLED_BYTES:
+        few = known_device(_arch(self.device_props.cc)).few_spilled
+        while len(self.launchers) == 1 and self.better and _local_bytes(best[0][0]) > few:
             config = config_from_dict(self.better.pop(0))
             log.info(
                 "%s: %s: %d bytes of local memory; next: %s",
@@ -176,6 +177,11 @@ class WithSpare(CachingAutotuner):
 
 def _local_bytes(launcher: Any) -> int:
     return 4 * (launcher.n_spills or 0)
+
+
+def _arch(cc: Any) -> str:
+    """From 90 to sm_90; AMD's are named as they are."""
+    return f"sm_{cc}" if isinstance(cc, int) else str(cc)
 
 
 def _text(config: Any) -> str:

@@ -33,7 +33,7 @@ CALLS = {
     "chunked": 200,
     "cpu": 300,
     CARD: 30,
-}  # of a program, at most; kernels that are executed are slow
+}  # of a program, at most; executed kernels are slow
 
 
 def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
@@ -115,7 +115,8 @@ def main() -> int:
     if given.route == "triton":
         os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported it yet
     if given.route:
-        kinds = [kind for kind, (_, _, routes) in KINDS.items() if given.route.replace(CARD, "cpu") in routes]
+        like = "triton" if given.route == CARD else given.route
+        kinds = [kind for kind, (_, _, routes) in KINDS.items() if like in routes]
         kinds = [given.kind] if given.kind else kinds
         return max(fuzz(given.route, kind, given.seed, 60 * given.hours / len(kinds)) for kind in kinds)
     print(f"seed {given.seed}", flush=True)

@@ -43,12 +43,12 @@ def test_every_call_on_every_card(case):
 def test_the_page_has_the_worst_of_each_kernel():
     found = [
         Fit("sm_86", "plain", "bf16", 64, "forward", 40_000, 168, 8),
-        Fit("sm_86", "paged", "fp32", 256, "forward", 90_000, 255, 160),
+        Fit("sm_86", "paged", "fp32", 256, "forward", 90_000, 255, 24),
         Fit("sm_86", "plain", "fp32", 256, "chunked"),
     ]
     text = page(found)
     assert "## sm_86: 101,376 bytes of shared memory" in text
-    assert "| forward | 2 | 90,000 (paged D256 fp32) | 255 | 160 (paged D256 fp32; 1 of 2 spill) |" in text
+    assert "| forward | 2 | 90,000 (paged D256 fp32) | 255 | 24 (paged D256 fp32; 1 of 2 spill) |" in text
     assert "In chunks, because no kernel serves them: plain D256 fp32." in text
 
 

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
-from flex_inductor.lowerings.triton.configs import FEW_SPILLED_BYTES, known_device
+from flex_inductor.lowerings.triton.configs import known_device
 
 LENGTH = 512
 HALF = torch.float16  # the compiler takes 10 to 20 times as long over the same kernel in fp32
@@ -69,7 +69,7 @@ def test_default_configs_fit(target, variant, head_dim, length):
     assert sorted(kernel.kind for kernel in report.kernels) == sorted(["forward", "backward_dq", *of_keys])
     for kernel in report.kernels:
         found = kernel.resources
-        assert found.spill_bytes <= FEW_SPILLED_BYTES, f"{kernel.kind}: {kernel.config}"
+        assert found.spill_bytes <= known_device(target).few_spilled, f"{kernel.kind}: {kernel.config}"
         assert 0 < found.shared_bytes <= known_device(target).shared_bytes
         assert 0 < found.registers <= (512 if target == "gfx942" else 255)
         assert found.instructions["tensor"] > 0

@@ -30,7 +30,14 @@ CALLS = [
 
 
 @pytest.mark.parametrize(
-    "call", slow_but(CALLS, (70, torch.float16, E4M3, "head"), (1, torch.float16, E5M2, "row")), ids=str
+    "call",
+    slow_but(
+        CALLS,
+        (70, torch.float16, E4M3, "head"),
+        (1, torch.float16, E5M2, "row"),
+        (1, torch.float16, E4M3, "tensor"),
+    ),
+    ids=str,
 )
 def test_as_right_as_wide_keys(call, kinds):
     with served_by("triton"):

@@ -11,7 +11,7 @@ from flex_inductor.lowerings.triton.configs import Config, Shape, known_device, 
 from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.bench.static import Case
 from flex_inductor.tools.inspector import attention_kernels, kind
-from flex_inductor.tools.resources import compile_for, compile_untuned, machine_code
+from flex_inductor.tools.resources import compile_for, compile_untuned, machine_code, occupancy
 from flex_inductor.tools.sass import LOCAL_MEMORY, main_loops
 
 # Copies that may be under way when a loop waits, two tiles ahead: keys and values, or queries, gradients of the output
@@ -102,13 +102,20 @@ def test_weights_stay_in_registers_behind_a_branch_too(attend):
 def test_default_configs_copy_ahead(target, head_dim, variant):
     for kernel in Case(variant, head_dim, target).kernels():
         name = kind(kernel)
-        _, compiled, found = compile_untuned(kernel, target)
+        config, compiled, found = compile_untuned(kernel, target)
         assert found.shared_bytes <= known_device(target).shared_bytes, name
+        if target == "sm_90" and config["num_warps"] == 4:  # while one instance waits, the other works
+            assert occupancy(found, 4, target).instances >= 2, name
+            assert found.spill_bytes <= known_device(target).few_spilled, name
+            continue
         loops = main_loops(machine_code(compiled))
         assert not any(i.matches(LOCAL_MEMORY) for loop in loops for i in loop), name
-        # What these mods keep for the gradient leaves no registers for a tile of which three stages fit.
-        if (name, target, head_dim) != ("backward_dq", "sm_80", 256) or variant not in ("softcap", "bias"):
+        # What these mods keep for the gradient leaves no registers or memory for a tile of which three stages fit.
+        kept = ("softcap", "bias") if target == "sm_80" else ("bias",)
+        if (name, head_dim) != ("backward_dq", 256) or variant not in kept:
             assert_ahead(compiled, AHEAD[name])
             exchanged = target == "sm_80" and (head_dim == 256 or name == "backward_dkdv")
             most = EXCHANGING[name] if exchanged else 2
+            if "COALESCED" in config:  # each of its additions passes shared memory
+                continue
             assert max(sum(i.matches("BAR") for i in loop) for loop in loops) <= most, name

@@ -1,4 +1,4 @@
-"""The Triton kernels on a card: `tools/gpu_check.sh` runs the same calls. None has run yet."""
+"""The Triton kernels on a card: `tools/gpu_check.sh` runs the same calls."""
 
 import card
 import pytest

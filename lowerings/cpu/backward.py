@@ -33,13 +33,15 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
     tensors |= lists | tiles(call)
 
     bodies, scatters, leaf_sizes = {}, [], []
+    adds_gradients = joint is not None and lanes.adds_gradients(joint)
     if score is not None:
         bodies["full_scores"] = lanes.body(lanes.score_stores, score, None)
     if mask is not None:
         bodies["partial_scores"] = lanes.body(lanes.score_stores, score, mask)
     if joint is not None:
-        bodies["full_gradients"] = lanes.body(lanes.gradient_stores, joint, None)
-        if mask is not None:
+        if not adds_gradients:
+            bodies["full_gradients"] = lanes.body(lanes.gradient_stores, joint, None)
+        if mask is not None and not adds_gradients:
             bodies["partial_gradients"] = lanes.body(lanes.gradient_stores, joint, mask)
         scatters, leaf_sizes = lanes.scatters(joint), joint.mod.leaf_sizes
     wanted = [f"d_{name}" for name in problem.outputs]
@@ -75,6 +77,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
                 }
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
             ],
+            adds_gradients=adds_gradients,
             walks=walked,
             # With a map, mods see other heads than the tensors have.
             leaves_by_head=joint is not None

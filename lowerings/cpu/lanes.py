@@ -244,6 +244,16 @@ def gradient_stores(joint: Lanes, mask: Lanes | None) -> list[Store]:
     return [Store(buffer, _where(live, value, 0.0).make_loader()) for buffer, value in values]
 
 
+def adds_gradients(joint: Lanes) -> bool:
+    """Whether all that the joint graph gives is the gradient that it is given, as where a bias is added to the score.
+
+    Then tiles hold these gradients already.
+    """
+    outputs = joint.mod.outputs
+    values = [outputs[0], *(value for _, value, _ in joint.mod.program.by_leaf(outputs))]
+    return set(values) == {differences.coordinate(joint.mod.program, "grad_score")}
+
+
 class Body(NamedTuple):
     """Statements, and the same for tiles in which `needed` holds."""
 
@@ -350,16 +360,14 @@ def code(body: Body, kernel: TemplateKernel, **axes: bool) -> str:
 def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, column: bool = True) -> str:
     """Loops over the tile's rows and columns, vectorised along the columns.
 
-    Without `row` or `column` there is just one of them. Then the other is the vectorised dimension.
+    Without `row` or `column` there is just one of them, and the other is vectorised.
     """
-    inner_is_row = row and not column
-    first, second = (sympy_index_symbol_with_prefix(SymT.INDEX, i) for i in range(2))
-    lengths = [_ROWS if row else sympy.S.One, _COLUMNS if column else sympy.S.One]
-    if inner_is_row:
-        lengths.reverse()
+    lengths = [length for length, there in ((_ROWS, row), (_COLUMNS, column)) if there] or [sympy.S.One]
+    indices = [sympy_index_symbol_with_prefix(SymT.INDEX, i) for i in range(len(lengths))]
 
     def run(index: Sequence[Any], _reduction: Sequence[Any] = ()) -> None:
-        at = list(reversed(index)) if inner_is_row else list(index)
+        rest = iter(index)
+        at = [next(rest) if there else sympy.S.Zero for there in (row, column)]
         # All is read before anything is written.
         values = [store.value(at) for store in stores]
         for store, value in zip(stores, values, strict=True):
@@ -376,8 +384,7 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
         group.args.input_buffers.update(kernel.names)
         for name in _buffer_names(stores):
             group.args.input_buffers[_PREFIX + name] = group.args.output_buffers[_PREFIX + name] = name
-        ranges = dict(zip((first, second), lengths, strict=True))
-        body = LoopBody(run, ([first, second], ()), ranges, [first, second], ())
+        body = LoopBody(run, (indices, ()), dict(zip(indices, lengths, strict=True)), indices, ())
         proxy = CppKernelProxy(group)
         proxy.codegen_loop_bodies([body], [(tuple(lengths), ())])
         with patch.object(proxy.loop_nest, "max_parallel_depth", lambda: ParallelDepth(0, 0)):

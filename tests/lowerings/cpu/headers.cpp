@@ -1,4 +1,4 @@
-// Checks of templates/cpu/kernel.h and decode.h by themselves; test_headers.py compiles and calls them.
+// Checks of templates/cpu/kernel.h, decode.h and sums.h by themselves; test_headers.py compiles and calls them.
 #include <torch/csrc/inductor/cpp_prefix.h>
 
 #include <algorithm>
@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t ROWS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = W == 8 ? 2 : 4;
 #include "decode.h"
+#include "sums.h"
 
 constexpr float HOLE = 12345.f;  // in memory that must not be written
 
@@ -49,6 +50,29 @@ bool rows_are_gathered_with_zeros_behind() {
         EXPECT(float(to[r * 24 + c]) == wanted);
       }
   }
+  return true;
+}
+
+bool lanes_are_summed_in_three_directions() {
+  const int64_t ld = 64 + 2 * W;
+  for (const int64_t rows : {1, 3, 4, 37})
+    for (const int64_t columns : {1, 5, 33, 64}) {
+      std::vector<float> lanes(W + rows * ld, HOLE), wanted[3];
+      for (auto& sums : wanted) sums.assign(rows + columns, 0.f);
+      float* const first = lanes.data() + W;
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t n = 0; n < columns; ++n) {
+          const float lane = first[r * ld + n] = number(r * columns + n);
+          wanted[0][r] += lane, wanted[1][n] += lane, wanted[2][rows - 1 - r + n] += lane;
+        }
+      std::vector<float> sums(rows + columns + 64);
+      sum_columns(first, ld, rows, columns, sums.data());
+      EXPECT(std::equal(sums.begin(), sums.begin() + columns, wanted[1].begin()));
+      sum_rows(first, ld, rows, columns, sums.data());
+      EXPECT(std::equal(sums.begin(), sums.begin() + rows, wanted[0].begin()));
+      sum_diagonals(first, ld, rows, columns, sums.data());
+      EXPECT(std::equal(sums.begin(), sums.begin() + rows + columns - 1, wanted[2].begin()));
+    }
   return true;
 }
 
@@ -240,7 +264,7 @@ static const Check CHECKS[] = {
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
     CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
     CHECK(keys_are_multiplied_where_they_lie), CHECK(values_are_added_up),
-    CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie),
+    CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),
 #endif

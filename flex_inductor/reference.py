@@ -20,6 +20,7 @@ def reference(
     score_mod: Any = None,
     block_mask: Any = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, logsumexp, max_scores), differentiable by autograd, in the inputs' own dtype."""
     b, h, m, n = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.size(2)))
@@ -33,8 +34,11 @@ def reference(
         live = (over_lanes(block_mask.mask_mod, ())(b, h, m, n) & partial) | full
         score = torch.where(live, score, -math.inf)
     peak = score.amax(-1) if len(n) else score.new_full(score.shape[:3], -math.inf)
-    alive = (peak != -math.inf).unsqueeze(-1)
-    weight = torch.softmax(torch.where(alive, score, 0.0), -1) * alive
+    if sinks is not None:  # a key without a value
+        column = sinks.to(score.dtype).view(-1, 1, 1).expand(*score.shape[:3], 1)
+        score = torch.cat([score, column], -1)
+    alive = (score != -math.inf).any(-1, keepdim=True)
+    weight = (torch.softmax(torch.where(alive, score, 0.0), -1) * alive)[..., : len(n)]
     lse = torch.where(alive.squeeze(-1), torch.logsumexp(torch.where(alive, score, 0.0), -1), -math.inf)
     lse = torch.where(peak == math.inf, math.nan, lse)  # like its weights: inf - inf
     # A captured tensor of a wider dtype may have promoted the scores.

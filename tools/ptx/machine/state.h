@@ -99,7 +99,7 @@ struct Warp {
   std::set<int> loading;         // registers of loads from tensor memory that were not waited for
   std::map<int, Fault> doubts;   // of registers whose values were read while another warp wrote them
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
-  uint32_t fences = 1;
+  uint32_t fences = 1, used_fences = 1;  // passed, and passed before the last product
 
   Bits* at(int slot);
   Bits& of(int slot, int lane) { return registers[slot * LANES + lane]; }

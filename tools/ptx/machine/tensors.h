@@ -226,8 +226,11 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     auto flag = [&warp, &in](size_t i) { return i < in.operands.size() ? int(warp.at(in.operands[i].slots[0])[0]) : 0; };
     const bool adds = flag(3) != 0, left_transposed = !from_registers && flag(6), right_transposed = flag(from_registers ? 6 : 7);
     const double sign = int32_t(flag(4)) * int32_t(flag(5));
+    // Fragments may be: ptxas puts what the fence becomes behind them, right before a group's first product.
+    const bool new_fence = warp.fences > std::exchange(warp.used_fences, warp.fences);
+    const auto& fragments = in.operands[1].slots;
     for (int slot : in.touched)
-      if (warp.stamps[slot] >= warp.fences)
+      if (warp.stamps[slot] >= warp.fences && !(new_fence && from_registers && std::count(fragments.begin(), fragments.end(), slot)))
         throw Fault{"race", "a register of a product was computed after the last wgmma.fence"};
     if (warp.fences == 1) throw Fault{"race", "there is no wgmma.fence before the first product"};
     const Matrix b = Matrix::of_wgmma(warp.at(in.operands[2].slots[0])[0], right_transposed);

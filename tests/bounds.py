@@ -50,6 +50,16 @@ EXACT = {
     "abs", "ceil", "clamp", "clamp_max", "clamp_min", "floor", "fmod", "masked_fill", "maximum", "minimum",
     "neg", "relu", "remainder", "round", "sgn", "sign", "threshold_backward", "trunc", "where",
 }  # fmt: skip
+COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
+LOGIC = {
+    "bitwise_and",
+    "bitwise_not",
+    "bitwise_or",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "logical_xor",
+}
 SMOOTH = {"softplus_backward", "elu_backward", "log_sigmoid_backward"}  # torch does not tag them as pointwise
 ONCE = {"add", "sub", "rsub", "mul", "div", "_to_copy"}  # are rounded once
 
@@ -131,6 +141,9 @@ class Bounds(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = list(_tensors((*args, *kwargs.values())))
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        if name in COMPARISONS | LOGIC:
+            return self._decided(name, func, args, kwargs)
         if not any(t.is_floating_point() for t in given):
             return func(*args, **kwargs)
         changes = func._schema.is_mutable
@@ -139,11 +152,9 @@ class Bounds(TorchDispatchMode):
             return result
         leaves, spec = pytree.tree_flatten((args, kwargs))
         numbers = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
-        name = func._schema.name.removeprefix("aten::")
         errors = [self.of(leaf) if number else None for leaf, number in zip(leaves, numbers, strict=True)]
         values: list[Any] = leaves
         if changes:
-            name = name.removesuffix("_")
             values = [x.clone() if isinstance(x, Tensor) else x for x in values]
             errors = [None if e is None else e.clone() for e in errors]
             result = func(*args, **kwargs)
@@ -176,6 +187,21 @@ class Bounds(TorchDispatchMode):
         self.give(y, error, unit)
         return result
 
+    def _decided(self, name: str, func: Any, args: Sequence, kwargs: dict) -> Any:
+        """A comparison, or what is made of some: its shadow is 1 where roundings may decide otherwise."""
+        tensors = [x for x in args if isinstance(x, Tensor) and self._shadow(x)]
+        if not tensors:
+            return func(*args, **kwargs)
+        error = sum(self.of(x) for x in tensors)
+        unsure = error > 0
+        if name in COMPARISONS:
+            a, b = (x.double() if isinstance(x, Tensor) else x for x in args)
+            unsure = unsure & ((a - b).abs() <= error)
+        result = func(*args, **kwargs)
+        if self._shadow(result) or unsure.any():
+            self.give(result, unsure.double().expand(result.shape))
+        return result
+
     def _rule(self, name: str, func: Any, y: Tensor, leaves: Sequence) -> Callable[..., Tensor]:
         if name == "scatter_add" and leaves[2].size(leaves[1]) == 1:  # vmap's index: no place has two
             return self._moved
@@ -197,6 +223,9 @@ class Bounds(TorchDispatchMode):
             if name == "tanh" and self.dtype.itemsize == 2:
                 error = error + FAST_TANH
             for i, (x, e) in enumerate(zip(values, errors, strict=True)):
+                if isinstance(x, Tensor) and x.dtype == torch.bool and self._shadow(leaves[i]):
+                    other = call(*values[:i], x ^ (self.of(leaves[i]) > 0), *values[i + 1 :]).double()
+                    error = error + (other - y).abs().nan_to_num(UNBOUNDED)
                 if e is None:
                     continue
                 if roundings == FUNCTION:  # it may round within

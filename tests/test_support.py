@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support import MASKS, MODS, Sizes, attention_of, dense_of, judge
+from tests.support import MASKS, MODS, Sizes, attention_of, bounded, dense_of, judge
 
 SIZES = Sizes(batch=1, heads=4, kv_heads=2, queries=40, keys=60)
 SCALE = SIZES.head_dim**-0.5
@@ -83,3 +83,15 @@ def test_one_gradient_that_is_off(index, name, dtype):
 def test_a_gradient_in_the_wrong_rows():
     with pytest.raises(AssertionError, match=r"^d_key: error"):
         judged(torch.bfloat16, with_gradients(1, lambda grad: grad.roll(1, 2)))
+
+
+def test_at_a_tie_the_gradient_of_either_branch_is_right():
+    def dense(captures, _):
+        x = captures[0].requires_grad_()
+        largest = torch.maximum(x * 0.3, (x - 1) * 2 + 0.3)
+        return {"d_x": torch.autograd.grad(largest.sum(), x)[0]}
+
+    gold, allowed = bounded(torch.float32, [torch.tensor([1.0, 2.0])], dense)
+    low, high = (gold["d_x"] - allowed["d_x"]).tolist(), (gold["d_x"] + allowed["d_x"]).tolist()
+    assert low[0] < 0.3 and high[0] > 2
+    assert low[1] > 1.9999 and high[1] < 2.0001

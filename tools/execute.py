@@ -60,8 +60,9 @@ def loader(target: str, launches: list[Launch] | None = None, **checks: Any) -> 
             if 0 in sizes:
                 return
             taken = [value for name, value in given.items() if name not in kernel.constexprs]
-            # Triton leaves out some fences between cp.async and products, as CUTLASS does.
-            counts = ptx.run_compiled(binary, sizes, taken, **{"fences": "stores", **checks})
+            # Triton leaves out some fences between cp.async and products, as CUTLASS does, and a loop without a step
+            # reads tensor memory in vain: NaN in a result would show it.
+            counts = ptx.run_compiled(binary, sizes, taken, **{"fences": "stores", "poison": True, **checks})
             if launches is not None:
                 launches.append(Launch(kernel, config, found, counts))
 

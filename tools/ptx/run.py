@@ -68,6 +68,7 @@ def run_text(
     unwritten: Sequence[Tensor] = (),
     most_steps: int = 1 << 40,
     fences: str = "all",
+    poison: bool = False,
 ) -> Counts:
     """Run the kernel `name` of a PTX text on the CPU, and write into the tensors given.
 
@@ -84,7 +85,8 @@ def run_text(
         unwritten: those of `args` whose values the kernel must not read before it wrote them.
         most_steps: instructions, of all warps, after which it counts as hanging.
         fences: "all" that the ISA asks for, or "stores": without a fence.proxy.async, products may then read what
-            cp.async wrote, as Triton's loops for sm_100 do.
+            cp.async wrote, as Triton's loops may.
+        poison: tensor memory that nobody wrote may be read, and is NaN. Triton's loops without a step read it.
 
     Returns:
         Counts: what was executed.
@@ -140,6 +142,7 @@ def run_text(
         approximations == "worst",
         most_steps,
         fences == "all",
+        poison,
         len(kernel.instructions),
         len(program.constants),
         len(parameters),

@@ -259,6 +259,12 @@ def test_stores_need_their_fence():
         product(128, torch.float16, (64, 64), (1, 1), change=change, fences="stores")
 
 
+def test_what_nobody_wrote_may_be_nan():
+    change, *_ = BROKEN["what nobody wrote"]
+    found, _ = product(128, torch.float16, (64, 64), (1, 1), change=change, poison=True)
+    assert found.isnan().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["late", "early", "random"])
 def test_with_bulk_copies(when):

@@ -47,6 +47,7 @@ inline void check_aligned(Bits address, int bytes) {
 class BlockMemory {
  public:
   static constexpr Bits base = 1024;  // so that 0 is nobody's, and swizzles keep their phase
+  bool poison = false;  // whether what nobody wrote may be read: it is NaN
 
   BlockMemory(std::string kind, int64_t size, int agents, int64_t row = 0)
       : kind_(std::move(kind)), row_(row), size_(size), agents_(agents), bytes_(size, 0xff), writes_(size), reads_(size * agents), incoming_(size), outgoing_(size) {}
@@ -62,7 +63,7 @@ class BlockMemory {
     for (int64_t i = first; i < first + count; ++i) {
       const Write& last = writes_[i];
       if (incoming_[i]) throw race(i, "is read while a copy to it is under way");
-      if (!last.clock) throw Fault{"unwritten", kind_ + " is read that nobody wrote", -1, shown(i)};
+      if (!last.clock && !poison) throw Fault{"unwritten", kind_ + " is read that nobody wrote", -1, shown(i)};
       if (last.clock > agent.seen[last.agent])
         throw race(i, text_of("is read without a barrier after ", written(last)));
       if (async_proxy && !last.excused && last.agent < warps() && last.clock > agent.fenced[last.agent])
@@ -83,10 +84,11 @@ class BlockMemory {
     const int64_t first = address - base;
     for (int64_t i = first; i < first + count; ++i) {
       const Write& last = writes_[i];
-      if (incoming_[i]) throw race(i, "is written while a copy to it is under way");
+      // Warps that hold the same numbers also write them twice, into tensor memory (which has rows) at the same time.
+      const bool same = from && bytes_[i] == from[i - first];
+      if (incoming_[i] && !(row_ && same)) throw race(i, "is written while a copy to it is under way");
       if (outgoing_[i]) throw race(i, "is written while a read of it is under way");
-      // Warps that hold the same numbers also write them twice.
-      if (!(from && bytes_[i] == from[i - first]) && last.clock > agent.seen[last.agent])
+      if (!same && last.clock > agent.seen[last.agent])
         throw race(i, text_of("is written without a barrier after ", written(last)));
       for (int other = 0; other < agents_; ++other)
         if (reads_[i * agents_ + other] > agent.seen[other])

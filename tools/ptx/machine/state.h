@@ -151,6 +151,7 @@ struct Launch {
   Global global;
   When when = When::late;
   bool fences_copies = true;  // whether what cp.async wrote needs a fence of the async proxy
+  bool poison = false;  // whether tensor memory that nobody wrote may be read
   std::mt19937_64 random;
   Approximations approximately;
   std::map<Bits, std::set<int>> released;  // by allocation's address: the blocks that released there

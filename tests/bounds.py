@@ -52,14 +52,8 @@ EXACT = {
 }  # fmt: skip
 COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
 LOGIC = {
-    "bitwise_and",
-    "bitwise_not",
-    "bitwise_or",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-}
+    "bitwise_and", "bitwise_not", "bitwise_or", "logical_and", "logical_not", "logical_or", "logical_xor",
+}  # fmt: skip
 SMOOTH = {"softplus_backward", "elu_backward", "log_sigmoid_backward"}  # torch does not tag them as pointwise
 ONCE = {"add", "sub", "rsub", "mul", "div", "_to_copy"}  # are rounded once
 

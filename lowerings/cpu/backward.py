@@ -39,11 +39,11 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
     if mask is not None:
         bodies["partial_scores"] = lanes.body(lanes.score_stores, score, mask)
     if joint is not None:
-        if not adds_gradients:
-            bodies["full_gradients"] = lanes.body(lanes.gradient_stores, joint, None)
-        if mask is not None and not adds_gradients:
-            bodies["partial_gradients"] = lanes.body(lanes.gradient_stores, joint, mask)
         scatters, leaf_sizes = lanes.scatters(joint), joint.mod.leaf_sizes
+    if joint is not None and not adds_gradients:
+        bodies["full_gradients"] = lanes.body(lanes.gradient_stores, joint, None)
+        if mask is not None:
+            bodies["partial_gradients"] = lanes.body(lanes.gradient_stores, joint, mask)
     wanted = [f"d_{name}" for name in problem.outputs]
     names = [*wanted, *(f"leaf_{i}_sum" for i in range(len(scatters)))]
     mod_tensors = [tensor for mod in (score, mask, joint) if mod for tensor in mod.tensors]

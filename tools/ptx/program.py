@@ -31,17 +31,18 @@ class Program:
     slots: dict[str, int] = field(default_factory=dict)
 
 
-def encode(module: Module, kernel: Kernel) -> Program:
-    return _Encoder(module, kernel).program
+def encode(module: Module, kernel: Kernel, addresses: dict[str, int]) -> Program:
+    """`addresses` are those of parameters that the kernel does not load, but names."""
+    return _Encoder(module, kernel, addresses).program
 
 
 class _Encoder:
-    def __init__(self, module: Module, kernel: Kernel):
+    def __init__(self, module: Module, kernel: Kernel, addresses: dict[str, int]):
         self.program = Program()
         self.kernel = kernel
         self.names: dict[str, int] = {}
         self.constants: dict[int, int] = {}
-        self.symbols = {parameter.name: parameter.offset for parameter in kernel.parameters}
+        self.symbols = {parameter.name: parameter.offset for parameter in kernel.parameters} | addresses
         offset = SHARED_BASE
         for name, size in sorted(module.shared.items(), key=lambda item: item[1] == 0):
             self.symbols[name] = offset

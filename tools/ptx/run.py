@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,34 @@ class Fault(RuntimeError):
         self.kind, self.line = kind, line
 
 
+class TensorMap(NamedTuple):
+    """An argument that tells bulk copies of a tensor, as the driver would make it.
+
+    Args:
+        tensor: up to five dimensions, the last one without holes.
+        box: the sizes of a copy.
+        swizzle: 0 to 3, of rows of 16 << swizzle bytes.
+
+    Example:
+        >>> ptx.TensorMap(torch.zeros(100, 64), (32, 16)).swizzle
+        0
+    """
+
+    tensor: Tensor
+    box: Sequence[int]
+    swizzle: int = 0
+
+    def words(self) -> Tensor:
+        """In the machine's own order."""
+        given = self.tensor.shape, self.tensor.stride()[:-1], tuple(self.box)
+        size, stride, box = ([*of[::-1], 0, 0, 0, 0, 0] for of in given)
+        width = self.tensor.itemsize
+        numbers = [self.tensor.data_ptr(), *(n * width for n in stride[:4]), *size[:5], *box[:5], *[1] * 5]
+        kind = {1: 0, 2: 1, 4: 2, 8: 4}[width]
+        packed = struct.pack("<5Q15I4B", *numbers, self.tensor.dim() - 1, kind, self.swizzle, 0)
+        return torch.frombuffer(bytearray(packed.ljust(128, b"\0")), dtype=torch.uint8)
+
+
 def run_text(
     text: str,
     name: str,
@@ -76,7 +104,7 @@ def run_text(
         text: PTX, as a compiler writes it.
         name: of one of its kernels.
         grid: how many blocks, up to three numbers.
-        args: its parameters: CPU tensors, numbers, or bytes.
+        args: its parameters: CPU tensors, numbers, bytes, or tensor maps.
         num_warps: of a block.
         shared_bytes: of shared memory that the launch adds.
         seed: which warps take turns when.
@@ -127,11 +155,15 @@ def run_text(
     if name not in module.kernels:
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
     kernel = module.kernels[name]
-    program = encode(module, kernel)
+    maps = {
+        p.name: a.words() for p, a in zip(kernel.parameters, args, strict=False) if isinstance(a, TensorMap)
+    }
+    program = encode(module, kernel, {name: words.data_ptr() for name, words in maps.items()})
     sizes = [*([grid] if isinstance(grid, int) else grid), 1, 1, 1][:3]
     shared = sum(module.shared.values()) + shared_bytes
     parameters = _parameters(kernel, args)
-    allocations = _allocations(args, unwritten)
+    tensors = [a.tensor if isinstance(a, TensorMap) else a for a in args]
+    allocations = _allocations([*tensors, *maps.values()], unwritten)
     head = [
         *sizes,
         32 * num_warps,
@@ -185,6 +217,8 @@ def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
 
 
 def _bytes_of(value: Any, parameter: Parameter) -> bytes:
+    if isinstance(value, TensorMap):
+        return bytes(parameter.size)  # the kernel takes its address
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"args: expected CPU tensors, got one on {value.device} for {parameter.name}")
@@ -239,7 +273,7 @@ def run(
     Args:
         kernel: a function under `triton.jit`.
         grid: how many blocks, up to three numbers, or a function that gives them from the arguments.
-        args: its arguments: CPU tensors and numbers.
+        args: its arguments: CPU tensors, numbers, and Triton's TensorDescriptors from sm_90 on.
         target: such as "sm_90".
         num_warps: of a block.
         num_stages: of its loops.
@@ -303,6 +337,8 @@ def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], 
     text = compiled.asm["ptx"]
     module = parse(text)
     (name,) = module.kernels
+    described = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    args = [part for value in args for part in _parts_of(value, described)]
     missing = len(module.kernels[name].parameters) - len(args)
     scratch: list[Any] = [0] * missing  # of the launch and of the profiler, which Triton appends
     if missing and getattr(metadata, "global_scratch_size", 0):
@@ -313,6 +349,17 @@ def run_compiled(compiled: Any, grid: Sequence[int] | int, args: Sequence[Any], 
     return run_text(
         text, name, grid, [*args, *scratch], num_warps=warps, shared_bytes=metadata.shared, **options
     )
+
+
+def _parts_of(value: Any, described: Iterator[Any]) -> list[Any]:
+    """What Triton's launcher makes of an argument."""
+    if not hasattr(value, "block_shape"):
+        return [value]
+    meta = next(described, None)
+    if meta is None:
+        raise ValueError("args: expected no TensorDescriptor: the target has no tensor maps")
+    tensor = value.base.as_strided(value.shape, value.strides)
+    return [TensorMap(tensor, meta["block_size"], meta["swizzle"]), *value.shape, *value.strides]
 
 
 def compiled_for(
@@ -352,6 +399,8 @@ def compiled_for(
 
 
 def _kind_of(value: Any) -> str:
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{_kind_of(value.base)[1:]}{list(value.block_shape)}>"
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")
         for long, short in (("bfloat", "bf"), ("float", "fp"), ("uint", "u"), ("int", "i"), ("bool", "i1")):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flex_inductor.tools import ptx
 from tests.tools.ptx import kernels
@@ -102,3 +103,15 @@ def test_bulk_copies(stages, dtype):
         )  # fmt: skip
         assert (out - want).abs().max() < (0.02 if dtype == torch.float16 else 0.2)
     assert any(".bulk.tensor" in i.name and count.warps for i, count in counts.instructions)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tensor_maps_of_the_host(target, dtype):
+    source, out = torch.randn(100, 64, dtype=dtype), empty(100, 64, dtype=dtype)
+    maps = [TensorDescriptor(t, [100, 64], [64, 1], [32, 64]) for t in (source, out)]
+    counts = ptx.run(kernels.doubled_rows, (4,), *maps, target=target, M=32)
+    assert torch.equal(out, 2 * source)
+    assert any(".bulk.tensor" in i.name and count.warps for i, count in counts.instructions)
+    with pytest.raises(ValueError, match="no TensorDescriptor"):
+        ptx.run(kernels.doubled_rows, (4,), *maps, target="sm_80", M=32)

@@ -71,7 +71,7 @@ class TensorMap(NamedTuple):
     box: Sequence[int]
     swizzle: int = 0
 
-    def words(self) -> Tensor:
+    def _words(self) -> Tensor:
         """In the machine's own order."""
         given = self.tensor.shape, self.tensor.stride()[:-1], tuple(self.box)
         size, stride, box = ([*of[::-1], 0, 0, 0, 0, 0] for of in given)
@@ -156,7 +156,7 @@ def run_text(
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
     kernel = module.kernels[name]
     maps = {
-        p.name: a.words() for p, a in zip(kernel.parameters, args, strict=False) if isinstance(a, TensorMap)
+        p.name: a._words() for p, a in zip(kernel.parameters, args, strict=False) if isinstance(a, TensorMap)
     }
     program = encode(module, kernel, {name: words.data_ptr() for name, words in maps.items()})
     sizes = [*([grid] if isinstance(grid, int) else grid), 1, 1, 1][:3]

@@ -71,14 +71,17 @@ class TensorMap(NamedTuple):
     box: Sequence[int]
     swizzle: int = 0
 
-    def _words(self) -> Tensor:
-        """In the machine's own order."""
+    def _as_the_machine_keeps_it(self) -> Tensor:
         given = self.tensor.shape, self.tensor.stride()[:-1], tuple(self.box)
+        if not 1 <= len(given[0]) == len(given[2]) <= 5 or self.tensor.stride(-1) != 1:
+            raise ValueError(
+                f"TensorMap: expected 1 to 5 dimensions, the last with stride 1, and a box of as many: {given}"
+            )
         size, stride, box = ([*of[::-1], 0, 0, 0, 0, 0] for of in given)
         width = self.tensor.itemsize
         numbers = [self.tensor.data_ptr(), *(n * width for n in stride[:4]), *size[:5], *box[:5], *[1] * 5]
-        kind = {1: 0, 2: 1, 4: 2, 8: 4}[width]
-        packed = struct.pack("<5Q15I4B", *numbers, self.tensor.dim() - 1, kind, self.swizzle, 0)
+        about = self.tensor.dim() - 1, {1: 0, 2: 1, 4: 2, 8: 4}[width], self.swizzle, 0
+        packed = struct.pack("<5Q15I4B", *numbers, *about)
         return torch.frombuffer(bytearray(packed.ljust(128, b"\0")), dtype=torch.uint8)
 
 
@@ -155,8 +158,11 @@ def run_text(
     if name not in module.kernels:
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
     kernel = module.kernels[name]
+    given = zip(kernel.parameters, args, strict=False)
     maps = {
-        p.name: a._words() for p, a in zip(kernel.parameters, args, strict=False) if isinstance(a, TensorMap)
+        parameter.name: value._as_the_machine_keeps_it()
+        for parameter, value in given
+        if isinstance(value, TensorMap)
     }
     program = encode(module, kernel, {name: words.data_ptr() for name, words in maps.items()})
     sizes = [*([grid] if isinstance(grid, int) else grid), 1, 1, 1][:3]
@@ -218,13 +224,15 @@ def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
 
 def _bytes_of(value: Any, parameter: Parameter) -> bytes:
     if isinstance(value, TensorMap):
-        return bytes(parameter.size)  # the kernel takes its address
+        value = bytes(128)  # the kernel takes its address
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"args: expected CPU tensors, got one on {value.device} for {parameter.name}")
         value = value.data_ptr()
-    if isinstance(value, bytes):
+    if isinstance(value, bytes) and len(value) == parameter.size:
         return value
+    if isinstance(value, bytes):
+        raise ValueError(f"args: expected {parameter.size} bytes for {parameter.name}, got {len(value)}")
     if isinstance(value, float):
         return struct.pack({"f32": "<f", "b32": "<f"}.get(parameter.kind, "<d"), value)
     return (int(value) & ((1 << 8 * parameter.size) - 1)).to_bytes(parameter.size, "little")

@@ -115,3 +115,16 @@ def test_tensor_maps_of_the_host(target, dtype):
     assert any(".bulk.tensor" in i.name and count.warps for i, count in counts.instructions)
     with pytest.raises(ValueError, match="no TensorDescriptor"):
         ptx.run(kernels.doubled_rows, (4,), *maps, target="sm_80", M=32)
+
+
+def test_tensor_maps_that_do_not_fit():
+    text = ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry none(.param .b8 none_param_0[{}]) {{ ret; }}"
+    numbers = torch.zeros(8, 64)
+    for size, tensor, box, message in (
+        (128, numbers, (8,), "as many"),
+        (128, numbers.T, (8, 8), "stride 1"),
+        (64, numbers, (8, 8), "expected 64 bytes for none_param_0, got 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ptx.run_text(text.format(size), "none", 1, [ptx.TensorMap(tensor, box)], num_warps=1)
+    ptx.run_text(text.format(128), "none", 1, [ptx.TensorMap(numbers, (8, 8))], num_warps=1)

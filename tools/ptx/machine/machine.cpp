@@ -88,10 +88,8 @@ std::unique_ptr<Block> new_block(Launch& launch, int number) {
   const int warps = launch.threads / LANES;
   block->warps.resize(warps);
   block->shared = std::make_unique<BlockMemory>("shared memory", launch.shared_bytes, block->agents());
-  if (launch.has_tensor_memory) {
-    block->tensor = std::make_unique<TensorMemory>(block->agents());
-    block->tensor->memory.poison = launch.poison;
-  }
+  if (launch.has_tensor_memory) block->tensor = std::make_unique<TensorMemory>(block->agents());
+  if (block->tensor) block->tensor->memory.poison = launch.poison;
   for (int i = 0; i < warps; ++i) {
     Warp& warp = block->warps[i];
     warp.block = block.get();
@@ -273,7 +271,8 @@ struct Found {
 };
 
 // `sizes`: grid x, y, z, threads, shared bytes, slots, seed, when, worst approximations, most steps, whether copies
-// need fences, whether tensor memory is NaN at first, then the numbers of instructions, constants, parameter bytes, specials and allocations. Returns whether a fault was found.
+// need fences, whether tensor memory may be read unwritten, then how many instructions, constants, parameter bytes, specials and
+// allocations. Returns whether a fault was found.
 int run_launch(const int64_t* sizes, const int64_t* code, const char* const* names, const uint64_t* constants,
                const uint8_t* parameters, const int64_t* specials, const int64_t* allocations, int64_t* counts, Found* found) {
   using namespace ptx;

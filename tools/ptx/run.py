@@ -71,7 +71,7 @@ class TensorMap(NamedTuple):
     box: Sequence[int]
     swizzle: int = 0
 
-    def _as_the_machine_keeps_it(self) -> Tensor:
+    def _packed(self) -> Tensor:
         given = self.tensor.shape, self.tensor.stride()[:-1], tuple(self.box)
         if not 1 <= len(given[0]) == len(given[2]) <= 5 or self.tensor.stride(-1) != 1:
             raise ValueError(
@@ -159,11 +159,7 @@ def run_text(
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
     kernel = module.kernels[name]
     given = zip(kernel.parameters, args, strict=False)
-    maps = {
-        parameter.name: value._as_the_machine_keeps_it()
-        for parameter, value in given
-        if isinstance(value, TensorMap)
-    }
+    maps = {parameter.name: value._packed() for parameter, value in given if isinstance(value, TensorMap)}
     program = encode(module, kernel, {name: words.data_ptr() for name, words in maps.items()})
     sizes = [*([grid] if isinstance(grid, int) else grid), 1, 1, 1][:3]
     shared = sum(module.shared.values()) + shared_bytes

@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 UNIT = 2.0**-24  # a rounding in fp32, as a share
 DEVIATIONS = 3
@@ -332,6 +336,15 @@ class Bounds(TorchDispatchMode):
             + weight * ((errors[1] + 4 * UNIT) * total + of_total)
             + UNIT * (gradient.abs() + y.abs())
         )
+
+
+def may_be_off(tensor: Tensor, error: Tensor) -> Tensor:
+    """`tensor`. Where bounds are kept, a kernel may be off by `error` more there."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Bounds):
+            with _disable_current_modes():
+                mode.give(tensor, mode.of(tensor) + error)
+    return tensor
 
 
 def _tensors(parts: Sequence) -> Iterator[Tensor]:

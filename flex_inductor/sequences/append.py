@@ -288,7 +288,7 @@ def _in_cache(
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
     position = position.clamp(max=cos.size(0) - 1)
-    wide, pairs = torch.promote_types(x.dtype, torch.float32), cos.size(1)
+    wide, pairs = torch.float64 if x.dtype == torch.float64 else torch.float32, cos.size(1)
     cos, sin = (table[position].to(wide)[:, None] for table in (cos, sin))
     own = x[..., : 2 * pairs].to(wide)
     if interleaved:

@@ -1,6 +1,6 @@
 """Random calls against the fp64 reference: `make fuzz HOURS=0.5`, or a few of them in `make test`.
 
-A case is plain data, of `plain.py` or `packed.py`. A failure prints one as small as hypothesis finds:
+A case is plain data, of `plain.py` or `packed.py`. A failure is made smaller:
 `check("cpu", Program(...), [Values(...)])` runs it again.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -15,17 +16,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from . import packed, plain, spread
 from .mods import CARD, ROUTES
-
-
-def half_as_many(route: str, most: int) -> Any:
-    """Batches for a program. One takes twice as many of hypothesis' draws as padded values do, and draws are limited."""
-    return packed.several_batches(route, (most + 1) // 2)
-
+from .smaller import smaller
 
 ALL = ("eager", *ROUTES)
 KINDS = {
     "plain": (plain, plain.several_values, ALL),
-    "packed": (packed, half_as_many, ALL),
+    "packed": (packed, packed.several_batches, ALL),
     "spread": (spread, spread.several_values, ("eager",)),
 }
 CALLS = {
@@ -33,7 +29,7 @@ CALLS = {
     "chunked": 200,
     "cpu": 300,
     CARD: 30,
-}  # of a program, at most; executed kernels are slow
+}  # of a program; executed kernels are slow
 
 
 def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
@@ -48,13 +44,14 @@ def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
             max_examples=40,  # the first ones are trivial
             deadline=None,
             database=None,
-            phases=[Phase.generate, *[Phase.shrink] * (route != CARD)],  # whose time is dear
+            report_multiple_bugs=False,
+            phases=[Phase.generate],  # `smaller` takes less time than hypothesis, of which each step compiles
             suppress_health_check=list(HealthCheck),
         )
         @given(program=module.programs(route), several=several_calls(route, CALLS.get(route, 6)))
         def cases(program, several):
             nonlocal programs, calls, failing
-            if time.monotonic() > end and not failing:  # a failure is made smaller however long that takes
+            if time.monotonic() > end:
                 return
             programs += 1
             calls += len(several)
@@ -68,6 +65,8 @@ def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:
             cases()
         except Exception:
             traceback.print_exc()
+            if route != CARD:  # whose time is dear
+                failing = smaller(functools.partial(module.check, route), *failing)
             path = Path("build/fuzz") / f"{route}-{kind}-{number}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(script(route, kind, *failing))

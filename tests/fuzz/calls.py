@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -27,10 +29,13 @@ DTYPES = {
 LONGEST = {"eager": 40, "chunked": 90, "cpu": 200, **dict.fromkeys(TRITON, 60), CARD: 200}
 
 
-def lists_of(each: st.SearchStrategy, most: int) -> st.SearchStrategy[list]:
-    """Mostly of the greatest length, since a compiled program serves many calls; the first are what failures shrink to."""
-    lengths = st.sampled_from([*range(1, 1 + most // 3), *[most] * most])
-    return lengths.flatmap(lambda length: st.lists(each, min_size=length, max_size=length))
+def drawn(one: Callable[[str, random.Random], Any], route: str, count: int) -> st.SearchStrategy[list]:
+    """So many calls of a program, all of one drawn number: hypothesis' own lists are short and much alike."""
+
+    def of(number: int) -> list:
+        return [one(route, random.Random(f"{number}-{place}")) for place in range(count)]
+
+    return st.integers(0, 2**32).map(of)
 
 
 def compiled(route: str, attend: Callable, verify: bool = False) -> Callable:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from flex_inductor import AuxRequest, Sequences, varlen_attention
 from flex_inductor.reference import reference
 from tests.support import Sizes, judge
 
-from .calls import DTYPES, LONGEST, compilations, compiled, exact_in_fp32, lists_of
+from .calls import DTYPES, LONGEST, compilations, compiled, drawn, exact_in_fp32
 from .mods import MASKS, SCORES, TRITON, capture, mask_mod_of, named_in, score_mod_of
 
 BLOCKS = (16, 32, (16, 64), (64, 16), (16, 128), 128)
@@ -80,19 +82,24 @@ def programs(draw, route: str) -> Program:
     )
 
 
-def several_batches(route: str, most: int) -> st.SearchStrategy[list[Batch]]:
-    length = st.integers(0, LONGEST[route] // 2)
-    pair = st.tuples(length, length) | length.map(lambda n: (n, n)) | length.map(lambda n: (1, n))
-    batch = st.builds(
-        Batch,
-        st.lists(pair, min_size=1, max_size=5).map(tuple),
-        st.tuples(st.integers(0, 3), st.integers(0, 3)) | st.just((0, 0)),
-        st.sampled_from([0.25, 1.0, -0.5]),
-        st.sampled_from([1.0, 0.1, 3.0]),
-        st.sampled_from([0.5, -1.5, 0.25]),
-        st.integers(0, 1000),
-    )
-    return lists_of(batch.filter(lambda b: any(q and k for q, k in b.lengths)), most)
+def random_batch(route: str, draws: random.Random) -> Batch:
+    longest = LONGEST[route] // 2
+
+    def pair() -> tuple[int, int]:
+        queries, keys = draws.randint(0, longest), draws.randint(0, longest)
+        return draws.choice([(queries, keys), (keys, keys), (1, keys)])
+
+    lengths = tuple(pair() for _ in range(draws.randint(1, 5)))
+    if not any(q and k for q, k in lengths):
+        lengths += ((1, 1),)
+    gaps = draws.choice([(0, 0), (draws.randint(0, 3), draws.randint(0, 3))])
+    return Batch(
+        lengths, gaps, draws.choice([0.25, 1.0, -0.5]), draws.choice([1.0, 0.1, 3.0]),
+        draws.choice([0.5, -1.5, 0.25]), draws.randint(0, 1000),
+    )  # fmt: skip
+
+
+several_batches = functools.partial(drawn, random_batch)
 
 
 # Where tokens lie.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import resource
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from .suite import Group, hashed
 from .tables import SUITES
 
 SAMPLE = 2000
-FROM_EACH = 20  # cases of a group in a sample: compiling its kernels takes the time of as many
+FROM_EACH = 48  # cases of a group in a sample: compiling its kernels takes the time of many more
 
 
 def sample(count: int, names: list[str]) -> list[tuple[Group, list[int]]]:
@@ -44,19 +45,34 @@ def sample(count: int, names: list[str]) -> list[tuple[Group, list[int]]]:
     ]
 
 
-def whole(names: list[str], record: Record) -> Iterator[tuple[Group, list[int]]]:
-    """What the record has not, groups of all suites in an order of no meaning."""
-    groups = [group for name in names for group in SUITES[name].groups()]
-    for group in sorted(groups, key=lambda group: hashed("order", group.suite.name, group.number)):
+def whole(names: list[str], record: Record, first: int = 0) -> Iterator[tuple[Group, list[int]]]:
+    """What the record has not, from the group with the place `first` on."""
+    for group in order(names)[first:]:
         cases = group.cases()[record.done.get((group.suite.name, group.number), 0) :]
         if cases:
             yield group, cases
+
+
+def order(names: list[str]) -> list[Group]:
+    """All groups, drawn one after another as often as they are large: the first are a sample of all cases."""
+
+    def place(group: Group) -> float:
+        draw = (hashed("order", group.suite.name, group.number) + 1) / 2**64
+        return -math.log(draw) / group.suite.cases_of_a_group()
+
+    return sorted((group for name in names for group in SUITES[name].groups()), key=place)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.grids", description=__doc__)
     parser.add_argument("--cases", type=int, default=SAMPLE, help=f"of the sample, {SAMPLE} by default")
     parser.add_argument("--whole", action="store_true", help="all cases that the record has not")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="the place of a whole run's first group, if others did those before",
+    )
     parser.add_argument("--record", type=Path, default=Path("build/grids.jsonl"), help="of a whole run")
     parser.add_argument("--suites", default="", help="those whose names begin so")
     parser.add_argument("--workers", type=int, default=2)
@@ -72,7 +88,7 @@ def main() -> int:
     before = sum(record.done.values())
     if given.whole:
         total = sum(len(group.cases()) for name in names for group in SUITES[name].groups())
-        work = whole(names, record)
+        work = whole(names, record, given.first)
     else:
         chosen = sample(given.cases, names)
         total, work = sum(len(cases) for _, cases in chosen), iter(chosen)

@@ -36,6 +36,10 @@ class Suite(NamedTuple):
     def product(self) -> int:
         return math.prod(map(len, self.axes.values()))
 
+    def cases_of_a_group(self) -> int:
+        """How many it has at most."""
+        return self.product() // math.prod(len(self.axes[name]) for name in self.kernel)
+
     def case(self, number: int) -> Case:
         """The case with this number, in the order of `axes`, the last changing fastest."""
         left, places = number, []

@@ -13,6 +13,7 @@ CLOSE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
     torch.float32: {"rtol": 1e-6, "atol": 1e-6},
     torch.bfloat16: {"rtol": 8e-3, "atol": 8e-3},
+    torch.float8_e4m3fn: {"rtol": 2**-4, "atol": 2**-10},
 }
 
 
@@ -24,7 +25,8 @@ def compare(found, wanted, dtype):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_tokens_go(kind, interleaved):
-    dtype = {"1": torch.float64, "16": torch.bfloat16}.get(kind, torch.float32)
+    dtypes = {"1": torch.float64, "16": torch.bfloat16, "3": torch.float8_e4m3fn}
+    dtype = dtypes.get(kind, torch.float32)
     given = case(kind, dtype)
     q, k, v = given.new
     turned = append_kv(*given.caches, k, v, given.sequences, given.rotary, interleaved=interleaved, q=q)

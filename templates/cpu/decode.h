@@ -84,9 +84,8 @@ constexpr int64_t KEYS = W / (count == 3 ? 4 : count);
 // What dot_key does, for these keys of a chunk, from key n on. `ask` is for lines that are read soon, this chunk's values and the
 // next one's keys: one by one between the products, as asking for many at once takes longer.
 template <int64_t count, bool ask>
-inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const Chunk& next, int64_t n, int64_t head, int64_t D,
+inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, int64_t n, int64_t head, int64_t D,
                      int64_t V, float scale, float* scores) {
-  const Stored* const* soon = (next.keys ? next : now).key_rows + n;
   const Stored* const *keys = now.key_rows + n, *const *values = now.value_rows + n;
   Vec sum[W];
 #pragma GCC unroll 16
@@ -94,10 +93,7 @@ inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const C
   for (int64_t d = 0; d < D; d += E) {
 #pragma GCC unroll 16
     for (int64_t i = 0; i < KEYS<count>; ++i) {
-      if (ask && d % LINE == 0) {
-        fetch_row(soon[i] + head * D + d, 1);
-        fetch_row(values[i] + head * V + d, 1);
-      }
+      if (ask && d % LINE == 0) fetch_row(values[i] + head * V + d, 1);
       Vec part[E / W];
       widen(keys[i] + head * D + d, D - d, part);
 #pragma GCC unroll 8
@@ -117,11 +113,23 @@ inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, const C
   for (int64_t r = 0; r < count; ++r) std::memcpy(scores + r * TILE_LD + n, lanes + r * KEYS<count>, KEYS<count> * sizeof(float));
 }
 
+// Rows that are read soon. They are asked for little by little between products: many at once take longer.
+struct Ahead {
+  const Stored *const *row, *const *end;
+  int64_t at, width;
+  void fetch() {
+    if (row == end) return;
+    fetch_row(*row + at, COLUMNS * W);
+    at += COLUMNS * W;
+    if (at >= width) ++row, at = 0;
+  }
+};
+
 // acc[r][v...] = acc * shrink + weights[r] @ values for `count` rows and COLUMNS vectors of values from `column` on. Where
 // that is checked and gives what is not finite, nothing is stored.
 template <int64_t count>
 inline bool add_values(const float* weights, const float* shrink, const Stored* const* values, int64_t keys, int64_t column,
-                       int64_t columns, float* acc, int64_t ld, bool checked) {
+                       int64_t columns, float* acc, int64_t ld, bool checked, Ahead& ahead) {
   Vec sum[count][COLUMNS];
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r)
@@ -129,6 +137,7 @@ inline bool add_values(const float* weights, const float* shrink, const Stored* 
     for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = Vec::loadu(acc + r * ld + i * W) * Vec(shrink[r]);
   for (int64_t n = 0; n < keys; ++n) {
     const Stored* from = values[n] + column;
+    ahead.fetch();
     Vec row[COLUMNS];
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; i += E / W) {

@@ -27,7 +27,7 @@ KINDS = {
 CALLS = {
     "eager": 12,
     "chunked": 200,
-    "cpu": 300,
+    "cpu": 400,
     CARD: 30,
 }  # of a program; executed kernels are slow
 

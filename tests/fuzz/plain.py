@@ -91,7 +91,7 @@ def programs(draw, route: str) -> Program:
 
 def random_values(route: str, draws: random.Random) -> Values:
     # Most are short, since judging long ones takes most of the time.
-    queries, keys = (draws.randint(2, draws.choice([40, LONGEST[route]])) for _ in range(2))
+    queries, keys = (draws.randint(2, draws.choice([40, 40, LONGEST[route]])) for _ in range(2))
     return Values(
         draws.randint(2, 3), queries, keys, draws.choice([0.25, 1.0, -0.5]), draws.choice([1.0, 0.1, 3.0]),
         draws.choice([0.5, -1.5, 0.25]), draws.randint(0, 1000),

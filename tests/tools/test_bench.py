@@ -243,8 +243,8 @@ def test_static(target, monkeypatch, capsys, tmp_path):
 def test_compile(tmp_path, capsys, monkeypatch):
     walls = {OURS: iter((9.0, 3.0, 5.0)), SDPA: iter((3.0, 2.0, 4.0))}
 
-    def step(side, layers, bf16):
-        assert layers == 1 and bf16
+    def step(side, case, bf16):
+        assert (case.layers, case.warm) == (1, False) and bf16
         kernels = [("Inductor's own", 1.0), ("Inductor's own", 2.0)]
         kernels += [("attention forward", 0.5)] if side == OURS else []
         return Step(next(walls[side]), 1.0, {"Dynamo": 0.25}, kernels)
@@ -264,8 +264,15 @@ def test_compile(tmp_path, capsys, monkeypatch):
         ("layers: 1, C++ compiler, attention forward", SDPA, 0, 0),
         ("layers: 1, C++ compiler, attention forward", OURS, 500, 1),
     ]
-    assert results[1]["facts"] == {"ratio": {"median": 1.5, "low": 1.375, "high": 2.25}, "at_most": 1.6}
+    assert results[1]["facts"] == {"ratio": {"median": 1.5, "low": 1.375, "high": 2.25}, "at_most": 1.2}
     assert "1.5 (1.38 to 2.25)" in capsys.readouterr().out
+
+
+def test_a_warm_compilation_finds_its_kernels():
+    cold, warm = (
+        bench_compile.in_own_process(OURS, bench_compile.Case(1, warm), False) for warm in (False, True)
+    )
+    assert len(cold.kernels) > 2 and not warm.kernels
 
 
 @pytest.mark.parametrize("backward_later", [True, False])

@@ -1,9 +1,10 @@
 """`flex-inductor bench compile`: what a transformer's first step on a CPU costs, next to Inductor with SDPA.
 
-Each measurement has a process and cache folders of its own, which a process before it has filled if it is warm. It first
-compiles one small function: what Inductor finds out once about a machine and keeps for all graphs is nobody's. Then a step, forward and backward, is timed. The sides
-take turns, in the opposite order every second round; then comes what a step consists of.
-Kernels are compiled side by side, and while others are: seconds of the compiler are not seconds of waiting.
+Each measurement has a process and cache folders of its own; if it is warm, a process before it has filled them. It
+first compiles one small function: what Inductor finds out once about a machine and keeps for all graphs is nobody's.
+Then a step, forward and backward, is timed. The sides take turns, in the opposite order every second round; then comes
+what a step consists of. Kernels are compiled side by side, and while others are: seconds of the compiler are not
+seconds of waiting.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`flex-inductor bench decode`: decoding next to the speed at which this machine reads memory.
 
 A step reads all keys and values once. The first side reads as many bytes: the best of a plain sum, of memcpy's reads
-and of a loop that prefetches. Pages have 16 tokens and lie in random order. With --busy another process keeps one core
-at work.
+and of a loop that prefetches. Pages have 16 tokens and lie in random order. Two bare loops read the same pages and do
+nothing else, in order and in random order. With --busy another process keeps one core at work.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ OPTIONS = {
     "--busy": {"action": "store_true", "help": "keep one core busy with something else"},
 }
 READING = "reading"
+BARE: dict[str, Callable[[int], Any]] = {
+    "bare loop, in order": torch.arange,
+    "bare loop, pages of 16": torch.randperm,
+}
 
 
 def _case(count: int, dtype: torch.dtype) -> varlen.Case:
@@ -56,6 +60,9 @@ def measure(case: varlen.Case, arguments: Namespace) -> list[Result]:
     size = sum(case.lengths) * case.kv_heads * case.head_dim * 2 * case.dtype.itemsize
     steps: dict[str, Callable[[], Any]] = {READING: loops.reader(size)}
     steps |= {name: side.step for name, side in sides.items() if name != varlen.SDPA}
+    count = -(-sum(case.lengths) // 16)
+    keys, values = (torch.ones(count, 16, case.kv_heads, case.head_dim, dtype=case.dtype) for _ in range(2))
+    steps |= {name: loops.page_reader(keys, values, order(count).int()) for name, order in BARE.items()}
     for step in steps.values():
         step()
     with busy() if arguments.busy else contextlib.nullcontext():
@@ -82,10 +89,10 @@ def busy() -> Iterator[None]:
 
 
 def headline(results: list[Result]) -> str:
-    least = min((r for r in results if r.side != READING), key=lambda r: r.facts["share"].median)
+    least = min((r for r in results if r.side not in (READING, *BARE)), key=lambda r: r.facts["share"].median)
     return f"worst share of the memory's speed: {least.facts['share'].median:.2f}, {least.case}, {least.side}"
 
 
 def plot(axis: Any, results: list[Result], _: Namespace) -> None:
-    sides = [*dict.fromkeys(result.side for result in results if result.side != READING)]
+    sides = [*dict.fromkeys(result.side for result in results if result.side not in (READING, *BARE))]
     plot_shares(axis, results, sides, "the speed at which memory is read")

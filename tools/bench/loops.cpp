@@ -64,6 +64,21 @@ extern "C" WITH("amx-tile,amx-bf16") void amx_bf16(int64_t rounds) {
   _tile_release();
 }
 
+namespace {
+
+// Adds two floats of four to every sum: what a loop does with a line once it is there.
+WITH("avx2") inline void take(const char* at, __m256* sums, int line) {
+  sums[line % 4] = _mm256_add_ps(sums[line % 4], _mm256_loadu_ps((const float*)at));
+  sums[line % 4] = _mm256_add_ps(sums[line % 4], _mm256_loadu_ps((const float*)at + 8));
+}
+
+WITH("avx2") inline float total(const __m256* sums) {
+  const __m256 sum = _mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3]));
+  return sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
+}
+
+}  // namespace
+
 // Sums 16 floats of every line, with lines far ahead on their way. `size` is a multiple of 512 bytes.
 extern "C" WITH("avx2") float stream(const char* from, int64_t size, int64_t ahead) {
   __m256 sums[4];
@@ -73,11 +88,36 @@ extern "C" WITH("avx2") float stream(const char* from, int64_t size, int64_t ahe
     for (int line = 0; line < 512; line += 64) {
       const char* at = from + i + line;
       if (ahead) _mm_prefetch(at + ahead, _MM_HINT_T0);
-      sums[line / 64 % 4] = _mm256_add_ps(sums[line / 64 % 4], _mm256_loadu_ps((const float*)at));
-      sums[line / 64 % 4] = _mm256_add_ps(sums[line / 64 % 4], _mm256_loadu_ps((const float*)at + 8));
+      take(at, sums, line / 64);
     }
   }
-  __m256 sum = _mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3]));
-  return sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
+  return total(sums);
+}
+
+// The same for pages: a few of keys, as many of values, the next few, as decoding reads them. The page at `pages[i]` has `size`
+// bytes, a multiple of 512; lines are asked for `ahead` bytes before they are read, in the page that comes then.
+extern "C" WITH("avx2") float read_pages(const char* keys, const char* values, const int32_t* pages, int64_t count, int64_t size,
+                                         int64_t few, int64_t ahead) {
+  const auto page = [&](int64_t i) {
+    const int64_t first = i / (2 * few) * few, within = i % (2 * few);
+    const int64_t here = count - first < few ? count - first : few;  // the last ones
+    return within < here ? keys + pages[first + within] * size : values + pages[first + within - here] * size;
+  };
+  __m256 sums[4];
+  for (auto& sum : sums) sum = _mm256_setzero_ps();
+  const int64_t all = 2 * count;
+  for (int64_t i = 0; i < all; ++i) {
+    const char *from = page(i), *soon = page(i + ahead / size < all ? i + ahead / size : i) + ahead % size;
+    const char* then = page(i + ahead / size + 1 < all ? i + ahead / size + 1 : i);
+    for (int64_t at = 0; at < size; at += 512) {
+      const char* ask = at + ahead % size < size ? soon + at : then + at + ahead % size - size;
+#pragma GCC unroll 8
+      for (int line = 0; line < 512; line += 64) {
+        if (ahead) _mm_prefetch(ask + line, _MM_HINT_T0);
+        take(from + at + line, sums, line / 64);
+      }
+    }
+  }
+  return total(sums);
 }
 #endif

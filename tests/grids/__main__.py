@@ -18,7 +18,7 @@ from .suite import Group, hashed
 from .tables import SUITES
 
 SAMPLE = 2000
-FROM_EACH = 48  # cases of a group in a sample: compiling its kernels takes the time of many more
+FROM_EACH = 60  # cases of a group in a sample: compiling its kernels takes the time of many more
 
 
 def sample(count: int, names: list[str]) -> list[tuple[Group, list[int]]]:

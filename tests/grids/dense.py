@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 INF = float("inf")
+FEW = 64  # keys of which rounding the output may be most of a gradient's error
 
 
 class Meaning(NamedTuple):
@@ -136,6 +137,12 @@ class _Pass:
         dots = (self.grad * out).sum(-1, keepdim=True)
         if self.grad_lse is not None:
             dots = dots - self.grad_lse.unsqueeze(-1)
+        if self.key.size(0) <= FEW:
+            # A deviation of `dots`, in roundings of the output, as a backward has it stored.
+            off = (self.grad * out).square().sum(-1, keepdim=True).sqrt() * self.meaning.scale
+            results["noise_of_d_query"] = (off * _product(self.weights, self.key)).abs()
+            terms = (off * self.weights).square().reshape(g * m, -1).mT
+            results["noise_of_d_key"] = (terms @ self.query.square().reshape(g * m, -1)).sqrt()
         d_scores = (self.d_weights - dots).mul_(self.weights)
         d_scores = d_scores if self.back is None else self.back(d_scores)
         d_scores = rounded(d_scores.mul_(self.meaning.scale))

@@ -184,10 +184,10 @@ bool keys_are_multiplied_where_they_lie() {
   };
   dot_key<3>(queries.data(), D_PAD, keys.data() + D, D, 0.5f, scores.data());
   for (int64_t r = 0; r < ROWS; ++r) EXPECT(scores[r * TILE_LD] == (r < 3 ? dot(r, 1) : HOLE));
-  Chunk now(0, 0), next(0, 0);
+  Chunk now(0, 0);
   for (; now.keys < 5; ++now.keys) now.key_rows[now.keys] = now.value_rows[now.keys] = keys.data() + now.keys * D;
   now.repeat_last();
-  dot_keys<ROWS, false>(queries.data(), D_PAD, now, next, 0, 0, D, D, 0.5f, scores.data());
+  dot_keys<ROWS, false>(queries.data(), D_PAD, now, 0, 0, D, D, 0.5f, scores.data());
   for (int64_t r = 0; r < ROWS; ++r)
     for (int64_t n = 0; n < KEYS<ROWS>; ++n) EXPECT(scores[r * TILE_LD + n] == dot(r, std::min<int64_t>(n, 4)));
   return true;
@@ -200,7 +200,8 @@ bool values_are_added_up() {
   for (int64_t n = 0; n < keys; ++n) rows[n] = values.data() + n * V;
   auto weights = numbers<float>(2 * TILE_LD), sums = numbers<float>(2 * V_PAD), before = sums;
   const float shrink[] = {0.5f, 2.f};
-  EXPECT(add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true));
+  Ahead ahead{rows.data(), rows.data() + keys, 0, V};
+  EXPECT(add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true, ahead));
   for (int64_t r = 0; r < 2; ++r)
     for (int64_t v = 0; v < std::min(V, COLUMNS * W); ++v) {
       float wanted = before[r * V_PAD + v] * shrink[r];
@@ -209,7 +210,7 @@ bool values_are_added_up() {
     }
   before = sums;
   values[V] = Stored(INF);
-  EXPECT(!add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true));
+  EXPECT(!add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true, ahead));
   EXPECT(sums == before);  // nothing is stored
   return true;
 }

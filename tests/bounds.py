@@ -343,7 +343,7 @@ def may_be_off(tensor: Tensor, error: Tensor) -> Tensor:
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, Bounds):
             with _disable_current_modes():
-                mode.give(tensor, mode.of(tensor) + error)
+                mode.give(tensor, mode.of(tensor) + error / mode.scale)
     return tensor
 
 

@@ -23,7 +23,8 @@ def test_a_failure_is_made_small():
     exec(compile(text.replace("plain.check", "checked"), "script", "exec"), {"checked": lambda *call: None})
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("below", [70, 81, 86, 88])
-def test_the_entropy_may_count_weights_that_are_nearly_flushed(below):
-    program = plain.Program(f"score - {below}", sinks=True, entropy=True)
+def test_the_entropy_may_count_weights_that_are_nearly_flushed(below, dtype):
+    program = plain.Program(f"score - {below}", dtype=dtype, sinks=True, entropy=True)
     plain.check("eager", program, [plain.Values()])

@@ -198,10 +198,11 @@ def _merged(one: Outputs, other: Outputs, more: Sequence[str]) -> Outputs:
     """Attention to the keys of both; changes the output of the first."""
     (out, lse, peak, *rows), (part, part_lse, part_peak, *part_rows) = one, other
     total = torch.logaddexp(lse, part_lse)
-    base = torch.where(total == -math.inf, 0.0, total)
-    weight, part_weight = ((of - base).exp_() for of in (lse, part_lse))
+    # Of the difference alone: what rounding makes of a large lse would be multiplied by the mean score.
+    ahead = torch.where(total == -math.inf, 0.0, part_lse - lse)
+    weight, part_weight = torch.sigmoid(-ahead), torch.sigmoid(ahead)
     further = {
-        "mean_scores": lambda row, of_part: row * weight + of_part * part_weight,
+        "mean_scores": lambda row, of_part: row + (of_part - row) * part_weight,
         "max_indices": lambda row, of_part: torch.where(
             (part_peak > peak) | ((part_peak == peak) & (of_part < row)), of_part, row
         ),

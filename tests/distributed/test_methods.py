@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flex_inductor.distributed import ring
 from tests.distributed.cases import Case, attend, on_rank, together, whole
 
 LIMIT = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -79,3 +80,20 @@ def test_compiled_as_one_process(group, method, dtype, ranks):
     ):
         case = Case(mask, length, 2, heads, kv_heads, dtype=dtype, bshd=bshd, entropy=entropy)
         check(group, case, method, "head_tail" if mask == "documents" else idle, ranks, is_compiled=True)
+
+
+def test_parts_of_a_ring_with_large_scores():
+    """Weights come from a difference, so the mean score is not off by rounding times the square of the scores."""
+
+    def part(scores):
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        return [weights @ values[: scores.size(-1)], lse, scores.amax(-1), (weights * scores).sum(-1)]
+
+    generator = torch.Generator().manual_seed(0)
+    scores = 300 + torch.randn(1, 2, 50, 40, generator=generator, dtype=torch.float64)
+    values = torch.ones(40, 3, dtype=torch.float64)
+    parts = [[t.float() for t in part(half)] for half in scores.split(20, -1)]
+    merged = ring._merged(*parts, ("mean_scores",))
+    for got, right in zip(merged, part(scores), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=4 * 2**-24, atol=0)

@@ -14,7 +14,7 @@ import torch
 
 from flex_inductor.tools import cli
 from flex_inductor.tools.bench import compile as bench_compile
-from flex_inductor.tools.bench import cpu, loops, masks, peers, peers_features, static, varlen
+from flex_inductor.tools.bench import cpu, masks, peers, peers_features, static, varlen
 from flex_inductor.tools.bench.compile import SDPA, Step, kind_of, phases_of
 from flex_inductor.tools.bench.harness import OURS, Spread, alternate, check, over
 from flex_inductor.tools.bench.workers import Failed
@@ -238,18 +238,6 @@ def test_static(target, monkeypatch, capsys, tmp_path):
             assert found["full"] / 2 < found["executed"] < 2 * found["partial"]
             assert found["sectors"] > found["requests"] > 0 and found["conflicts"] >= 0
     assert f"| causal D16 {target} | forward " in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not {"avx2", "fma"} <= loops.flags(), reason="the loops are for x86 with AVX2")
-@pytest.mark.parametrize("ahead", loops.AHEAD)
-@pytest.mark.parametrize("count", [1, 4, 11])
-def test_the_bare_loop_reads_each_page_once(count, ahead):
-    keys, values = (torch.randint(9, (13, 4, 64)).float() for _ in range(2))
-    pages = torch.randperm(13)[:count].int()
-    read = sum(
-        loops._read_pages(keys, values, pages, ahead, thread) for thread in range(torch.get_num_threads())
-    )
-    assert read == (keys + values)[pages.long()].sum()
 
 
 def test_compile(tmp_path, capsys, monkeypatch):

@@ -83,8 +83,9 @@ def test_small(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [[], ["--busy"]])
 def test_decode(options, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "CASES", (varlen.Case("few", (300, 900), (16,), 4, 2, 16),))
-    reading, pages, whole = run(tmp_path, "decode", "--rounds", "1", *options)
-    assert [reading["side"], pages["side"], whole["side"]] == [decode.READING, "pages of 16", varlen.WHOLE]
+    found = run(tmp_path, "decode", "--rounds", "1", *options)
+    whole = found[2]
+    assert [r["side"] for r in found] == [decode.READING, "pages of 16", varlen.WHOLE, *decode.BARE]
     size = 1200 * 2 * 16 * 2 * 4
     assert whole["facts"]["rate"]["median"] == pytest.approx(size / whole["ms"]["median"] / 1e6)
 
@@ -96,6 +97,18 @@ def test_loops_do_what_they_are_timed_for():
     for ahead in loops.AHEAD:
         assert loops.stream()(source.data_ptr(), 4096, ahead) == source.sum()
     assert {"AVX2 fp32"} <= {unit.name for unit in loops.units()}
+
+
+@needs_avx2
+@pytest.mark.parametrize("ahead", loops.AHEAD)
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_the_bare_loop_reads_each_page_once(count, ahead):
+    keys, values = (torch.randint(9, (13, 4, 64)).float() for _ in range(2))
+    pages = torch.randperm(13)[:count].int()
+    read = sum(
+        loops._read_pages(keys, values, pages, ahead, thread) for thread in range(torch.get_num_threads())
+    )
+    assert read == (keys + values)[pages.long()].sum()
 
 
 @needs_avx2

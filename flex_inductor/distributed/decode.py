@@ -25,7 +25,7 @@ def merge(out: Tensor, lse: Tensor, ranks: int, group: str) -> tuple[Tensor, Ten
     gathered = waited(gathered, group).view(ranks, *both.shape)
     parts, of_parts = gathered[..., :-1], gathered[..., -1]
     total = of_parts.logsumexp(0)
-    weights = (of_parts - torch.where(total == -math.inf, 0.0, total)).exp()
+    weights = torch.where(total == -math.inf, 0.0, of_parts).softmax(0)
     return (parts * weights.unsqueeze(-1)).sum(0).to(out.dtype), total
 
 

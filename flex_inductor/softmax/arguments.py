@@ -84,8 +84,10 @@ class Softmax(NamedTuple):
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The output and the logsumexp of rows [B, H, M], from those without sinks."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-    share = (lse - total.where(total > -math.inf, 0.0)).exp()
+    sinks = sinks.to(lse.dtype).unsqueeze(-1)
+    total = torch.logaddexp(lse, sinks)
+    # Of the difference: rounding a large lse would be seen in the output.
+    share = (lse - sinks).where(total > -math.inf, -math.inf).sigmoid()
     return out * share.unsqueeze(-1), total
 
 

@@ -147,8 +147,8 @@ class _Pass:
         d_scores = d_scores if self.back is None else self.back(d_scores)
         d_scores = rounded(d_scores.mul_(self.meaning.scale))
         results["d_query"] = _product(d_scores, rounded(self.key))
-        results["d_key"] = d_scores.reshape(g * m, -1).mT @ rounded(self.query).reshape(g * m, -1)
-        results["d_value"] = weights.reshape(g * m, -1).mT @ rounded(self.grad).reshape(g * m, -1)
+        results["d_key"] = _matmul(d_scores.reshape(g * m, -1).mT, rounded(self.query).reshape(g * m, -1))
+        results["d_value"] = _matmul(weights.reshape(g * m, -1).mT, rounded(self.grad).reshape(g * m, -1))
         if self.sink_weights is not None:
             results["d_sinks"] = -(self.sink_weights * dots).sum((1, 2))
             # What the output's rounding adds up to over rows, in units of its own.
@@ -160,7 +160,14 @@ class _Pass:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """[G, M, K] @ [K, N], as one product of matrices."""
     g, m, k = left.shape
-    return (left.reshape(g * m, k) @ right).view(g, m, right.size(-1))
+    return _matmul(left.reshape(g * m, k), right).view(g, m, right.size(-1))
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Summed up in fp32 and rounded once. On CPUs fp16's own product takes 30 times as long."""
+    if left.dtype == torch.float16:
+        return (left.float() @ right.float()).half()
+    return left @ right
 
 
 def _hidden(meaning: Meaning, at: Tensor, place: Tensor) -> Tensor | None:

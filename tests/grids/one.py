@@ -18,8 +18,10 @@ from .work import NotThere, check
 
 # How a group runs, and how many of eight do: compiled; eagerly, in chunks; eagerly, each class of calls in a kernel.
 # Dynamo takes a second for each combination of a cache's arguments, and dropout's words take seconds of a call in chunks.
+# A window is drawn for each call, and a kernel of its own would be compiled for each.
 WAYS = {"compiled": 6, "chunks": 2}
 WAYS_OF_CACHES = {"compiled": 1, "chunks": 1, "kernels": 6}
+WAYS_OF_WINDOWED_CACHES = {"compiled": 1, "chunks": 7}
 WAYS_OF_DROPOUT = {"compiled": 8}
 
 # What is refused by name, as its message begins.
@@ -29,7 +31,8 @@ REFUSALS = ("cache_leftpad: expected none with block_table",)
 def way_of(group: Group) -> str:
     case = group.suite.case(group.cases()[0])
     ways = WAYS_OF_DROPOUT if case.get("dropout_p") else WAYS
-    ways = WAYS_OF_CACHES if group.suite.door == "cached" else ways
+    if group.suite.door == "cached":
+        ways = WAYS_OF_WINDOWED_CACHES if case.get("local") else WAYS_OF_CACHES
     return random.Random(hashed("way", group.suite.name, group.number)).choices([*ways], [*ways.values()])[0]
 
 

@@ -81,11 +81,11 @@ inline Vec sum_each(Vec* vectors) {
 template <int64_t count>
 constexpr int64_t KEYS = W / (count == 3 ? 4 : count);
 
-// What dot_key does, for these keys of a chunk, from key n on. `ask` is for lines that are read soon, this chunk's values and the
-// next one's keys: one by one between the products, as asking for many at once takes longer.
+// What dot_key does, for these keys of a chunk, from key n on. `ask` is for the lines of their values, which are read soon: one
+// by one between the products, as asking for many at once takes longer.
 template <int64_t count, bool ask>
-inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, int64_t n, int64_t head, int64_t D,
-                     int64_t V, float scale, float* scores) {
+inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, int64_t n, int64_t head, int64_t D, int64_t V,
+                     float scale, float* scores) {
   const Stored* const *keys = now.key_rows + n, *const *values = now.value_rows + n;
   Vec sum[W];
 #pragma GCC unroll 16

@@ -88,11 +88,15 @@ def busy() -> Iterator[None]:
         process.wait()
 
 
+def attention(results: list[Result]) -> list[Result]:
+    return [result for result in results if result.side not in (READING, *BARE)]
+
+
 def headline(results: list[Result]) -> str:
-    least = min((r for r in results if r.side not in (READING, *BARE)), key=lambda r: r.facts["share"].median)
+    least = min(attention(results), key=lambda result: result.facts["share"].median)
     return f"worst share of the memory's speed: {least.facts['share'].median:.2f}, {least.case}, {least.side}"
 
 
 def plot(axis: Any, results: list[Result], _: Namespace) -> None:
-    sides = [*dict.fromkeys(result.side for result in results if result.side not in (READING, *BARE))]
+    sides = [*dict.fromkeys(result.side for result in attention(results))]
     plot_shares(axis, results, sides, "the speed at which memory is read")

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 
 from flex_inductor import BlockMask, create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import tiles
 from tests.support import Sizes, attention_of, causal, dense_of, judge, run, served_by
 
 SMALL = Sizes(batch=1, heads=2, kv_heads=2, queries=24, keys=24, head_dim=8, value_dim=8)
@@ -42,8 +42,8 @@ def way(request):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles each way, some of them fully masked."""
-    monkeypatch.setattr(chunked, "MAX_CHUNK_KEYS", 7)
-    monkeypatch.setattr(chunked, "MAX_CHUNK_QUERIES", 10)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_KEYS", 7)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_QUERIES", 10)
 
 
 def mask_of(mask_mod, sizes=SMALL, block=8) -> BlockMask:

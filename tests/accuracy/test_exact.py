@@ -7,7 +7,7 @@ import torch
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.backend import flex_inductor
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import tiles
 from tests.exact import ALL, SCALE, add, assert_exact, exact, visible_by
 from tests.support import Sizes, served_by
 
@@ -28,9 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles along queries, keys, heads and batches."""
-    monkeypatch.setattr(chunked, "MAX_CHUNK_KEYS", 48)
-    monkeypatch.setattr(chunked, "MAX_CHUNK_QUERIES", 40)
-    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 5000)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_KEYS", 48)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_QUERIES", 40)
+    monkeypatch.setattr(tiles, "CHUNK_ELEMENTS", 5000)
 
 
 def attend_to(mask, use_table):

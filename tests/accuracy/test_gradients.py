@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flex_inductor import flex_attention
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import tiles
 from tests.support import MASKS, MODS, Cube, Sizes, attention_of, dense_of, judge, run
 
 TINY = Sizes(batch=1, heads=2, kv_heads=1, queries=5, keys=6, head_dim=3, value_dim=2)
@@ -43,8 +43,8 @@ GRADCHECK_MODS = {
 
 @pytest.mark.parametrize("name", GRADCHECK_MODS)
 def test_gradcheck(name, monkeypatch):
-    monkeypatch.setattr(chunked, "MAX_CHUNK_KEYS", 4)
-    monkeypatch.setattr(chunked, "MAX_CHUNK_QUERIES", 2)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_KEYS", 4)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_QUERIES", 2)
     make_captures, build = GRADCHECK_MODS[name]
     captures = [c.clone().requires_grad_(c.is_floating_point()) for c in make_captures(TINY)]
     inputs = [t.requires_grad_() for t in TINY.inputs(torch.float64)]

@@ -9,7 +9,7 @@ import torch
 
 from flex_inductor import create_block_mask
 from flex_inductor.backend import flex_inductor
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import tiles
 from tests.support import (
     LAYOUTS,
     MASKS,
@@ -29,9 +29,9 @@ SIZES = Sizes()
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles along queries, keys, heads and batches."""
-    monkeypatch.setattr(chunked, "MAX_CHUNK_KEYS", 48)
-    monkeypatch.setattr(chunked, "MAX_CHUNK_QUERIES", 40)
-    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 5000)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_KEYS", 48)
+    monkeypatch.setattr(tiles, "MAX_CHUNK_QUERIES", 40)
+    monkeypatch.setattr(tiles, "CHUNK_ELEMENTS", 5000)
 
 
 @functools.cache

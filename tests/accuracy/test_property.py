@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import tiles
 from tests.fuzz import a_fixed_few, packed
 from tests.fuzz.plain import check, programs, several_values
 
@@ -22,7 +22,7 @@ def test_eager(program, several, tiling):
         for limit, value in zip(
             ("CHUNK_ELEMENTS", "MAX_CHUNK_QUERIES", "MAX_CHUNK_KEYS"), tiling, strict=True
         ):
-            patch.setattr(chunked, limit, value)
+            patch.setattr(tiles, limit, value)
         # A few tiles each way: tiles of one element would be thousands in a long call.
         few = 6 * min(tiling)
         several = [v._replace(queries=min(v.queries, few), keys=min(v.keys, few)) for v in several]

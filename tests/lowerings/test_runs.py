@@ -13,7 +13,7 @@ import torch
 import flex_inductor
 from flex_inductor import RunSchedule, create_block_mask, flex_attention
 from flex_inductor.lowerings.registry import ROUTES
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import tiles
 from tests.support import (
     MASKS,
     MODS,
@@ -55,7 +55,7 @@ def both_forms(mask: str):
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "none"])
 def test_eager(mask, monkeypatch):
     for limit, value in (("MAX_CHUNK_KEYS", 48), ("MAX_CHUNK_QUERIES", 40), ("CHUNK_ELEMENTS", 5000)):
-        monkeypatch.setattr(chunked, limit, value)  # several tiles, none of the size of a block
+        monkeypatch.setattr(tiles, limit, value)  # several tiles, none of the size of a block
     lists, runs = both_forms(mask)
     inputs = SIZES.inputs(torch.float32)
     found = judge(attention_of(BIASED), dense_of(BIASED), inputs, CAPTURES, runs)

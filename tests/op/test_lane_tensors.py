@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, flex_attention
-from flex_inductor.op.eager import chunked
+from flex_inductor.op.eager import chunked, tiles
 
 LENGTH, DIM = 24, 8
 
@@ -70,7 +70,7 @@ class Largest(TorchDispatchMode):
 def test_memory_is_bounded(call, monkeypatch):
     """A tile holds no more than was allowed, captured tensors aside, and gives what larger tiles give."""
     attend, inputs, expected, grads = call
-    monkeypatch.setattr(chunked, "CHUNK_ELEMENTS", 2000)
+    monkeypatch.setattr(tiles, "CHUNK_ELEMENTS", 2000)
     largest = Largest()
     for name in ("forward", "backward"):
         monkeypatch.setattr(chunked, name, largest.watched(getattr(chunked, name)))
@@ -81,7 +81,7 @@ def test_memory_is_bounded(call, monkeypatch):
 
 
 def test_a_tensor_that_is_too_large(monkeypatch):
-    monkeypatch.setattr(chunked, "MAX_LANE_ELEMENTS", 7)
+    monkeypatch.setattr(tiles, "MAX_LANE_ELEMENTS", 7)
     q, k, v, query, table = (draw(1, 1, 4, DIM) for _ in range(5))
     message = (
         r"^score_mod makes a tensor of 8 elements for every score; at most 7 are served\. Compute it before the call "

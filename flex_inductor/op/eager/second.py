@@ -26,7 +26,8 @@ from ...mod_ir.split import SecondPrograms
 from .. import call_text
 from ..layout import empty_like_layout
 from ..library import define
-from .chunked import Accumulators, function_of, run_lanes, run_of
+from .lanes import Accumulators, function_of, run_lanes
+from .tiles import run_of
 
 SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "dropout", "in_blocks"}
 
@@ -119,7 +120,7 @@ class _Walk:
         if leaves is None:
             return change
         lanes = {"score_along": tile.along, "grad_score_along": change}
-        return leaves.add(self.run, tile.at, tile.raw, e, tile.live, **lanes)
+        return leaves.add(self.run.indices(tile.at), tile.raw, e, tile.live, **lanes)
 
     def leaves(self) -> Accumulators | None:
         second = self.mods.second

@@ -24,8 +24,10 @@ from ..op import call_text
 from ..op.call import QKV, check_served
 from ..op.library import define
 from ..visits.places import COUNT
+from .bounded import Bounded
 from .by_sequence import OneSequence, Side, groups_of
-from .exact import Bounded, Exact, Leaves, Region, offsets
+from .exact import Exact, Region
+from .leaves import Leaves, offsets
 from .mods import Mod
 
 WHOLE_LANES = 1 << 25  # up to this many scores nothing is left out

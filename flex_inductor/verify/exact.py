@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,28 +28,17 @@ from .. import compat
 from ..mod_ir.arguments import INDEX_DTYPE, score_dtype
 from ..mod_ir.program import AXES
 from ..visits import BlockRuns, Bounds
+from .bounded import OPERATIONS, Bounded, Scores, finite, size_of
 from .dropout import factors
 from .lanes import Visited
+from .leaves import Leaves
 from .mods import Mod, apart
 
 LANES, KEYS = 1 << 17, 512  # of a tile: in float64 it fits a cache, and half of a causal mask is left out
-OPERATIONS = 8  # roundings of a mod, of exp and of the operations around it
 OF_ROWS = ("lse", "max_scores", "mean_scores", "max_indices")
 # Errors of products: so many standard deviations. One rounding has a standard deviation of at most 0.6 of its bound.
 SPREAD = 6
 TINY = 2.0**-120  # a weight below may be 0
-
-
-class Bounded(NamedTuple):
-    value: Tensor
-    error: Tensor  # how far from `value` a right result may be
-
-    def rounded(self, dtype: torch.dtype) -> Bounded:
-        """The same after rounding to `dtype`."""
-        if not dtype.is_floating_point:
-            return self
-        finfo = torch.finfo(dtype)
-        return self._replace(error=self.error + 0.6 * finfo.eps * _size(self.value) + finfo.tiny * finfo.eps)
 
 
 class Region(NamedTuple):
@@ -86,22 +75,6 @@ class Units(NamedTuple):
         if key.dtype != query.dtype and finfo.bits == 16:  # narrow keys and values, which scales round
             return Units(scores, finfo.eps / 2, finfo.eps, least)
         return Units(scores, 0.0, finfo.eps / 2, least)
-
-
-class _Scores(NamedTuple):
-    """A tile of scores: [b, h, m, n]."""
-
-    live: Tensor
-    raw: Tensor  # before score_mod
-    off: Tensor  # by how much they may be off
-    value: Tensor
-    low: Tensor
-    high: Tensor
-
-    @property
-    def error(self) -> Tensor:
-        """By how much `value` may be off."""
-        return torch.maximum(self.high - self.value, self.value - self.low).nan_to_num(0.0)
 
 
 class Exact:
@@ -182,7 +155,7 @@ class Exact:
 
     # Scores.
 
-    def scores(self, tile: _Tile) -> _Scores:
+    def scores(self, tile: _Tile) -> Scores:
         query, key = self.rows(self.query, tile) * self.scale, self.of_keys(self.key, tile)
         live = self.live(tile)
         raw = query @ key.transpose(-1, -2)
@@ -202,14 +175,14 @@ class Exact:
         rounding = OPERATIONS * self.units.scores * rounding.nan_to_num(0.0, 0.0, 0.0)
         dead = ~live
         value, low, high = (t.masked_fill(dead, -math.inf) for t in (value, low - rounding, high + rounding))
-        return _Scores(live, raw, off, value, low, high)
+        return Scores(live, raw, off, value, low, high)
 
     def _of_products(self, left: Tensor, right: Tensor) -> Tensor:
         """By how much left @ right^T may be off."""
-        terms = _size(left) @ _size(right).transpose(-1, -2)
+        terms = size_of(left) @ size_of(right).transpose(-1, -2)
         return ((4 + math.sqrt(left.size(-1))) * self.units.scores + self.units.operands) * terms
 
-    def _weights(self, scores: _Scores, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _weights(self, scores: Scores, lse: Tensor) -> tuple[Tensor, Tensor]:
         """exp(score - lse), and by how much it may be off."""
         base = torch.where(lse == -math.inf, math.inf, lse)  # no lane of a dead row has weight
         ulps = OPERATIONS * self.units.scores * (1 + lse.abs().nan_to_num(0.0, 0.0, 0.0))
@@ -231,7 +204,7 @@ class Exact:
 
     def _products(self, squares: Tensor, terms: Tensor, moved: Tensor) -> Tensor:
         """The error from rounding one factor of each summed product; `moved` is one sample."""
-        worst = 2 * _size(moved).amax(-1, keepdim=True)
+        worst = 2 * size_of(moved).amax(-1, keepdim=True)
         return torch.minimum(
             self.units.weights * SPREAD * squares.sqrt() + worst, 1.2 * self.units.weights * terms
         )
@@ -260,15 +233,13 @@ class Exact:
             mean = self._mean_scores(tile, scores, weight, off)
             weight, off = self.dropped(tile, weight, off)
             out = _times(weight, value, scores.live)
-            size = _size(value)
-            moved = (off @ size + shift * _size(out)) / (1 - shift).clamp(min=0.05)
+            size = size_of(value)
+            moved = (off @ size + shift * size_of(out)) / (1 - shift).clamp(min=0.05)
             terms = weight @ size
             peak = scores.value.amax(-1, keepdim=True)
             by_rounding = _by_rounding((scores.value - peak).exp(), self.query.dtype) * (peak - lse).exp()
             (by_rounding,) = self.dropped(tile, by_rounding)
-            lost = self._products(
-                weight.square() @ size.square(), terms, _finite(by_rounding) @ _finite(value)
-            )
+            lost = self._products(weight.square() @ size.square(), terms, finite(by_rounding) @ finite(value))
             lost = lost + self.units.least * (scores.live.double() @ size)
             error = moved + lost + self._sums(_length(tile.n)) * terms
             results["out"].value[at], results["out"].error[at] = out, error
@@ -278,7 +249,7 @@ class Exact:
             results["lse"].error[at] = (
                 shift / (1 - shift).clamp(min=0.05)
                 + self._sums(_length(tile.n))
-                + OPERATIONS * self.units.scores * _size(lse)
+                + OPERATIONS * self.units.scores * size_of(lse)
             )
             peak = peak.squeeze(-1)
             ends = [apart(end.amax(-1), peak) for end in (scores.low, scores.high)]
@@ -291,15 +262,13 @@ class Exact:
                 results[name].value[at], results[name].error[at] = found, error
         return results
 
-    def _mean_scores(
-        self, tile: _Tile, scores: _Scores, weight: Tensor, off: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        score, shift = _finite(scores.value), off.sum(-1)
+    def _mean_scores(self, tile: _Tile, scores: Scores, weight: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        score, shift = finite(scores.value), off.sum(-1)
         mean, terms = (weight * score).sum(-1), (weight * score.abs()).sum(-1)
         moved = (off * score.abs() + (weight + off) * scores.error).sum(-1) + shift * mean.abs()
         return mean, moved / (1 - shift).clamp(min=0.05) + self._sums(_length(tile.n)) * terms
 
-    def _max_indices(self, tile: _Tile, scores: _Scores) -> tuple[Tensor, Tensor]:
+    def _max_indices(self, tile: _Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         """Any is right where roundings decide which score is the largest."""
         peak = scores.value.amax(-1, keepdim=True)
         index = self.indices(tile)["kv_idx"].double().expand(scores.value.shape)
@@ -314,14 +283,13 @@ class Exact:
     def backward(
         self,
         region: Region,
-        upstream: tuple[
-            Tensor, ...
-        ],  # out, lse, their gradients and mean scores'; None for those that are zero
+        upstream: tuple[Tensor, ...],
         wants: str,
-        leaves: Leaves | None,  # to add to; None without a score_mod
+        leaves: Leaves | None,
     ) -> dict[str, Bounded]:
-        """Gradients of those of query, key and value that `wants` names.
+        """Gradients of those of query, key and value that `wants` names; those of captures are added to `leaves`.
 
+        `upstream` has out, lse, their gradients and that of mean scores; None for gradients that are zero.
         The region's rows for the query, its keys for the others: all that adds to these must be in it.
         """
         sums = {
@@ -337,7 +305,7 @@ class Exact:
             weight, off, grad, alone, shared, d_out = self._gradients(tile, scores, upstream)
             grad_off = alone + shared
             if leaves is not None:
-                grad, grad_off = leaves.add(self, tile, scores, grad, alone, shared)
+                grad, grad_off = leaves.add(self.indices(tile), scores, grad, alone, shared)
             query, key = self.rows(self.query, tile) * self.scale, self.of_keys(self.key, tile) * self.scale
             across = [t.transpose(-1, -2) for t in (scores.live, weight, off, grad, grad_off)]
             if "d_q" in sums:
@@ -359,13 +327,13 @@ class Exact:
 
     def _product(self, live: Tensor, factor: Tensor, factor_off: Tensor, other: Tensor) -> tuple[Tensor, ...]:
         """The terms that a _Sum of factor @ other adds up."""
-        size, magnitude = _size(other), _size(factor)
+        size, magnitude = size_of(other), size_of(factor)
         return (
             _times(factor, other, live),
             (factor_off + self.units.least * live) @ size,
             magnitude.square() @ size.square(),
             magnitude @ size,
-            _by_rounding(factor, self.query.dtype) @ _finite(other),
+            _by_rounding(factor, self.query.dtype) @ finite(other),
         )
 
     def _add_to_keys(self, into: _Sum, tile: _Tile, parts: Sequence[Tensor]) -> None:
@@ -377,7 +345,7 @@ class Exact:
                 b = tile.b
             tensor[b, :, tile.n].index_add_(1, self.kv_heads(tile), part)
 
-    def _gradients(self, tile: _Tile, scores: _Scores, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _gradients(self, tile: _Tile, scores: Scores, upstream: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Weights after dropout, the gradients of scores, and the gradient of out.
 
         Weights come with their error bound, gradients with two: for errors of their own, and of their row.
@@ -388,22 +356,22 @@ class Exact:
         d_out = torch.zeros_like(out) if grad_out is None else self.rows(grad_out, tile)
         eps = self.units.scores
         delta = (d_out * out).sum(-1, keepdim=True)
-        delta_off = self._sums(out.size(-1)) * (_size(d_out) * _size(out)).sum(-1, keepdim=True)
+        delta_off = self._sums(out.size(-1)) * (size_of(d_out) * size_of(out)).sum(-1, keepdim=True)
         if grad_lse is not None:
             d_lse = self.rows(grad_lse, tile).unsqueeze(-1)
-            delta, delta_off = delta - d_lse, delta_off + OPERATIONS * eps * _size(d_lse)
+            delta, delta_off = delta - d_lse, delta_off + OPERATIONS * eps * size_of(d_lse)
         weight, off = self._weights(scores, self.rows(lse, tile).unsqueeze(-1))
         slope, slope_off = self.dropped(
             tile, d_out @ value.transpose(-1, -2), self._of_products(d_out, value)
         )
         slope = slope - delta
         if grad_mean is not None:
-            d_mean, score = self.rows(grad_mean, tile).unsqueeze(-1), _finite(scores.value)
+            d_mean, score = self.rows(grad_mean, tile).unsqueeze(-1), finite(scores.value)
             slope = slope + d_mean * score
-            slope_off = slope_off + _size(d_mean) * (scores.error + OPERATIONS * eps * _size(score))
+            slope_off = slope_off + size_of(d_mean) * (scores.error + OPERATIONS * eps * size_of(score))
         grad = (weight * slope).where(scores.live, 0.0)
         reached = (weight + off).nan_to_num(0.0).where(scores.live, 0.0)
-        alone = off * _size(slope) + reached * slope_off + OPERATIONS * eps * _size(grad)
+        alone = off * size_of(slope) + reached * slope_off + OPERATIONS * eps * size_of(grad)
         weight, off = self.dropped(tile, weight, off)
         return weight, off, grad, alone.where(scores.live, 0.0), reached * delta_off, d_out
 
@@ -426,123 +394,6 @@ class _Sum(NamedTuple):
             tensor[at] += part
 
 
-class Leaves:
-    """What lanes add into the leaves of a joint program."""
-
-    def __init__(self, joint: Mod, dtype: torch.dtype):
-        self.joint, self.dtype, self.incomplete = joint, dtype, False
-        self.shapes: list[list[int]] = [
-            [
-                int(joint.wide_invariants[size] if invariant else size)
-                for size, invariant in zip(leaf.shape, leaf.shape_is_invariant, strict=True)
-            ]
-            for leaf in joint.wide.leaves
-        ]
-        # For each leaf: exact, in the mod's own dtypes, errors that lanes share, the squares of those that they do not,
-        # and magnitudes.
-        self.sums: dict[int, list[Tensor]] = {}
-
-    def add(
-        self, exact: Exact, tile: _Tile, scores: _Scores, grad: Tensor, alone: Tensor, shared: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Adds up what a tile contributes; gives the gradient of its raw scores and how far that may be off."""
-        live = scores.live
-        lanes = {"score": scores.raw, "grad_score": grad, **exact.indices(tile)}
-        found = self.joint.exact(lanes, live)
-        ends = [
-            self.joint.exact({**lanes, "score": scores.raw + by}, live) for by in (scores.off, -scores.off)
-        ]
-        by_grads = self.joint.exact(
-            {**lanes, "grad_score": alone + shared}, live
-        )  # it is linear in grad_score
-        part_shared = (shared / (alone + shared)).nan_to_num(0.0)
-        bounded: list[tuple[Tensor, ...]] = []
-        errors = self.joint.error(lanes, live, self.dtype, found)
-        for value, first, second, by_grad, (plain, error) in zip(found, *ends, by_grads, errors, strict=True):
-            if not value.is_floating_point():
-                bounded.append((value,))
-                continue
-            shape = (..., *(None,) * (value.dim() - 4))
-            by_grad, of_it = _size(by_grad), part_shared[shape]
-            ulps = OPERATIONS * exact.units.scores * (_size(value) + _size(grad)[shape])
-            off = torch.maximum(apart(first, value), apart(second, value)) + (1 - of_it) * by_grad + ulps
-            parts = (value, plain, of_it * by_grad + error, off)
-            bounded.append(tuple(t.double().where(live[shape], 0.0) for t in parts))
-        rest = bounded[1:]
-        for i, leaf in enumerate(self.joint.wide.leaves):
-            contribution, indices, rest = rest[0], rest[1 : 1 + leaf.indices], rest[1 + leaf.indices :]
-            self._put(i, contribution, [index for (index,) in indices], live)
-        value, _, together, off = bounded[0]
-        return value, together + off
-
-    def _put(self, i: int, contribution: tuple[Tensor, ...], indices: list[Tensor], live: Tensor) -> None:
-        value, plain, together, off = contribution
-        parts = [value, plain, together, off.square(), value.abs()]
-        if not indices:
-            parts = [part.sum((0, 1, 2, 3)) for part in parts]
-            self.sums[i] = [*map(torch.add, self.sums[i], parts)] if i in self.sums else parts
-            return
-        places, row = self.shapes[i][: len(indices)], self.shapes[i][len(indices) :]
-        at = torch.where(live, offsets(indices, places), 0).reshape(-1)
-        if i not in self.sums:
-            self.sums[i] = [value.new_zeros(math.prod(places), *row) for _ in parts]
-        for total, part in zip(self.sums[i], parts, strict=True):
-            total.index_add_(0, at, part.expand(*live.shape, *row).flatten(0, 3))
-
-    def forget(self, incomplete: Sequence[Tensor]) -> None:
-        """Sets to NaN the elements of each leaf to which other lanes add as well, and so all that depends on them."""
-        self.incomplete = True
-        for i, parts in self.sums.items():
-            for part in parts:
-                rows = (..., *(None,) * (part.dim() - incomplete[i].dim()))
-                part.masked_fill_(incomplete[i][rows], math.nan)
-
-    def gradients(self, captures: Sequence[Tensor], count: int, eps: float) -> dict[int, Bounded]:
-        """Of the captured tensors that have one; `count` is the most numbers that are added up one after another."""
-        joint = self.joint
-        wanted = {i: c for i, (c, has) in enumerate(zip(captures, joint.wide.gradients, strict=True)) if has}
-        if len(self.sums) < len(self.shapes):  # no lane is live anywhere
-            nothing = {
-                i: torch.zeros(c.shape, dtype=torch.float64, device=c.device) for i, c in wanted.items()
-            }
-            return {i: Bounded(t, t) for i, t in nothing.items()}
-        sums = [
-            [part.view(shape) if leaf.indices else part for part in self.sums[i]]
-            for i, (leaf, shape) in enumerate(zip(joint.wide.leaves, self.shapes, strict=True))
-        ]
-        exact, plain, together, squares, magnitudes = zip(*sums, strict=True)
-        lost = (OPERATIONS + math.sqrt(count) / 2) * eps
-        errors = [
-            shared + apart.sqrt() + lost * magnitude
-            for shared, apart, magnitude in zip(together, squares, magnitudes, strict=True)
-        ]
-
-        def through(sums: Sequence[Tensor]) -> Sequence[Any]:
-            return joint.wide.epilogue(*sums, *joint.wide_captures, *joint.wide_invariants)
-
-        value = through(exact)
-        rounded = joint.plain.epilogue(
-            *(total.to(self.dtype) for total in plain), *joint.plain_captures, *joint.plain_invariants
-        )
-        # The epilogue is linear: errors of either sign, in some combinations, show how far they reach.
-        probes = [through(errors), *(through([e * _signs(e, seed) for e in errors]) for seed in range(3))]
-        results = {}
-        for i, capture in wanted.items():
-            grad = value[i].double().expand(capture.shape)
-            off = torch.stack([_size(probe[i]).expand(capture.shape) for probe in probes]).amax(0)
-            off = off + 2 * apart(rounded[i].double().expand(capture.shape), grad)
-            results[i] = Bounded(grad, off)
-        return results
-
-
-def offsets(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Where in a tensor of `shape`, laid out in a row, the element at `indices` is."""
-    flat = torch.zeros((), dtype=torch.int64, device=indices[0].device)
-    for index, size in zip(indices, shape, strict=True):
-        flat = flat * size + torch.where(index < 0, index + size, index)
-    return flat
-
-
 def _times(left: Tensor, right: Tensor, live: Tensor) -> Tensor:
     """left @ right, where a lane that is not live adds nothing, and one that meets what is not finite NaN."""
     finite = right.isfinite()
@@ -553,22 +404,7 @@ def _times(left: Tensor, right: Tensor, live: Tensor) -> Tensor:
 
 
 def _by_rounding(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return _finite(factor.to(dtype).double() - factor)
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return tensor.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _size(tensor: Tensor) -> Tensor:
-    """Magnitudes, 0 for numbers that are not finite: bounds do not cover those."""
-    return tensor.abs().nan_to_num(0.0, 0.0, 0.0)
-
-
-def _signs(like: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, like.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    return signs.to(like.device)
+    return finite(factor.to(dtype).double() - factor)
 
 
 def _cut(span: slice, step: int) -> Iterator[slice]:

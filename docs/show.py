@@ -43,9 +43,8 @@ class Case:
     heads: int = 2
     head_dim: int = 64
     library: Callable | None = None  # the library's function for the score, or else for the mask
-    small: dict[str, Any] = field(
-        default_factory=dict
-    )  # sizes of the picture, and what the mod's names mean there
+    # Sizes of the picture, and what the mod's names mean there.
+    small: dict[str, Any] = field(default_factory=dict)
     at: Sequence[tuple[int, int]] = ((0, 0),)  # batches and heads that are drawn
     softmax: dict[str, Any] = field(default_factory=dict)  # arguments of flex_attention beside the mods
     block: int = 128  # of tiles

@@ -40,13 +40,11 @@ class LaneProgram(NamedTuple):
     guards: tuple[tuple[str, ...], ...]  # one `live` argument for each: the axes along which it varies
     leaves: tuple[Leaf, ...]
     gradients: tuple[bool, ...]  # which captures the epilogue gives a gradient for
-    tensors: tuple[
-        tuple[tuple[str, ...], int], ...
-    ]  # (axes it varies along, size) of the tensors that lanes hold
+    # (axes it varies along, size) of the tensors that lanes hold
+    tensors: tuple[tuple[tuple[str, ...], int], ...]
     prologue: fx.GraphModule | Callable  # (*captures) -> invariants
-    lane: (
-        fx.GraphModule | Callable
-    )  # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
+    # (*lanes, *guards, *captures, *invariants) -> (first, *leaf values and indices)
+    lane: fx.GraphModule | Callable
     epilogue: fx.GraphModule | Callable  # (*accumulators, *captures, *invariants) -> gradients
 
     def by_leaf(self, outputs: Sequence[Any]) -> list[tuple[Leaf, Any, Sequence[Any]]]:

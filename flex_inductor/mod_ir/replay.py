@@ -120,9 +120,8 @@ def may_rerun(traces: Traces) -> bool:
     return all(switches is None or switches[1:] == _switches()[1:] for switches in switched)
 
 
-_points: Kept[Point] = Kept(
-    MOST_POINTS
-)  # by the point before and the call; the first by what surrounds the run
+# By the point before and the call; the first by what surrounds the run.
+_points: Kept[Point] = Kept(MOST_POINTS)
 _ends: Kept[Traces] = Kept(MOST_TRACES)  # by the last point and what the mod returns
 
 

@@ -103,9 +103,8 @@ def without_schedule(text: str) -> str:
 def load(text: str, tensors: Sequence[Tensor] | None, mods: type[Mods]) -> Call[Mods]:
     kind: Any = mods
     read = _read(text, kind)
-    return dataclasses.replace(
-        read, inputs=_inputs(read.inputs, tensors or ())
-    )  # packaged code leaves out []
+    # Packaged code has None for [].
+    return dataclasses.replace(read, inputs=_inputs(read.inputs, tensors or ()))
 
 
 @functools.lru_cache(maxsize=1024)

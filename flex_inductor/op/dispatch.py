@@ -36,9 +36,8 @@ from .prepare import prepare, with_score_graph
 @attention.py_impl(DispatchKey.CompositeExplicitAutograd)
 @torch.no_grad()
 def _eager(*args):
-    call = with_score_graph(prepare(AttentionCall.read(*args))).with_inputs(
-        stand_ins=()
-    )  # kept in inference mode
+    # In inference mode stand-ins are kept until here.
+    call = with_score_graph(prepare(AttentionCall.read(*args))).with_inputs(stand_ins=())
     if call.inputs.ring is not None:
         return ring.computed_by["forward"](call.inputs.ring, call)
     check_served(call.inputs, chunked.SERVES)

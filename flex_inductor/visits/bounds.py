@@ -14,9 +14,8 @@ from .places import COUNT, INDEX, PIECE, SEQUENCE, TileMap
 from .window import ON_TENSORS, Arithmetic, Tile, Window, visited
 
 Number: TypeAlias = int | Tensor
-Ends: TypeAlias = tuple[
-    list[Any], list[Any]
-]  # where partial runs begin and end, in turn, and where full ones do
+# Where partial runs begin and end, in turn, and where full ones do.
+Ends: TypeAlias = tuple[list[Any], list[Any]]
 
 
 class SequenceEntry(NamedTuple):

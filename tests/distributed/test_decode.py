@@ -109,9 +109,8 @@ def paged(group):
     cp = context_parallel(group)
     generator = torch.Generator().manual_seed(6)
     query = torch.randn(2, 4, 16, dtype=torch.float64, generator=generator)
-    pools = torch.randn(
-        2, 4, 8, 2, 16, dtype=torch.float64, generator=generator
-    )  # keys, values: 4 pages of 8
+    # Keys and values, 4 pages of 8.
+    pools = torch.randn(2, 4, 8, 2, 16, dtype=torch.float64, generator=generator)
     pages = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     used = torch.tensor([13, 9], dtype=torch.int32)
 

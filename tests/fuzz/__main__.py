@@ -24,12 +24,8 @@ KINDS = {
     "packed": (packed, packed.several_batches, ALL),
     "spread": (spread, spread.several_values, ("eager",)),
 }
-CALLS = {
-    "eager": 12,
-    "chunked": 200,
-    "cpu": 400,
-    CARD: 30,
-}  # of a program; executed kernels are slow
+# Of a program. Executed kernels are slow.
+CALLS = {"eager": 12, "chunked": 200, "cpu": 400, CARD: 30}
 
 
 def fuzz(route: str, kind: str, first_seed: int, minutes: float) -> int:

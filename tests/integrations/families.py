@@ -194,8 +194,6 @@ def inputs(family: str, form: str) -> dict[str, Any]:
     if form == "padded":
         given["attention_mask"] = padding(left=family in CAUSAL)
     if form == "packed":
-        given |= {
-            "position_ids": positions(),
-            "use_cache": False,
-        }  # with a cache, transformers looks for no documents
+        # With a cache, transformers looks for no documents.
+        given |= {"position_ids": positions(), "use_cache": False}
     return given

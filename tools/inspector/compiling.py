@@ -50,9 +50,8 @@ class Lowered:
     problem: Any  # AttentionProblem
     decision: Any  # Decision
     kernels: list[Source] = field(default_factory=list)
-    schedule: dict[str, int] = field(
-        default_factory=dict
-    )  # places of Inductor's buffers in the call's schedule
+    # Places of Inductor's buffers in the call's schedule.
+    schedule: dict[str, int] = field(default_factory=dict)
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)  # the call's mods, by name
 
 

@@ -25,9 +25,8 @@ def outline(source: str) -> str:
     ]
     text = "\n".join(line.strip() for line in kept)
     text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
-    text = re.sub(
-        r"(\w+)\.template cast<float,1>\(\)", r"inductor_vec_mask_cast<float,1>(\1)", text
-    )  # up to 2.14
+    # Up to torch 2.14.
+    text = re.sub(r"(\w+)\.template cast<float,1>\(\)", r"inductor_vec_mask_cast<float,1>(\1)", text)
     return text.replace("at::vec::Vectorized<float>", "Vec").replace("at::vec::Vectorized<int32_t>", "Ints")
 
 

@@ -141,10 +141,8 @@ def mapped(build: Callable | None, mask_mod: Callable | None, **options) -> Call
 
     def call(query, key, value, captures, case):
         schedule, tile_map = case.inputs.schedule, case.inputs.tile_map
-        for tensor in (
-            *(t for table in schedule.tables for t in table),
-            *tile_map,
-        ):  # as those who make them do
+        # As those who make them do.
+        for tensor in (*(t for table in schedule.tables for t in table), *tile_map):
             compat.mark_changing(tensor, tensor.dim() - 1 if tensor.dim() == 3 else 0)
         return compiled(query, key, value, captures, case.inputs)
 
@@ -365,8 +363,7 @@ def test_lookups_are_checked_once_for_a_tile():
             r"TILE_COLUMNS\) \{\n[^\n]*\n?if \((.*?)\n\} else \{\n(.*?)\n  \};", source, re.DOTALL
         )
     ]
-    assert len(found) == 2 + 4 + len(
-        captures
-    )  # scores, once more and gradients in the backward, what captures get
+    # Scores, once more and gradients in the backward, what captures get.
+    assert len(found) == 2 + 4 + len(captures)
     for quick, checked in found:
         assert "index out of bounds" not in quick and "index out of bounds" in checked

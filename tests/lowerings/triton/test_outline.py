@@ -15,9 +15,8 @@ LENGTH = 256
 def outline(source: str) -> str:
     """A kernel without addresses, masks and the softmax."""
     body = source[source.index("\ndef flex_inductor_") :]
-    body = re.sub(r",?\n +\)", ")", re.sub(r"\(\n +", "(", body)).replace(
-        ",\n", ", "
-    )  # calls over several lines
+    # Calls over several lines.
+    body = re.sub(r",?\n +\)", ")", re.sub(r"\(\n +", "(", body)).replace(",\n", ", ")
     kept = []
     for line in body.splitlines()[2:]:
         text = line.strip()

@@ -198,9 +198,8 @@ def test_a_window_whose_size_changes():
 
 def check(name, target, dtype, options=None):
     attend, in_torch, shapes, kernels = CALLS[name]
-    if name == "short" and (
-        target == "sm_90" or dtype == torch.float32
-    ):  # whose forward has tiles of 64 rows too
+    # There the forward has tiles of 64 rows too.
+    if name == "short" and (target == "sm_90" or dtype == torch.float32):
         kernels = ["forward"]
     backward = "backward_dq" in kernels
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._inductor.virtualized import V
 
 from flex_inductor.op.eager import chunked
 
@@ -39,6 +40,10 @@ class RingRoute:
             for name in ("score_mod", "mask_mod", "joint")
             if (graph := getattr(call, name)) is not None
         }
-        text, tensors = ring.dump(replace(call, **graphs))
+        # With dynamic=True Dynamo may take a rank for a size. Each has a process, and code, of its own.
+        its_ring: Any = call.inputs.ring
+        its_ring = its_ring._replace(rank=V.graph.sizevars.guard_int(its_ring.rank))
+        inputs = call.inputs._replace(ring=its_ring)
+        text, tensors = ring.dump(replace(call, inputs=inputs, **graphs))
         ops = torch.ops.flex_inductor
         return host_ops.lower(problem, call, ops.ring_forward, ops.ring_backward, tensors, text), ()

@@ -65,6 +65,10 @@ def test_as_one_process(group, case, balance, ranks, method):
     check(group, case, method, balance, ranks)
 
 
+def test_a_rank_that_dynamo_takes_for_a_size(group):
+    check(group, Case("documents", 203, 2, 12, 12), "ring", "head_tail", 2, is_compiled=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -102,7 +102,7 @@ class _Process:
             "TORCHINDUCTOR_VEC_ISA_OK": "1",
             "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
             # Keeps memory: fresh pages for each matrix of scores would take a third of a case's time.
-            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_MMAP_THRESHOLD_": str(2**26),
             "MALLOC_TRIM_THRESHOLD_": str(2**30),
         }
         environment.setdefault("CXX", str(CXX))

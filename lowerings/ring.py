@@ -40,10 +40,10 @@ class RingRoute:
             for name in ("score_mod", "mask_mod", "joint")
             if (graph := getattr(call, name)) is not None
         }
-        # With dynamic=True Dynamo may take a rank for a size. Each has a process, and code, of its own.
-        its_ring: Any = call.inputs.ring
-        its_ring = its_ring._replace(rank=V.graph.sizevars.guard_int(its_ring.rank))
-        inputs = call.inputs._replace(ring=its_ring)
+        given: Any = call.inputs.ring
+        # With dynamic=True Dynamo may take the rank for a size. Every rank compiles for itself.
+        rank = V.graph.sizevars.guard_int(given.rank)
+        inputs = call.inputs._replace(ring=given._replace(rank=rank))
         text, tensors = ring.dump(replace(call, inputs=inputs, **graphs))
         ops = torch.ops.flex_inductor
         return host_ops.lower(problem, call, ops.ring_forward, ops.ring_backward, tensors, text), ()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 INF = float("inf")
-FEW = 64  # keys seen by a row, of which rounding the output may be most of a gradient's error
+FEW = 64  # rows, or keys, of which rounding the output may be most of a gradient's error
 
 
 class Meaning(NamedTuple):
@@ -88,11 +88,8 @@ class _Pass:
         hidden = _hidden(meaning, at, place)
         if meaning.mask_mod is not None:
             hidden = ~meaning.mask_mod(b, h, at - (n - m), place)
-        self.most_seen = n  # by any row
         if hidden is not None:
             scores.masked_fill_(hidden, -INF)
-            if hidden.numel():
-                self.most_seen = n - hidden.expand(*hidden.shape[:-1], n).sum(-1).min().item()
         peak = scores.amax(-1, keepdim=True) if n else scores.new_full((g, m, 1), -INF)
         sinks = None if meaning.sinks is None else meaning.sinks[heads].to(wide).view(-1, 1, 1)
         if sinks is not None:
@@ -140,7 +137,7 @@ class _Pass:
         dots = (self.grad * out).sum(-1, keepdim=True)
         if self.grad_lse is not None:
             dots = dots - self.grad_lse.unsqueeze(-1)
-        if self.most_seen <= FEW:
+        if min(m, self.key.size(0)) <= FEW:
             # A deviation of `dots`, in roundings of the output, as a backward has it stored.
             off = (self.grad * out).square().sum(-1, keepdim=True).sqrt() * self.meaning.scale
             results["noise_of_d_query"] = (off * _product(self.weights, self.key)).abs()

@@ -110,23 +110,33 @@ def add(table: Tensor) -> Callable:
 def assert_exact(
     call: Exact, attend: Callable, gradients: Sequence[str] = ("d_query", "d_key", "d_value", "d_table")
 ) -> None:
-    """`attend` of the tensors gives out, lse and max_scores, whose bits and those of `gradients` are right.
+    """`attend` of the tensors gives out, lse and max_scores, whose bits and those of `gradients` are right."""
+    tensors = [t.detach().requires_grad_() for t in call.tensors]
+    assert_bits(call, results(attend, tensors, call.above, gradients))
+
+
+def results(
+    attend: Callable, tensors: Sequence[Tensor], above: Sequence[Tensor], gradients: Sequence[str]
+) -> dict[str, Tensor]:
+    found = dict(zip(("out", "lse", "max_scores"), attend(*tensors), strict=True))
+    if gradients:
+        named = dict(zip(("d_query", "d_key", "d_value", "d_table"), tensors, strict=True))
+        grads = torch.autograd.grad((found["out"], found["lse"]), [named[name] for name in gradients], above)
+        found |= dict(zip(gradients, grads, strict=True))
+    return {name: t.detach() for name, t in found.items()}
+
+
+def assert_bits(call: Exact, found: dict[str, Tensor]) -> None:
+    """The bits of what was found are right.
 
     Weights of a backward are exp(score - lse), and the logarithm of a power of two is not a number of fp32. Where they
     are not 0 and 1, gradients in fp32 must be right once rounded to the multiples of UNIT, of which they are all
     multiples, and others be the right ones rounded.
     """
-    want, tensors = call.expected(), [t.detach().requires_grad_() for t in call.tensors]
-    found = dict(zip(("out", "lse", "max_scores"), attend(*tensors), strict=True))
-    if gradients:
-        named = dict(zip(("d_query", "d_key", "d_value", "d_table"), tensors, strict=True))
-        grads = torch.autograd.grad(
-            (found["out"], found["lse"]), [named[name] for name in gradients], call.above
-        )
-        found |= dict(zip(gradients, grads, strict=True))
+    want = call.expected()
     wrong = []
     for name, got in found.items():
-        got, right = got.detach().double(), want[name]
+        got, right = got.double(), want[name]
         rounded = call.kind == "even" and (name == "lse" or name.startswith("d_"))
         assert rounded or torch.equal(right.to(found[name].dtype).double(), right), f"{name} is not exact"
         if name == "out":

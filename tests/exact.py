@@ -118,6 +118,7 @@ def assert_exact(
 def results(
     attend: Callable, tensors: Sequence[Tensor], above: Sequence[Tensor], gradients: Sequence[str]
 ) -> dict[str, Tensor]:
+    """What `attend` gives of the tensors, and the gradients of these names."""
     found = dict(zip(("out", "lse", "max_scores"), attend(*tensors), strict=True))
     if gradients:
         named = dict(zip(("d_query", "d_key", "d_value", "d_table"), tensors, strict=True))

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import create_block_mask
 from flex_inductor.distributed.context import context_parallel
+from tests.accuracy.test_exact import DOCUMENT, attend_to
 from tests.distributed.cases import mesh_of, together
 from tests.distributed.test_methods import METHODS, idle, reversed_cyclic
-from tests.exact import ALL, SCALE, add, assert_bits, exact, results, visible_by
+from tests.exact import assert_bits, exact, results, visible_by
 from tests.support import Sizes
 
-LENGTH = 179
+LENGTH = len(DOCUMENT)
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=LENGTH, keys=LENGTH, head_dim=16, value_dim=24)
-DOCUMENT = torch.tensor([8, 16, 3, 37, 1, 64, 50]).repeat_interleave(torch.tensor([8, 16, 3, 37, 1, 64, 50]))
 MASKS = {
     "documents": lambda b, h, q_idx, kv_idx: (DOCUMENT[q_idx] == DOCUMENT[kv_idx]) & (q_idx >= kv_idx),
     "per head": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx > 8 * h - 16) & (kv_idx < 160 - 30 * b),
@@ -25,12 +25,9 @@ def on_rank(group, call, mask, method, balance):
     plan = cp.plan(blocks, LENGTH, block=16)
     *rows, d_out, d_lse = cp.shard([*call.tensors[:3], *call.above], 2)
     tensors = [t.detach().requires_grad_() for t in (*rows, call.tensors[3])]
-
-    def attend(query, key, value, table):
-        out, aux = flex_attention(query, key, value, add(table), plan, SCALE, enable_gqa=True, return_aux=ALL)
-        return out, aux.lse, aux.max_scores
-
-    found = results(attend, tensors, (d_out, d_lse), ("d_query", "d_key", "d_value", "d_table"))
+    found = results(
+        attend_to(plan, use_table=True), tensors, (d_out, d_lse), ("d_query", "d_key", "d_value", "d_table")
+    )
     return {"positions": cp.layout.positions(cp.rank), **found}
 
 

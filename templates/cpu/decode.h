@@ -1,36 +1,19 @@
 // What decoding adds to kernel.h: products of a few queries with keys and values that are read where they lie. ROWS, CHUNK,
-// TILE_LD and COLUMNS are the kernel's; decode.jinja says what they mean.
+// TILE_LD, KEYS and COLUMNS are the kernel's; decode.jinja says what they mean.
 // Narrow keys and values are copied into floats first.
 using Stored = std::conditional_t<FLEX_NARROW != 0, float, Element>;
 constexpr int64_t E = at::vec::Vectorized<Stored>::size();
 constexpr int64_t LINE = 64 / sizeof(Stored);  // numbers that come from memory together
 
 // E numbers as E / W vectors of float; zeros after the first `count`.
-inline void widen(const Stored* from, int64_t count, Vec* to) {
+inline std::array<Vec, E / W> widen(const Stored* from, int64_t count) {
 #if FLEX_IS_FLOAT || FLEX_NARROW
-  to[0] = count >= E ? Vec::loadu(from) : Vec::loadu(from, count);
+  return {count >= E ? Vec::loadu(from) : Vec::loadu(from, count)};
 #else
-  std::tie(to[0], to[1]) = at::vec::convert_to_float<Element>(
+  const auto [first, second] = at::vec::convert_to_float<Element>(
       count >= E ? at::vec::Vectorized<Element>::loadu(from) : at::vec::Vectorized<Element>::loadu(from, count));
+  return {first, second};
 #endif
-}
-
-// scores[r * TILE_LD] = queries[r] . key for `count` rows, at most ROWS of them.
-template <int64_t count>
-inline void dot_key(const float* queries, int64_t ld, const Stored* key, int64_t D, float scale, float* scores) {
-  Vec sum[count];
-#pragma GCC unroll 8
-  for (int64_t r = 0; r < count; ++r) sum[r] = Vec(0.f);
-  for (int64_t d = 0; d < D; d += E) {
-    Vec part[E / W];
-    widen(key + d, D - d, part);
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < E / W; ++i)
-#pragma GCC unroll 8
-      for (int64_t r = 0; r < count; ++r) sum[r] = at::vec::fmadd(part[i], Vec::loadu(queries + r * ld + d + i * W), sum[r]);
-  }
-#pragma GCC unroll 8
-  for (int64_t r = 0; r < count; ++r) scores[r * TILE_LD] = sum_lanes(sum[r]) * scale;
 }
 
 // Keys whose indices follow, from key `first` on; their scores begin at `at`. `listed` is the first one's place in the list
@@ -49,100 +32,103 @@ struct Chunk {
   Chunk(int64_t keys, int64_t values) : key_copies(keys), value_copies(values) {}
   // Lets code that takes several keys at once find the last one again behind it.
   void repeat_last() {
-    std::fill(key_rows + keys, key_rows + CHUNK, key_rows[keys - 1]);
-    std::fill(value_rows + keys, value_rows + CHUNK, value_rows[keys - 1]);
+    std::fill(key_rows + keys, key_rows + round_up(keys, KEYS), key_rows[keys - 1]);
+    std::fill(value_rows + keys, value_rows + round_up(keys, KEYS), value_rows[keys - 1]);
   }
 };
 
-// The sums of W vectors' lanes, one after the other.
-inline Vec sum_each(Vec* vectors) {
-#ifdef CPU_CAPABILITY_AVX2
-  // interleave2 takes four shuffles, these one each.
-  const auto of_two = [](__m256 x, __m256 y) { return _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y)); };
-  const auto of_four = [&](const Vec* from) {
-    const __m256d x = _mm256_castps_pd(of_two(from[0], from[1])), y = _mm256_castps_pd(of_two(from[2], from[3]));
-    return _mm256_castpd_ps(_mm256_unpacklo_pd(x, y)) + _mm256_castpd_ps(_mm256_unpackhi_pd(x, y));
+// A head's part of KEYS keys or values.
+struct Part {
+  const Stored* const* rows;
+  int64_t column;
+  const Stored* operator[](int64_t n) const { return rows[n] + column; }
+};
+
+// What is read soon, in the order in which it is read. It is asked for beside products, as much as these read: many lines at
+// once take longer, and rows a multiple of 4 KiB apart share a few places in the first cache.
+struct Ahead {
+  struct Rows {
+    const Stored* const* first;  // of KEYS
+    int64_t width;  // of a head
   };
-  const __m256 first = of_four(vectors), second = of_four(vectors + 4);
-  return _mm256_permute2f128_ps(first, second, 0x20) + _mm256_permute2f128_ps(first, second, 0x31);
+  const Rows *at, *end;
+  int64_t head, heads;
+  // The next part; `otherwise` after the last.
+  Part next(Part otherwise) {
+    if (at >= end) return otherwise;
+    const Part found{at->first, head * at->width};
+    if (++head == heads) head = 0, ++at;
+    return found;
+  }
+};
+
+// The sums of four vectors' lanes times `scale`, one after the other.
+inline void sum_four(Vec a, Vec b, Vec c, Vec d, float scale, float* sums) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#ifdef CPU_CAPABILITY_AVX512
+  const auto half = [](Vec x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); };
 #else
-#pragma GCC unroll 8
-  for (int64_t half = W / 2; half; half /= 2)
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < half; ++i) {
-      const auto woven = at::vec::interleave2(vectors[i], vectors[i + half]);
-      vectors[i] = woven.first + woven.second;
-    }
-  return vectors[0];
+  const auto half = [](Vec x) { return __m256(x); };
+#endif
+  const auto of_two = [](__m256 x, __m256 y) {
+    return _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y)));
+  };
+  const __m256d x = of_two(half(a), half(b)), y = of_two(half(c), half(d));
+  const __m256 four = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  _mm_storeu_ps(sums, _mm_mul_ps(_mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)), _mm_set1_ps(scale)));
+#else
+  sums[0] = sum_lanes(a) * scale, sums[1] = sum_lanes(b) * scale;
+  sums[2] = sum_lanes(c) * scale, sums[3] = sum_lanes(d) * scale;
 #endif
 }
 
-// Keys whose scores for `count` rows fill a vector.
+// scores[r * TILE_LD + n] = queries[r] . keys[n] for `count` rows, at most ROWS of them.
 template <int64_t count>
-constexpr int64_t KEYS = W / (count == 3 ? 4 : count);
-
-// What dot_key does, for these keys of a chunk, from key n on. `ask` is for the lines of their values, which are read soon: one
-// by one between the products, as asking for many at once takes longer.
-template <int64_t count, bool ask>
-inline void dot_keys(const float* queries, int64_t ld, const Chunk& now, int64_t n, int64_t head, int64_t D, int64_t V,
-                     float scale, float* scores) {
-  const Stored* const *keys = now.key_rows + n, *const *values = now.value_rows + n;
-  Vec sum[W];
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < W; ++i) sum[i] = Vec(0.f);
+inline void dot_keys(const float* queries, int64_t ld, Part keys, Part soon, int64_t D, float scale, float* scores) {
+  const Stored *const from[] = {keys[0], keys[1], keys[2], keys[3]}, *const later[] = {soon[0], soon[1], soon[2], soon[3]};
+  Vec sum[count][KEYS];
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < count; ++r)
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < KEYS; ++n) sum[r][n] = Vec(0.f);
   for (int64_t d = 0; d < D; d += E) {
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < KEYS<count>; ++i) {
-      if (ask && d % LINE == 0) fetch_row(values[i] + head * V + d, 1);
-      Vec part[E / W];
-      widen(keys[i] + head * D + d, D - d, part);
+    if (d % LINE == 0)
+      for (int64_t n = 0; n < KEYS; ++n) fetch_row<false, 3>(later[n] + d, 1);
+    std::array<Vec, E / W> part[KEYS] = {widen(from[0] + d, D - d), widen(from[1] + d, D - d), widen(from[2] + d, D - d),
+                                         widen(from[3] + d, D - d)};
+    // The innermost loop runs along a row of `sum`: only then does gcc keep it in registers.
 #pragma GCC unroll 8
-      for (int64_t j = 0; j < E / W; ++j)
+    for (int64_t i = 0; i < E / W; ++i)
 #pragma GCC unroll 8
-        for (int64_t r = 0; r < count; ++r) {
-          Vec& to = sum[r * KEYS<count> + i];
-          to = at::vec::fmadd(part[j], Vec::loadu(queries + r * ld + d + j * W), to);
-        }
-    }
+      for (int64_t r = 0; r < count; ++r) {
+        const Vec row = Vec::loadu(queries + r * ld + d + i * W);
+#pragma GCC unroll 8
+        for (int64_t n = 0; n < KEYS; ++n) sum[r][n] = at::vec::fmadd(part[n][i], row, sum[r][n]);
+      }
   }
-  if (ask && V > D)
-    for (int64_t i = 0; i < KEYS<count>; ++i) fetch_row(values[i] + head * V + D, V - D);
-  float lanes[W];
-  (sum_each(sum) * Vec(scale)).store(lanes);
 #pragma GCC unroll 8
-  for (int64_t r = 0; r < count; ++r) std::memcpy(scores + r * TILE_LD + n, lanes + r * KEYS<count>, KEYS<count> * sizeof(float));
+  for (int64_t r = 0; r < count; ++r) sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3], scale, scores + r * TILE_LD);
 }
 
-// Rows that are read soon. They are asked for little by little between products: many at once take longer.
-struct Ahead {
-  const Stored *const *row, *const *end;
-  int64_t at, width;
-  void fetch() {
-    if (row == end) return;
-    fetch_row(*row + at, COLUMNS * W);
-    at += COLUMNS * W;
-    if (at >= width) ++row, at = 0;
-  }
-};
-
-// acc[r][v...] = acc * shrink + weights[r] @ values for `count` rows and COLUMNS vectors of values from `column` on. Where
-// that is checked and gives what is not finite, nothing is stored.
+// acc[r][v...] += weights[r] @ values for `count` rows, the first `keys` values and COLUMNS vectors of `columns` numbers from
+// `column` on.
 template <int64_t count>
-inline bool add_values(const float* weights, const float* shrink, const Stored* const* values, int64_t keys, int64_t column,
-                       int64_t columns, float* acc, int64_t ld, bool checked, Ahead& ahead) {
+inline void add_values(const float* weights, Part values, Part soon, int64_t keys, int64_t column, int64_t columns, float* acc,
+                       int64_t ld) {
   Vec sum[count][COLUMNS];
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r)
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = Vec::loadu(acc + r * ld + i * W) * Vec(shrink[r]);
+    for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = Vec::loadu(acc + r * ld + i * W);
   for (int64_t n = 0; n < keys; ++n) {
     const Stored* from = values[n] + column;
-    ahead.fetch();
+    fetch_row<false, 3>(soon[n] + column, COLUMNS * W);
     Vec row[COLUMNS];
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; i += E / W) {
-      if (columns > i * W) widen(from + i * W, columns - i * W, row + i);
-      else row[i] = row[i + E / W - 1] = Vec(0.f);
+      const auto part = columns > i * W ? widen(from + i * W, columns - i * W) : std::array<Vec, E / W>();
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < E / W; ++j) row[i + j] = part[j];
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < count; ++r) {
@@ -151,26 +137,17 @@ inline bool add_values(const float* weights, const float* shrink, const Stored* 
       for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = at::vec::fmadd(weight, row[i], sum[r][i]);
     }
   }
-  if (checked) {
-    Vec zero(0.f);
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < count; ++r)
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < COLUMNS; ++i) zero = at::vec::fmadd(sum[r][i], Vec(0.f), zero);
-    if (!is_finite(sum_lanes(zero))) return false;
-  }
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r)
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i].store(acc + r * ld + i * W);
-  return true;
 }
 
-// The same for one row, without the masked keys whose score is -inf: what these hold may be NaN, and so is 0 times that.
+// The same for one row and `columns` from `column` on, without the masked keys whose score is -inf: what these hold may be NaN,
+// and so is 0 times that.
 inline __attribute__((noinline, cold)) void add_live_values(
-    const float* weights, float shrink, const float* scores, const std::vector<Piece>& pieces, const Stored* const* values,
-    int64_t column, int64_t columns, float* acc) {
-  for (int64_t v = 0; v < columns; ++v) acc[v] *= shrink;
+    const float* weights, const float* scores, const std::vector<Piece>& pieces, const Stored* const* values, int64_t column,
+    int64_t columns, float* acc) {
   for (const Piece& piece : pieces)
     for (int64_t n = piece.at; n < piece.at + piece.count; ++n)
       for (int64_t v = 0; !(piece.masked && scores[n] == -INF) && v < columns; ++v)

@@ -23,6 +23,8 @@ OP, MASKS, SEQUENCES, DISTRIBUTED = (
 )
 INTERPRETED = "tests/lowerings/triton/interpreted_"
 OF_CPU = "tests/lowerings/cpu/test_"
+MATRIX = OF_CPU + "matrix.py::test_matrix[plain-causal-dtype0-contiguous]"
+FEW_QUERIES = OF_CPU + "tile_map.py::test_decode_of_several_queries"
 EAGER = "tests/accuracy/test_matrix.py tests/accuracy/test_edges.py"
 
 KERNELS_FOR_CPUS = [
@@ -31,98 +33,112 @@ KERNELS_FOR_CPUS = [
         CPU + "forward.jinja",
         "Vec sum = Vec::loadu(total) * Vec(own.shrink[first + r]);",
         "Vec sum = Vec::loadu(total);",
-        OF_CPU + "matrix.py",
+        MATRIX,
     ),
     Change(
         "forward: the output is not rescaled",
         CPU + "forward.jinja",
         "at::vec::fmadd(Vec::loadu(target), Vec(own.shrink[r0 + r + row]), sum)",
         "at::vec::fmadd(Vec::loadu(target), Vec(1.f), sum)",
-        OF_CPU + "matrix.py",
+        MATRIX,
     ),
     Change(
         "forward: the largest score is one tile's alone",
         CPU + "forward.jinja",
         "after = at::vec::maximum(before, Vec::loadu(base + r));",
         "after = Vec::loadu(base + r);",
-        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+        MATRIX + " " + OF_CPU + "forward.py",
     ),
     Change(
         "forward: mean scores are not rescaled",
         CPU + "forward.jinja",
         "Vec times_scores = Vec::loadu(weighted) * Vec(own.shrink[first + r]);",
         "Vec times_scores = Vec::loadu(weighted);",
-        "tests/accuracy/test_entropy.py",
+        "tests/accuracy/test_entropy.py::test_compiled[cpu-bias]",
     ),
     Change(
         "finish: a sink takes weight twice",
         CPU + "kernel.h",
         "all = total * share + std::exp(sink - top);",
         "all = total * share + 2.f * std::exp(sink - top);",
-        "tests/accuracy/test_sinks.py",
+        "tests/accuracy/test_sinks.py::test_compiled[cpu-plain]",
     ),
     Change(
         "finish: the logsumexp without the largest score",
         CPU + "kernel.h",
         "peak + std::log(total)}",
         "std::log(total)}",
-        OF_CPU + "matrix.py",
+        MATRIX,
     ),
     Change(
         "finish: the last of equal scores",
         CPU + "kernel.h",
         "first_index + at < index)) index",
         "first_index + at > index)) index",
-        "tests/accuracy/test_entropy.py",
+        "tests/accuracy/test_entropy.py::test_the_first_of_the_largest[many]",
     ),
     Change(
         "decode: parts' sums are added as they are",
         CPU + "decode.jinja",
         "total += at(s)[V_PAD + 1] * share;",
         "total += at(s)[V_PAD + 1];",
-        OF_CPU + "tile_map.py -k decode",
+        FEW_QUERIES,
     ),
     Change(
         "decode: the first keys of a part are left out",
         CPU + "decode.jinja",
         "std::max(from - passed, int64_t(0))",
         "std::max(from - passed, int64_t(1))",
-        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+        FEW_QUERIES,
     ),
     Change(
         "decode: a chunk's sum is not rescaled",
         CPU + "decode.jinja",
-        "total = total * own.shrink[r] + sum_lanes(sum);",
+        "total = total * shrink + sum_lanes(sum);",
         "total = total + sum_lanes(sum);",
-        OF_CPU + "matrix.py " + OF_CPU + "forward.py",
+        FEW_QUERIES,
+    ),
+    Change(
+        "decode: what chunks before have added is not rescaled",
+        CPU + "decode.jinja",
+        "shrink != 1.f && v < V_PAD",
+        "false && v < V_PAD",
+        FEW_QUERIES,
+    ),
+    Change(
+        "decode: values that are not finite are added twice",
+        CPU + "decode.jinja",
+        "std::copy_n(own.before.data() + r * part_size, V_PAD, acc);",
+        "",
+        OF_CPU + "not_finite.py::test_decode[dtype0-biased-contiguous-None]",
     ),
     Change(
         "backward: the logsumexp's gradient with the other sign",
         CPU + "backward.jinja",
         "} - grad_lse[",
         "} + grad_lse[",
-        OF_CPU + "matrix.py",
+        MATRIX,
     ),
     Change(
         "backward: keys' gradients without the scale",
         CPU + "backward.jinja",
         '"scale" if name == "d_key" else "1.f"',
         '"1.f"',
-        OF_CPU + "matrix.py",
+        MATRIX,
     ),
     Change(
         "backward: rows that see nothing have weights",
         CPU + "backward.jinja",
         "own.lse[r] = of_row == -INF ? INF : of_row;",
         "own.lse[r] = of_row;",
-        OF_CPU + "forward.py",
+        OF_CPU + "forward.py::test_rows_that_a_score_mod_hides_with_avx2",
     ),
     Change(
         "backward: delta is not subtracted",
         CPU + "backward.jinja",
         "- delta){{ of_mean }}",
         "){{ of_mean }}",
-        OF_CPU + "matrix.py",
+        MATRIX,
     ),
     Change(
         "backward: dropout is of another column",
@@ -136,14 +152,14 @@ KERNELS_FOR_CPUS = [
         CPU + "common.jinja",
         "std::clamp<int64_t>(place + size + %s - other, 0, count)",
         "std::clamp<int64_t>(place + size - 1 + %s - other, 0, count)",
-        OF_CPU + "gradients.py " + OF_CPU + "forward.py " + OF_CPU + "matrix.py",
+        OF_CPU + "gradients.py " + OF_CPU + "forward.py " + MATRIX,
     ),
     Change(
         "mapped: the position of a key without its place in the tile",
         CPU + "mapped_places.jinja",
         "kv_line(n / kv_block).index + n % kv_block",
         "kv_line(n / kv_block).index",
-        OF_CPU + "tile_map.py tests/sequences/test_varlen.py",
+        OF_CPU + "tile_map.py::test_block_sizes[large]",
     ),
 ]
 
@@ -167,7 +183,7 @@ KERNELS_FOR_CARDS = [
         TRITON + "softmax.jinja",
         '{{ "top" if sinks else "peak * %s" % to_natural }} + tl.log(total)',
         '{{ "peak * %s" % to_natural }} + tl.log(total)',
-        INTERPRETED + "softmax.py",
+        "tests/lowerings/triton/interpreted_softmax.py::test_as_right_as_dense_attention[sinks-plain-kernels0]",
     ),
     Change(
         "softmax: narrow keys without their scale",
@@ -223,7 +239,7 @@ KERNELS_FOR_CARDS = [
         TRITON + "backward_dq.jinja",
         "d_weight = tl.where(keep, d_weight, 0.0) * drop_scale",
         "d_weight = d_weight * drop_scale",
-        INTERPRETED + "softmax.py",
+        "tests/lowerings/triton/interpreted_softmax.py::test_as_right_as_dense_attention[dropout-plain-kernels0]",
     ),
     Change(
         "backward_dkdv: delta is not subtracted",
@@ -244,7 +260,7 @@ KERNELS_FOR_CARDS = [
         TRITON + "backward_dkdv.jinja",
         '"dv_acc * drop_scale" if dropout else "dv_acc"',
         '"dv_acc"',
-        INTERPRETED + "softmax.py",
+        "tests/lowerings/triton/interpreted_softmax.py::test_as_right_as_dense_attention[dropout-plain-kernels0]",
     ),
     Change(
         "mapped: scattered keys from the first of their tile",

@@ -20,7 +20,7 @@
 namespace {
 #include "kernel.h"
 
-constexpr int64_t ROWS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = W == 8 ? 2 : 4;
+constexpr int64_t ROWS = W == 8 ? 2 : 4, KEYS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = 4;
 #include "decode.h"
 #include "sums.h"
 
@@ -182,14 +182,28 @@ bool keys_are_multiplied_where_they_lie() {
     for (int64_t d = 0; d < D; ++d) sum += queries[r * D_PAD + d] * float(keys[n * D + d]);
     return sum * 0.5f;
   };
-  dot_key<3>(queries.data(), D_PAD, keys.data() + D, D, 0.5f, scores.data());
-  for (int64_t r = 0; r < ROWS; ++r) EXPECT(scores[r * TILE_LD] == (r < 3 ? dot(r, 1) : HOLE));
   Chunk now(0, 0);
   for (; now.keys < 5; ++now.keys) now.key_rows[now.keys] = now.value_rows[now.keys] = keys.data() + now.keys * D;
   now.repeat_last();
-  dot_keys<ROWS, false>(queries.data(), D_PAD, now, 0, 0, D, D, 0.5f, scores.data());
+  const Part rows{now.key_rows, D}, none = rows;
+  dot_keys<1>(queries.data(), D_PAD, rows, none, D, 0.5f, scores.data());
   for (int64_t r = 0; r < ROWS; ++r)
-    for (int64_t n = 0; n < KEYS<ROWS>; ++n) EXPECT(scores[r * TILE_LD + n] == dot(r, std::min<int64_t>(n, 4)));
+    for (int64_t n = 0; n < KEYS; ++n) EXPECT(scores[r * TILE_LD + n] == (r < 1 ? dot(r, n + 1) : HOLE));
+  dot_keys<ROWS>(queries.data(), D_PAD, {now.key_rows + KEYS, 0}, none, D, 0.5f, scores.data() + KEYS);
+  for (int64_t r = 0; r < ROWS; ++r)
+    for (int64_t n = 0; n < KEYS; ++n) EXPECT(scores[r * TILE_LD + KEYS + n] == dot(r, 4));
+  return true;
+}
+
+bool rows_are_asked_for_in_the_order_in_which_they_are_read() {
+  const auto numbers_of = numbers<Stored>(4 * KEYS);
+  std::vector<const Stored*> rows(2 * KEYS);
+  for (int64_t n = 0; n < 2 * KEYS; ++n) rows[n] = numbers_of.data() + n;
+  const Ahead::Rows soon[] = {{rows.data(), 3}, {rows.data() + KEYS, 5}};
+  Ahead ahead{soon, soon + 2, 1, 2};
+  const Part otherwise{rows.data() + 1, 0};
+  for (const Stored* first : {rows[0] + 3, rows[KEYS], rows[KEYS] + 5, rows[1], rows[1]})
+    EXPECT(ahead.next(otherwise)[0] == first);
   return true;
 }
 
@@ -199,19 +213,22 @@ bool values_are_added_up() {
   std::vector<const Stored*> rows(keys);
   for (int64_t n = 0; n < keys; ++n) rows[n] = values.data() + n * V;
   auto weights = numbers<float>(2 * TILE_LD), sums = numbers<float>(2 * V_PAD), before = sums;
-  const float shrink[] = {0.5f, 2.f};
-  Ahead ahead{rows.data(), rows.data() + keys, 0, V};
-  EXPECT(add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true, ahead));
+  const Part all{rows.data(), 0};
+  add_values<2>(weights.data(), all, all, keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD);
   for (int64_t r = 0; r < 2; ++r)
     for (int64_t v = 0; v < std::min(V, COLUMNS * W); ++v) {
-      float wanted = before[r * V_PAD + v] * shrink[r];
+      float wanted = before[r * V_PAD + v];
       for (int64_t n = 0; n < keys; ++n) wanted += weights[r * TILE_LD + n] * float(rows[n][v]);
       EXPECT(sums[r * V_PAD + v] == wanted);
     }
-  before = sums;
+  // Without the masked key whose value is not finite.
   values[V] = Stored(INF);
-  EXPECT(!add_values<2>(weights.data(), shrink, rows.data(), keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD, true, ahead));
-  EXPECT(sums == before);  // nothing is stored
+  std::vector<float> scores(keys, 0.f), live = before, wanted = before;
+  scores[1] = -INF;
+  add_live_values(weights.data(), scores.data(), {{0, keys, 0, 0, true}}, rows.data(), 0, V, live.data());
+  for (int64_t n = 0; n < keys; ++n)
+    for (int64_t v = 0; n != 1 && v < V; ++v) wanted[v] = std::fma(weights[n], float(rows[n][v]), wanted[v]);
+  EXPECT(live == wanted);
   return true;
 }
 
@@ -264,7 +281,7 @@ static const Check CHECKS[] = {
     CHECK(rows_are_gathered_with_zeros_behind), CHECK(register_blocks_are_products), CHECK(results_are_scaled_and_rounded),
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
     CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
-    CHECK(keys_are_multiplied_where_they_lie), CHECK(values_are_added_up),
+    CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read), CHECK(values_are_added_up),
     CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),

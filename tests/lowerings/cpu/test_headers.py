@@ -37,4 +37,4 @@ def test_the_headers(element, narrow, tmp_path):
     found = {}
     while name := library.name_of(len(found)):
         found[name.decode()] = library.holds(len(found))
-    assert len(found) == 11 + bool(narrow) and found == dict.fromkeys(found, True)
+    assert len(found) == 12 + bool(narrow) and found == dict.fromkeys(found, True)

@@ -211,7 +211,7 @@ def test_any_place_and_any_number_of_tiles():
             },
         ),
     ],
-    ids=["small blocks", "large blocks"],
+    ids=["small", "large"],
 )
 def test_block_sizes(mask_mod, block, dtype, sizes):
     case = made(mask_mod, PARTS, block, dtype=dtype)

@@ -183,7 +183,7 @@ KERNELS_FOR_CARDS = [
         TRITON + "softmax.jinja",
         '{{ "top" if sinks else "peak * %s" % to_natural }} + tl.log(total)',
         '{{ "peak * %s" % to_natural }} + tl.log(total)',
-        "tests/lowerings/triton/interpreted_softmax.py::test_as_right_as_dense_attention[sinks-plain-kernels0]",
+        INTERPRETED + "softmax.py::test_as_right_as_dense_attention[sinks-plain-kernels0]",
     ),
     Change(
         "softmax: narrow keys without their scale",
@@ -239,7 +239,7 @@ KERNELS_FOR_CARDS = [
         TRITON + "backward_dq.jinja",
         "d_weight = tl.where(keep, d_weight, 0.0) * drop_scale",
         "d_weight = d_weight * drop_scale",
-        "tests/lowerings/triton/interpreted_softmax.py::test_as_right_as_dense_attention[dropout-plain-kernels0]",
+        INTERPRETED + "softmax.py::test_as_right_as_dense_attention[dropout-plain-kernels0]",
     ),
     Change(
         "backward_dkdv: delta is not subtracted",
@@ -260,7 +260,7 @@ KERNELS_FOR_CARDS = [
         TRITON + "backward_dkdv.jinja",
         '"dv_acc * drop_scale" if dropout else "dv_acc"',
         '"dv_acc"',
-        "tests/lowerings/triton/interpreted_softmax.py::test_as_right_as_dense_attention[dropout-plain-kernels0]",
+        INTERPRETED + "softmax.py::test_as_right_as_dense_attention[dropout-plain-kernels0]",
     ),
     Change(
         "mapped: scattered keys from the first of their tile",

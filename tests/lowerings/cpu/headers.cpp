@@ -196,9 +196,9 @@ bool keys_are_multiplied_where_they_lie() {
 }
 
 bool rows_are_asked_for_in_the_order_in_which_they_are_read() {
-  const auto numbers_of = numbers<Stored>(4 * KEYS);
+  const auto memory = numbers<Stored>(4 * KEYS);
   std::vector<const Stored*> rows(2 * KEYS);
-  for (int64_t n = 0; n < 2 * KEYS; ++n) rows[n] = numbers_of.data() + n;
+  for (int64_t n = 0; n < 2 * KEYS; ++n) rows[n] = memory.data() + n;
   const Ahead::Rows soon[] = {{rows.data(), 3}, {rows.data() + KEYS, 5}};
   Ahead ahead{soon, soon + 2, 1, 2};
   const Part otherwise{rows.data() + 1, 0};
@@ -281,7 +281,8 @@ static const Check CHECKS[] = {
     CHECK(rows_are_gathered_with_zeros_behind), CHECK(register_blocks_are_products), CHECK(results_are_scaled_and_rounded),
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
     CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
-    CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read), CHECK(values_are_added_up),
+    CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read),
+    CHECK(values_are_added_up),
     CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),

@@ -14,7 +14,7 @@ from . import compat, errors, upward
 from .masks.planned import PlannedMask, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import Inputs, attention
-from .op.hop import refusal
+from .op.hop import checked
 from .options import call_options, check_kernel_options
 from .softmax import (
     NARROW,
@@ -118,15 +118,15 @@ def flex_attention(
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
     softmax, scales = Softmax(sinks, dropout_p, rng_state, head_offset), Scales(q_scale, k_scale, v_scale)
-    if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
+    if True in [isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)]:
         options = (scale, enable_gqa, return_lse, kernel_options)
         rest = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
         return _of_nested[0](query, key, value, score_mod, block_mask, *options, **rest)
     wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
 
     def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
-        check_tensors(query, key, value, enable_gqa, narrow=True)
-        check_options(query, score_mod, scale, return_lse, kernel_options, return_aux)
+        options = (scale, return_lse, kernel_options, return_aux)
+        checked(_check_call, query, key, value, enable_gqa, score_mod, *options)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
         results = attention(
@@ -152,8 +152,7 @@ def flex_attention(
     else:
         try:
             checks(query, key, value)
-            scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
-            softmax.check(query)
+            checked(_check_softmax, softmax, scales, query, key, value)
             if needs_plan():
                 raise errors.unplanned("flex_attention")
             if block_mask is not None:
@@ -181,9 +180,14 @@ def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if torch.compiler.is_dynamo_compiling():
         if compat.failed_when_imported:
             _refuse_untested()
-        for tensor in (query, key, value):
-            torch._dynamo.mark_static(tensor, 1)
-            torch._dynamo.mark_static(tensor, 3)
+        torch._dynamo.comptime.comptime(_fix_sizes)
+
+
+def _fix_sizes(context: Any) -> None:
+    """Called by Dynamo itself, with what it knows where `mark_sizes` is."""
+    for name in ("query", "key", "value"):
+        sizes = context.get_local(name).as_fake().shape
+        int(sizes[1]), int(sizes[3])
 
 
 @compat.run_while_traced
@@ -194,8 +198,24 @@ def _refuse_untested() -> None:
 def refused(error: errors.FlexError) -> NoReturn:
     """Raise `error` without Dynamo's words around it, also while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
-        refusal(type(error), *error.args)
+        checked(_raise, type(error), *error.args)
     raise error
+
+
+def _raise(kind: type[errors.FlexError], *args: Any) -> NoReturn:
+    raise kind(*args)
+
+
+def _check_call(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, score_mod: Any, *options: Any
+) -> None:
+    check_tensors(query, key, value, enable_gqa, narrow=True)
+    check_options(query, score_mod, *options)
+
+
+def _check_softmax(softmax: Softmax, scales: Scales, query: Tensor, key: Tensor, value: Tensor) -> None:
+    scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
+    softmax.check(query)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch._C import DispatchKey, _FunctionBase
 from torch._C._dynamo import eval_frame
 from torch._functorch import utils as functorch_utils
+from torch._ops import HigherOrderOperator
 from torch.autograd.function import Function
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -55,6 +56,13 @@ def run_while_traced(function: Callable) -> Callable:
     return function
 
 
+def compile_no_frame_of(function: Any, calls: bool = False) -> None:
+    """Have Dynamo run `function` as it is where it does not inline it, and with `calls` all that it calls."""
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if calls else default)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
 def drop_guards_on_constants(package: str) -> None:
     """Keep the graph that Dynamo is compiling from looking at the constants of a package in each call.
 
@@ -71,7 +79,7 @@ def drop_guards_on_constants(package: str) -> None:
     context.guards_context.restore_graphstate(state)
 
 
-_CONSTANT = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.dtype)
+_CONSTANT = (ModuleType, FunctionType, BuiltinFunctionType, type, torch.dtype, HigherOrderOperator)
 
 
 def _is_constant_of(package: str, source: Any) -> bool:
@@ -197,9 +205,7 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
             *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True))
         )
 
-    # Otherwise Dynamo would trace from here what it does not trace whole.
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(apply.__code__, skip)
+    compile_no_frame_of(apply)  # otherwise Dynamo would trace from here what it does not trace whole
     setattr(Function, "apply", classmethod(apply))  # noqa: B010 (a method is assigned to by name)
 
 

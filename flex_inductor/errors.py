@@ -178,7 +178,7 @@ def heads_do_not_divide(query_heads: int, kv_heads: int) -> FlexValueError:
 
 def bad_scale(scale: Any) -> FlexTypeError:
     return FlexTypeError(
-        f"scale must be a Python number or None (for 1/sqrt(head_dim)), but is a {type(scale).__name__}. "
+        f"scale must be a Python number or None (for 1/sqrt(head_dim)), but is {described(scale)}. "
         f"A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale."
     )
 
@@ -198,7 +198,7 @@ def lse_and_aux() -> FlexValueError:
 
 
 def bad_aux(value: Any) -> FlexTypeError:
-    return FlexTypeError(f"return_aux must be an AuxRequest or None, but is a {type(value).__name__}.")
+    return FlexTypeError(f"return_aux must be an AuxRequest or None, but is {described(value)}.")
 
 
 # Score_mod and mask_mod: more is in mod_ir/errors.py.
@@ -215,7 +215,7 @@ def not_callable(name: str, value: Any) -> FlexTypeError:
         or_none = ", or None"
         hint = " Pass the BlockMask as block_mask=." if isinstance(value, _block_mask_type()) else ""
     return FlexTypeError(
-        f"{name} must be a function, {SIGNATURES[name]}{or_none}, but is a {type(value).__name__}.{hint}"
+        f"{name} must be a function, {SIGNATURES[name]}{or_none}, but is {described(value)}.{hint}"
     )
 
 

@@ -143,7 +143,7 @@ gqa not enabled:
 heads:
   With enable_gqa, query's heads must be a multiple of key's, but query has 4 and key 3.
 scale:
-  scale must be a Python number or None (for 1/sqrt(head_dim)), but is a Tensor. A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale.
+  scale must be a Python number or None (for 1/sqrt(head_dim)), but is a tensor of shape [] and dtype torch.float32. A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale.
 scale beyond:
   scale is beyond what float32, the dtype of the scores, holds (3.4e+38). Give a smaller one, or query, key and value in float64.
 lse and aux:

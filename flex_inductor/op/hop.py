@@ -8,7 +8,8 @@ What torch's dispatcher, tracers and transforms do with the ops is in `autograd`
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -146,16 +147,22 @@ def _column_sums(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
     return grads[2].squeeze(-1)
 
 
-class Refusal(HigherOrderOperator):
-    """Raises an error; where Dynamo may not break the graph, the user gets this error and not Dynamo's of it."""
+class Checked(HigherOrderOperator):
+    """Calls `check(*args)`, which returns nothing or raises a FlexError.
+
+    Dynamo calls it on what it knows of the arguments, as tracing it would take a hundred times as long. Where it may
+    not break the graph, the user gets this error and not Dynamo's of it.
+    """
 
     def __init__(self) -> None:
-        super().__init__("flex_inductor_refusal")
+        super().__init__("flex_inductor_checked")
 
-    def __call__(self, kind: type[errors.FlexError], *args: Any) -> NoReturn:
-        raise kind(*args)
+    def __call__(self, check: Callable[..., None], *args: Any) -> None:
+        check(*args)
+
+    compat.compile_no_frame_of(__call__, calls=True)  # after a graph break
 
 
 attention = Attention()
 attention_backward = AttentionBackward()
-refusal = Refusal()
+checked = Checked()

@@ -29,7 +29,7 @@ class Scales(NamedTuple):
     ) -> None:
         """Refuse what does not fit. `by_head` is the shape of a number for each KV head, `tokens` for each row."""
         if not is_narrow(key):
-            for name, scale in self._asdict().items():
+            for name, scale in zip(self._fields, self, strict=True):
                 if scale is not None:
                     raise errors.scale_of_wide(name, key.dtype)
             return

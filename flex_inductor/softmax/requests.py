@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,12 +62,8 @@ class AuxRequest(NamedTuple):
     @property
     def more(self) -> tuple[str, ...]:
         """The op's further results for each row."""
-        needed = {
-            "mean_scores": self.entropy,
-            "max_indices": self.max_indices,
-            COLUMN_SUMS: self.column_sums,
-        }
-        return tuple(name for name in MORE if needed[name])
+        needed = (self.entropy, self.max_indices, self.column_sums)
+        return tuple(itertools.compress(MORE, needed))
 
 
 class AuxOutput(NamedTuple):
@@ -106,8 +103,9 @@ OF_ROWS = ("lse", "max_scores", "entropy", "max_indices")  # have a number for e
 
 def asked(request: Any, return_lse: bool) -> AuxRequest:
     """All that a call asks for. What has another type is refused by checks."""
-    given = request if isinstance(request, REQUESTS) else ()
-    found = AuxRequest(*given)
+    if not isinstance(request, REQUESTS):
+        return AuxRequest(lse=return_lse)
+    found = AuxRequest(*request)
     return found._replace(lse=found.lse or return_lse)
 
 
@@ -145,8 +143,10 @@ def answer(
 
     Rows of `packed` sequences are in one batch, which the user does not see.
     """
-    wanted = asked(request, return_lse)
     out, lse, max_scores, *_ = results
+    if request is None and not packed:  # what Dynamo traces takes time
+        return (out, lse) if return_lse else out
+    wanted = asked(request, return_lse)
     more = dict(zip(wanted.more, results[3:], strict=True))
     beside = {name: more.get(name) for name in (COLUMN_SUMS, "max_indices")}
     found = AuxOutput(lse, max_scores, softmax.rng_state, kept, entropy=more.get("mean_scores"), **beside)

@@ -68,15 +68,15 @@ class GraphModule(torch.nn.Module):
         return (getitem,)
 
     class score_mod_0(torch.nn.Module):
-        def forward(self, child: "f64[]", child_1: "i32[]", child_2: "i32[]", child_3: "i32[]", child_4: "i32[]", l_bias_: "f64[6]"):
-            getitem: "f64[]" = l_bias_[child_4];  l_bias_ = child_4 = None
+        def forward(self, score: "f64[]", b: "i32[]", h: "i32[]", q_idx: "i32[]", kv_idx: "i32[]", l_bias_: "f64[6]"):
+            getitem: "f64[]" = l_bias_[kv_idx];  l_bias_ = kv_idx = None
             truediv: "f64[]" = getitem / 6;  getitem = None
-            add: "f64[]" = child + truediv;  child = truediv = None
+            add: "f64[]" = score + truediv;  score = truediv = None
             return add
 
     class mask_mod_0(torch.nn.Module):
-        def forward(self, child: "i32[]", child_1: "i32[]", child_2: "i32[]", child_3: "i32[]", l_limit_: "i64[]"):
-            sub: "i32[]" = child_2 - child_3;  child_2 = child_3 = None
+        def forward(self, b: "i32[]", h: "i32[]", q_idx: "i32[]", kv_idx: "i32[]", l_limit_: "i64[]"):
+            sub: "i32[]" = q_idx - kv_idx;  q_idx = kv_idx = None
             le: "b8[]" = sub <= l_limit_;  sub = l_limit_ = None
             return le
 """,

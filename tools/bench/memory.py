@@ -46,7 +46,8 @@ def measure(case: Case, _: Namespace) -> Iterator[Result]:
 
 
 def peak_of_step(side: str, layers: int, length: int) -> float:
-    model = nn.Sequential(*(Layer(attention_of(side, length)) for _ in range(layers)))
+    attend = attention_of(side, length)
+    model = nn.Sequential(*(Layer(attend) for _ in range(layers)))
     compiled = torch.compile(model, backend="flex_inductor" if side == OURS else "inductor")
     x = torch.randn(1, length, WIDTH)
     compiled(x[:, :length]).sum().backward()  # compiles

@@ -26,10 +26,11 @@ from torch._dynamo.variables.higher_order_ops import (
     make_attr,
     speculate_subgraph,
 )
-from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_map_only
 
 from ... import compat, errors
 from ...mod_ir import errors as mod_errors
@@ -42,8 +43,9 @@ from ...mod_ir.source_lines import last_line, line_raising
 from ...mod_ir.trace import trace_value
 from ...options import CallOptions
 from ..call import AttentionCall, Inputs, read_options
-from ..hop import attention, attention_backward, refusal
+from ..hop import attention, attention_backward, checked
 from .numbers import (
+    NUMBERS,
     as_lane_tensor,
     changing_numbers,
     float_to_tensor,
@@ -96,7 +98,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             return None, ()
         function = _python_function(mod)
         if function is not None:
-            self._check(tx, mod_errors.check_arity, name, function, lanes)
+            _check(tx, mod_errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, key, lanes)
         try:
             with LaneIndexing(), self._functions_kept(name), _no_hooks(name):
@@ -107,7 +109,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     {},
                     description=f"flex_attention's {name}",
                     source_target=self.value,
-                    set_subgraph_inputs="flatten_manual",
+                    set_subgraph_inputs="manual",
                     supports_input_mutation=True,  # our own checks name what a mod changes
                     supports_aliasing=True,
                 )
@@ -119,7 +121,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             if "Unsafe side effect" in str(error):
                 _refuse(tx, mod_errors.assigns_outside(name, line_raising(error)))
             if "<class 'float'>" in str(error):  # the only number that no graph can return
-                self._check(tx, mod_errors.check_mod_result, name, 0.0)
+                _check(tx, mod_errors.check_mod_result, name, 0.0)
             raise
         except compat.runtime_errors_of_dynamo() as error:
             if any(
@@ -127,16 +129,20 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             ):
                 _refuse(tx, mod_errors.parameter_mutated(name, line_raising(error)))
             raise
-        self._check(tx, _check_values, name, graph, len(lanes))
-        self._check(tx, mod_errors.check_mod_result, name, _example_of(result))
+        _check(tx, _check_values, name, graph, len(lanes))
+        _check(tx, mod_errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
-        for placeholder, capture in zip(graph.find_nodes(op="placeholder")[len(lanes) :], names, strict=True):
+        placeholders = graph.find_nodes(op="placeholder")
+        for placeholder, lane in zip(placeholders, lanes, strict=False):
+            placeholder._rename(lane)
+            placeholder.target = placeholder.name
+        for placeholder, capture in zip(placeholders[len(lanes) :], names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
-        self._check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
+        _check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
         outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
         module = fx.GraphModule(tx.output.nn_modules, graph)
-        self._check(tx, _check_writes, name, module, lanes, _example_of(query))
+        _check(tx, _check_writes, name, module, lanes, _example_of(query))
         floats = score_dtype(_example_of(query).dtype)
         captures = tuple(
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
@@ -178,12 +184,6 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
         return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse)
 
-    def _check(self, tx, check, *args) -> None:
-        try:
-            check(*args)
-        except errors.FlexError as error:
-            _refuse(tx, error)
-
 
 def _no_hooks(name: str) -> Any:
     """While Dynamo traces a mod: its graph would have no hook, and the gradient is another trace."""
@@ -192,6 +192,13 @@ def _no_hooks(name: str) -> Any:
         _refuse(tx, mod_errors.hook_in_mod(name))
 
     return unittest.mock.patch.object(TensorVariable, "_method_register_hook", refuse)
+
+
+def _check(tx: Any, check: Any, *args: Any) -> None:
+    try:
+        check(*args)
+    except errors.FlexError as error:
+        _refuse(tx, error)
 
 
 def _refuse(tx: Any, error: Exception) -> None:
@@ -337,17 +344,56 @@ class TorchAttentionVariable(FlexAttentionHigherOrderVariable):
             query.requires_grad = known
 
 
-class RefusalVariable(TorchHigherOrderOperatorVariable):
-    _HOP_NAME = "flex_inductor.op.refusal"
+class CheckedVariable(TorchHigherOrderOperatorVariable):
+    _HOP_NAME = "flex_inductor.op.checked"
 
     def _call_function(self, tx, args, kwargs):
-        kind, *given = (arg.as_python_constant() for arg in args)
-        _refuse(tx, kind(*given))
+        function, *given = args
+        check = function.as_python_constant()
+        try:
+            known = [*map(_known, given)]
+            check(*known)
+        except errors.FlexError as error:
+            with tx.fake_mode:
+                in_numbers = tree_map_only((Tensor, *NUMBERS), _in_numbers, known)
+            _check(tx, check, *in_numbers)
+            _refuse(tx, error)
+        except (_Unknown, GuardOnDataDependentSymNode):
+            return function.call_function(tx, given, {})
+        return compat.dynamo_constant(tx, None)
+
+
+class _Unknown(Exception):
+    pass
+
+
+def _in_numbers(value: Any) -> Any:
+    """For the text of an error: numbers in place of symbols."""
+    if not isinstance(value, Tensor):
+        return value if value.node.hint is None else value.node.hint
+    sizes = [_in_numbers(size) if isinstance(size, NUMBERS) else size for size in value.shape]
+    return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+
+
+def _known(variable: Any) -> Any:
+    """What Dynamo knows of a variable, in Python: a fake tensor of a tensor."""
+    variable = variable.realize()
+    if type(variable) in (TensorVariable, SymNodeVariable):
+        return _example_of(variable)
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    if hasattr(variable, "tuple_cls"):
+        return variable.tuple_cls(*map(_known, variable.items))
+    if type(variable) in (ListVariable, TupleVariable, SizeVariable):
+        return variable.python_type()(map(_known, variable.items))
+    if (function := _python_function(variable)) is not None:
+        return function
+    raise _Unknown
 
 
 for _name in ("op", "mod_ir", "upward", "lowerings"):
     trace_rules.add(f"flex_inductor.{_name}")  # after a graph break the op runs as it is
-compat.register_dynamo_variable(refusal, RefusalVariable)
+compat.register_dynamo_variable(checked, CheckedVariable)
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)
 compat.register_dynamo_variable(torch.ops.higher_order.flex_attention, TorchAttentionVariable)

@@ -19,6 +19,7 @@ from torch import Tensor
 from . import dropout, errors
 
 RngState = tuple[Tensor, Tensor]  # seed and offset
+_INTEGERS = (int, torch.SymInt)
 
 
 class Softmax(NamedTuple):
@@ -41,10 +42,10 @@ class Softmax(NamedTuple):
                 raise errors.bad_sinks(sinks, heads)
             if sinks.device != query.device:
                 raise errors.sinks_device(sinks.device, query.device)
-        number = isinstance(self.dropout_p, (int, float)) and not isinstance(self.dropout_p, bool)
-        if not number or not 0.0 <= self.dropout_p < 1.0:
+        number = isinstance(self.dropout_p, (*_INTEGERS, float, torch.SymFloat))
+        if not number or isinstance(self.dropout_p, bool) or not 0.0 <= self.dropout_p < 1.0:
             raise errors.bad_dropout(self.dropout_p)
-        if not isinstance(self.head_offset, int) or not 0 <= self.head_offset < dropout.HEADS:
+        if not isinstance(self.head_offset, _INTEGERS) or not 0 <= self.head_offset < dropout.HEADS:
             raise errors.bad_head_offset(self.head_offset, dropout.HEADS)
         if self.rng_state is not None:
             self._check_state(query.device)

@@ -26,7 +26,7 @@ from torch._dynamo.variables.higher_order_ops import (
     make_attr,
     speculate_subgraph,
 )
-from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
+from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -384,7 +384,7 @@ def _known(variable: Any) -> Any:
         return variable.as_python_constant()
     if hasattr(variable, "tuple_cls"):
         return variable.tuple_cls(*map(_known, variable.items))
-    if type(variable) in (ListVariable, TupleVariable, SizeVariable):
+    if type(variable) in (ListVariable, TupleVariable):
         return variable.python_type()(map(_known, variable.items))
     if (function := _python_function(variable)) is not None:
         return function

@@ -45,7 +45,7 @@ def poisoned_scratch(monkeypatch):
 
 @contextlib.contextmanager
 def tiles(used=True):
-    """What runs here multiplies tiles, a load for each product, and gives them back; or uses none."""
+    """What runs here multiplies tiles, four loads for four products or three for two, and gives them back; or uses none."""
     if NATIVE:
         yield
         return
@@ -54,7 +54,7 @@ def tiles(used=True):
     yield
     did = {kind: after - old for kind, after, old in zip(KINDS, counts, before, strict=True)}
     assert (did["multiply"] > 0) == (did["configure"] > 0) == used, did
-    assert did["load"] == did["multiply"] and did["release"] == did["configure"], did
+    assert did["multiply"] <= did["load"] <= 1.5 * did["multiply"] and did["release"] == did["configure"], did
 
 
 @pytest.mark.parametrize(

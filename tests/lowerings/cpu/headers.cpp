@@ -87,16 +87,23 @@ bool register_blocks_are_products() {
   std::vector<Packed> wide(PANEL * line);
   transpose_panel(lines.data(), line, steps, wide.data());
   std::copy_n(wide.data(), PANEL * depth, panel.data());
-  std::vector<float> target(BLOCK * (PANEL + W), HOLE);
   Tiles tiles;
-  dot_block(rows.data(), depth, STEP, panel.data(), PANEL * STEP, steps, target.data(), PANEL + W,
-      [](int, Vec sum, float* to) { sum.store(to); });
-  for (int64_t r = 0; r < BLOCK; ++r)
-    for (int64_t n = 0; n < PANEL + W; ++n) {
-      float wanted = 0.f;
-      for (int64_t d = 0; n < PANEL && d < depth; ++d) wanted += float(rows[r * depth + d]) * float(columns[n * depth + d]);
-      EXPECT(target[r * (PANEL + W) + n] == (n < PANEL ? wanted : HOLE));
-    }
+  for (const int64_t width : {PANEL, W, W - 3}) {
+    std::vector<float> target(BLOCK * (PANEL + W), HOLE);
+    int64_t written = 0;
+    each_panel(width, [&](int64_t first, auto whole) {
+      dot_block<whole>(rows.data(), depth, STEP, panel.data(), PANEL * STEP, steps, target.data() + first, PANEL + W,
+          [](int, Vec sum, float* to) { sum.store(to); });
+      written = first + (whole ? PANEL : W);
+    });
+    EXPECT(written == round_up(width, W));
+    for (int64_t r = 0; r < BLOCK; ++r)
+      for (int64_t n = 0; n < PANEL + W; ++n) {
+        float wanted = 0.f;
+        for (int64_t d = 0; n < written && d < depth; ++d) wanted += float(rows[r * depth + d]) * float(columns[n * depth + d]);
+        EXPECT(target[r * (PANEL + W) + n] == (n < written ? wanted : HOLE));
+      }
+  }
   return true;
 }
 

@@ -21,7 +21,9 @@ def outline(source: str) -> str:
     visit = source[source.index("const auto visit =") : source.index("const auto visit_range =")]
     kept = [line for line in body.splitlines() if re.search(r"for\(|auto tmp|\.store", line)]
     kept += [
-        line for line in visit.splitlines() if re.search(r"for \(|dot_block\(|_tile\(|softmax_rows\(", line)
+        line
+        for line in visit.splitlines()
+        if re.search(r"for \(|each_panel\(|dot_block[(<]|_tile\(|softmax_rows\(", line)
     ]
     text = "\n".join(line.strip() for line in kept)
     text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
@@ -80,7 +82,7 @@ if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 +
 softmax_rows(own, r0, count, scores, weights, columns, first_column);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
 for (int64_t r = 0; r < count; r += BLOCK) {
-for (int64_t v = 0; v < value_width; v += PANEL)
-dot_block(weights - before + r * TILE_LD + first, TILE_LD, STEP,
+each_panel(V, [&](int64_t v, auto whole) {
+dot_block<whole>(weights - before + r * TILE_LD + first, TILE_LD, STEP,
 for (int64_t i = 0; !all_there && i < columns; ++i)""",
         )

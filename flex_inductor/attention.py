@@ -13,8 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from . import compat, errors, upward
 from .masks.planned import PlannedMask, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
-from .op import Inputs, attention
-from .op.hop import checked
+from .op import Inputs, attention, checked
 from .options import call_options, check_kernel_options
 from .softmax import (
     NARROW,
@@ -118,7 +117,7 @@ def flex_attention(
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
     softmax, scales = Softmax(sinks, dropout_p, rng_state, head_offset), Scales(q_scale, k_scale, v_scale)
-    if True in [isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)]:
+    if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options)
         rest = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
         return _of_nested[0](query, key, value, score_mod, block_mask, *options, **rest)
@@ -126,7 +125,7 @@ def flex_attention(
 
     def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
         options = (scale, return_lse, kernel_options, return_aux)
-        checked(_check_call, query, key, value, enable_gqa, score_mod, *options)
+        checked(check_call, query, key, value, enable_gqa, score_mod, *options)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
         results = attention(
@@ -206,9 +205,10 @@ def _raise(kind: type[errors.FlexError], *args: Any) -> NoReturn:
     raise kind(*args)
 
 
-def _check_call(
+def check_call(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, score_mod: Any, *options: Any
 ) -> None:
+    """Refuse what no call takes. `options` are those of check_options."""
     check_tensors(query, key, value, enable_gqa, narrow=True)
     check_options(query, score_mod, *options)
 
@@ -279,13 +279,18 @@ def check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Te
         raise errors.not_a_block_mask(block_mask)
     if compat.is_sliced(block_mask):
         raise errors.sliced_block_mask()
-    mask_b, mask_h, mask_q, mask_kv = block_mask.shape
+    device = block_mask.device if isinstance(block_mask, RunSchedule) else block_mask.kv_num_blocks.device
+    checked(_check_fits, tuple(block_mask.shape), device, query, key)
+
+
+def _check_fits(shape: tuple[int, int, int, int], device: torch.device, query: Tensor, key: Tensor) -> None:
+    """Whether a mask of this shape, on this device, is for these tensors."""
+    mask_b, mask_h, mask_q, mask_kv = shape
     if mask_q != query.size(2) or mask_kv != key.size(2):
         raise errors.block_mask_lengths(mask_q, mask_kv, query.size(2), key.size(2))
     if mask_b not in (1, query.size(0)):
         raise errors.block_mask_batch("B", mask_b, query.size(0))
     if mask_h not in (1, query.size(1)):
         raise errors.block_mask_batch("H", mask_h, query.size(1))
-    device = block_mask.device if isinstance(block_mask, RunSchedule) else block_mask.kv_num_blocks.device
     if device != query.device:
         raise errors.block_mask_device(device, query.device)

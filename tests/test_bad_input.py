@@ -44,6 +44,8 @@ CASES = {
         lambda: {"key": make(2, 3, 32, 8), "value": make(2, 3, 32, 8), "enable_gqa": True},
         ValueError,
     ),
+    "sinks": (lambda: {"sinks": torch.zeros(5)}, ValueError),
+    "dropout": (lambda: {"dropout_p": 1.5}, ValueError),
     "scale": (lambda: {"scale": torch.tensor(1.0)}, TypeError),
     "scale beyond": (lambda: {"scale": 1e300}, ValueError),
     "lse and aux": (lambda: {"return_lse": True, "return_aux": AuxRequest(lse=True)}, ValueError),
@@ -76,18 +78,20 @@ def test_eager_type(name):
     assert isinstance(error, CASES[name][1])
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("mixed devices", "mask device")])
-def test_compiling_keeps_type_and_text(name):
+def test_compiling_keeps_type_and_text(name, dynamic):
     text = str(refusal(flex_attention, **arguments(name)))
 
     def call(**kwargs):
         return flex_attention(**kwargs)
 
-    broken = refusal(torch.compile(call, backend="aot_eager"), **arguments(name))
+    compiled = functools.partial(torch.compile, call, backend="aot_eager", dynamic=dynamic)
+    broken = refusal(compiled(), **arguments(name))
     assert isinstance(broken, CASES[name][1])
     assert str(broken) == text
     torch._dynamo.reset()
-    whole = refusal(torch.compile(call, backend="aot_eager", fullgraph=True), Exception, **arguments(name))
+    whole = refusal(compiled(fullgraph=True), Exception, **arguments(name))
     assert text in str(whole)
 
 
@@ -142,6 +146,10 @@ gqa not enabled:
   query has 4 heads and key has 2; without enable_gqa they must be equal. For grouped-query attention pass enable_gqa=True.
 heads:
   With enable_gqa, query's heads must be a multiple of key's, but query has 4 and key 3.
+sinks:
+  sinks: expected a floating tensor with one number for each query head, [4], got a tensor of shape [5] and dtype torch.float32.
+dropout:
+  dropout_p: expected a number from 0 to less than 1, got 1.5.
 scale:
   scale must be a Python number or None (for 1/sqrt(head_dim)), but is a tensor of shape [] and dtype torch.float32. A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale.
 scale beyond:

@@ -174,7 +174,18 @@ inline Vec where_live(Vec scores, Vec x) {
 #endif
 }
 
-// exp(x) for x <= 0 (rounding may put it a little above), 0 where that is no normal number; anything for NaN.
+// The larger of two scores. With AVX-512, where at::vec::maximum takes four instructions, one that is NaN may be lost:
+// exp_nonpositive keeps it.
+inline Vec larger(Vec x, Vec y) {
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_max_ps(x, y);
+#else
+  return at::vec::maximum(x, y);
+#endif
+}
+
+// exp(x) for x <= 0 (rounding may put it a little above), 0 where that is no normal number. Of NaN it is NaN with AVX-512,
+// else anything.
 inline Vec exp_nonpositive(Vec x) {
 #ifdef CPU_CAPABILITY_AVX512
   // 2^t for t = x * log2(e), the whole part of t as an exponent and a polynomial for what rounding leaves. Lanes that
@@ -188,7 +199,7 @@ inline Vec exp_nonpositive(Vec x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.240222424f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693147004f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.5f), _CMP_GE_OQ), p, whole);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ), p, whole);
 #else
   return x.exp_u20();
 #endif

@@ -29,7 +29,7 @@ COMPUTED_FLOATS_ARE_CONSTANTS = supported.TORCH < (2, 13)
 
 
 def block_mask_parts(flat: Sequence[Any]) -> tuple[tuple, Callable]:
-    """`BlockMask.as_tuple()`, or the same among the arguments of torch's op, as (schedule, mask_mod).
+    """`BlockMask.as_tuple()`, which is among the arguments of torch's op, as (schedule, mask_mod).
 
     2.11 has 13 entries: two lengths, eight lists, two block sizes, mask_mod. 2.13 puts four
     about the order of dq writes before the block sizes.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from .. import compat
 from ..visits import BlockRuns, Schedule
 from . import pytrees
 from .cut import checked_tiles, cut_mask, cut_runs
@@ -379,8 +378,10 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
 def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[Schedule, Callable]:
     """The schedule that the ops get, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
-        fields, mask_mod = compat.block_mask_parts(block_mask.as_tuple())
-        return BlockRuns.of(fields[:2], fields[2:], of_one=True), mask_mod
+        mask = block_mask
+        keys = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        queries = (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
+        return BlockRuns.of(mask.BLOCK_SIZE, (*keys, *queries), of_one=True), mask.mask_mod
     return block_mask.visits, block_mask.mask_mod
 
 

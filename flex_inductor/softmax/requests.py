@@ -98,13 +98,14 @@ class AuxOutput(NamedTuple):
 
 
 REQUESTS = (of_torch.AuxRequest, AuxRequest)
+_OUTPUT, _LSE = AuxRequest(), AuxRequest(lse=True)  # which most calls ask for
 OF_ROWS = ("lse", "max_scores", "entropy", "max_indices")  # have a number for each row
 
 
 def asked(request: Any, return_lse: bool) -> AuxRequest:
     """All that a call asks for. What has another type is refused by checks."""
     if not isinstance(request, REQUESTS):
-        return AuxRequest(lse=return_lse)
+        return _LSE if return_lse else _OUTPUT
     found = AuxRequest(*request)
     return found._replace(lse=found.lse or return_lse)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,11 +97,13 @@ def judge(
     block_mask: BlockMask | None = None,
     constant: Sequence[str] = (),
     by_ratio: bool = True,
+    roundings: Mapping[str, Tensor] | None = None,
 ) -> Result:
     """Assert that each element of what `attend` gives is within its bound of dense attention in fp64.
 
     `inputs` (query, key, value) have the dtype and layout under test; floating captures are given to
-    both in the values they have in that dtype. `constant` are the gradients that `attend` gives none of.
+    both in the values they have in that dtype. `constant` are the gradients that `attend` gives none of. `attend` may
+    put into `roundings` what its results are rounded beside, by name.
     Bounds of captured gradients are wide, as thousands of lanes add up to one: with `by_ratio` they are also judged by
     the error of dense attention in the same dtype. It is no measure where a gradient is cancellation and little else.
     """
@@ -118,6 +120,7 @@ def judge(
     assert not any(getattr(ours, name).any() for name in constant)
     ours = ours._replace(**{name: gold[name].to(dtype) for name in constant})
     allowed |= {name: torch.full_like(gold[name], torch.inf) for name in constant}
+    allowed |= {name: allowed[name] + more for name, more in (roundings or {}).items()}
     assert_within(ours.named(), gold, allowed)
     if by_ratio and any(c.is_floating_point() for c in captures):
         gold, eager = _exact_and_in_dtype(dense, inputs, captures, block_mask)

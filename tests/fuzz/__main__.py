@@ -84,7 +84,9 @@ def script(route: str, kind: str, program: Any, several: list) -> str:
     """What runs these calls again."""
     names = ", ".join(sorted({kind, "plain"}))
     lines = [f"from tests.fuzz import {names}", "", f"program = {_text(program)}"]
-    lines += [f"several = [{', '.join(map(_text, several))}]", f'{kind}.check("{route}", program, several)']
+    lines += [f"several = [{', '.join(map(_text, several))}]"]
+    # Ranks are processes that import this script.
+    lines += ['if __name__ == "__main__":', f'    {kind}.check("{route}", program, several)']
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flex_inductor.distributed.context import context_parallel
+from tests.bounds import rounding
 from tests.distributed.cases import together
 from tests.distributed.group import groups
 from tests.support import judge
@@ -88,8 +89,8 @@ def on_rank(
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, told, *tensors):
-        ctx.told = told
+    def forward(ctx, told, roundings, *tensors):
+        ctx.told, ctx.roundings = told, roundings
         ctx.save_for_backward(*tensors)
         found = together(_group().run(on_rank, told, [t.detach() for t in tensors], None, ranks=RANKS))
         ctx.mark_non_differentiable(found["max_scores"])
@@ -99,12 +100,17 @@ class _Spread(torch.autograd.Function):
     def backward(ctx, *grads):
         tensors = [t.detach() for t in ctx.saved_tensors]
         parts = _group().run(on_rank, ctx.told, tensors, grads[:2], ranks=RANKS)
-        sums = iter(
-            [sum(of_capture) for of_capture in zip(*(part.pop("captures") for part in parts), strict=True)]
-        )
+        of_ranks = zip(*(part.pop("captures") for part in parts), strict=True)
         rows = together(parts)
-        captured = [next(sums) if t.is_floating_point() else None for t in tensors[3:]]
-        return None, *(rows[name] for name in "qkv"), *captured
+        captured: list[Tensor | None] = []
+        for i, capture in enumerate(tensors[3:]):
+            if not capture.is_floating_point():
+                captured.append(None)
+                continue
+            of_rank = [part.double() for part in next(of_ranks)]
+            captured.append(sum(of_rank, torch.zeros(())).to(capture.dtype))
+            ctx.roundings[f"d_captures[{i}]"] = sum(rounding(part, capture.dtype) for part in of_rank)
+        return None, None, *(rows[name] for name in "qkv"), *captured
 
 
 def check(route: str, program: Program, several: list[plain.Values]) -> None:
@@ -114,8 +120,10 @@ def check(route: str, program: Program, several: list[plain.Values]) -> None:
         sizes = plain.sizes_of(call, values)
         captures, mask = plain.captures_and_mask(call, values, sizes)
 
-        def attend(query, key, value, captures, _, values=values):
-            return _Spread.apply(Told(program, values), query, key, value, *captures)
+        roundings: dict[str, Tensor] = {}  # each rank rounds its part of a captured gradient
+
+        def attend(query, key, value, captures, _, values=values, roundings=roundings):
+            return _Spread.apply(Told(program, values), roundings, query, key, value, *captures)
 
         judge(
             attend,
@@ -124,4 +132,5 @@ def check(route: str, program: Program, several: list[plain.Values]) -> None:
             captures,
             mask,
             by_ratio=False,
+            roundings=roundings,
         )

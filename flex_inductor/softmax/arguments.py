@@ -65,7 +65,8 @@ class Softmax(NamedTuple):
         if not self.dropout_p or self.rng_state is not None:
             return self
         seed = torch.randint(0, torch.iinfo(torch.int64).max, (), dtype=torch.int64, device=query.device)
-        return self._replace(rng_state=(seed, torch.zeros_like(seed)))
+        # _replace fails at a graph break of torch 2.11.
+        return Softmax(self.sinks, self.dropout_p, (seed, torch.zeros_like(seed)), self.head_offset)
 
     def of_heads(self, first: Any, count: Any) -> Softmax:
         """Of these heads alone. Dropout sees the heads that mods see."""

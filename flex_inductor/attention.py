@@ -116,6 +116,7 @@ def flex_attention(
         >>> out.shape, bias.grad.shape
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
+    refuse_untested()
     softmax, scales = Softmax(sinks, dropout_p, rng_state, head_offset), Scales(q_scale, k_scale, v_scale)
     if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
         options = (scale, enable_gqa, return_lse, kernel_options)
@@ -173,12 +174,16 @@ def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None
     return dropout_mask(softmax, (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), m.view(-1, 1), n), query)
 
 
+def refuse_untested() -> None:
+    """Refuse what Dynamo traces if it could not be told of the ops."""
+    if torch.compiler.is_dynamo_compiling() and compat.failed_when_imported:
+        _refuse_untested()
+
+
 def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Make heads and head_dim constants, as kernels are made for them. Refuses if Dynamo could not be told of the
-    op."""
+    """Make heads and head_dim constants, as kernels are made for them."""
     if torch.compiler.is_dynamo_compiling():
-        if compat.failed_when_imported:
-            _refuse_untested()
+        refuse_untested()
         torch._dynamo.comptime.comptime(_fix_sizes)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import errors as call_errors
-from ..attention import check_call, mark_sizes, refused
+from ..attention import check_call, mark_sizes, refuse_untested, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention, checked
@@ -79,6 +79,7 @@ def varlen_attention(
         >>> out.shape, torch.allclose(out[52], alone[-1], atol=1e-6)  # the last token sees all
         (torch.Size([60, 4, 16]), True)
     """
+    refuse_untested()
     try:
         if not isinstance(sequences, Sequences):
             raise errors.not_sequences(sequences)

@@ -378,11 +378,14 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
 def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[Schedule, Callable]:
     """The schedule that the ops get, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
-        mask = block_mask
-        keys = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-        queries = (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
-        return BlockRuns.of(mask.BLOCK_SIZE, (*keys, *queries), of_one=True), mask.mask_mod
+        return _lists(block_mask), block_mask.mask_mod
     return block_mask.visits, block_mask.mask_mod
+
+
+def _lists(mask: BlockMask) -> BlockRuns:
+    keys = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    queries = (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
+    return BlockRuns.of(mask.BLOCK_SIZE, (*keys, *queries), of_one=True)
 
 
 def extent_of(block_mask: BlockMask) -> Extent:

@@ -141,15 +141,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             placeholder.meta[CAPTURE_NAME] = capture
         _check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
         outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
-        if any(map(may_write, graph.nodes)):
-            _check(
-                tx,
-                _check_writes,
-                name,
-                fx.GraphModule(tx.output.nn_modules, graph),
-                lanes,
-                _example_of(query),
-            )
+        _check(tx, _check_writes, name, tx.output.nn_modules, graph, lanes, _example_of(query))
         floats = score_dtype(_example_of(query).dtype)
         captures = tuple(
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
@@ -261,11 +253,13 @@ def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> No
             raise mod_errors.mask_capture_needs_grad(capture)
 
 
-def _check_writes(name: str, mod: fx.GraphModule, lanes: Sequence[str], query: Tensor) -> None:
-    captures = mod.graph.find_nodes(op="placeholder")[len(lanes) :]
+def _check_writes(name: str, modules: Any, graph: fx.Graph, lanes: Sequence[str], query: Tensor) -> None:
+    if not any(map(may_write, graph.nodes)):
+        return
+    captures = graph.find_nodes(op="placeholder")[len(lanes) :]
     tensors = [as_lane_tensor(capture.meta["example_value"], query) for capture in captures]
     names = [*lanes, *(capture.meta.get(CAPTURE_NAME, capture.name) for capture in captures)]
-    check_ops(trace_value(mod, lanes, query, tensors), name, names)
+    check_ops(trace_value(fx.GraphModule(modules, graph), lanes, query, tensors), name, names)
 
 
 def _example_of(variable: Any) -> Any:

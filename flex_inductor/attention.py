@@ -117,16 +117,18 @@ def flex_attention(
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
     refuse_untested()
-    softmax, scales = Softmax(sinks, dropout_p, rng_state, head_offset), Scales(q_scale, k_scale, v_scale)
-    if any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in (query, key, value)):
-        options = (scale, enable_gqa, return_lse, kernel_options)
+    softmax = Softmax.of(sinks, dropout_p, rng_state, head_offset)
+    scales = Scales.of(q_scale, k_scale, v_scale)
+    if (
+        getattr(query, "is_nested", False)
+        or getattr(key, "is_nested", False)
+        or getattr(value, "is_nested", False)
+    ):
+        given = (scale, enable_gqa, return_lse, kernel_options)
         rest = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
-        return _of_nested[0](query, key, value, score_mod, block_mask, *options, **rest)
+        return _of_nested[0](query, key, value, score_mod, block_mask, *given, **rest)
     wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
-
-    def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
-        options = (scale, return_lse, kernel_options, return_aux)
-        checked(check_call, query, key, value, enable_gqa, score_mod, *options)
+    options = (enable_gqa, score_mod, scale, return_lse, kernel_options, return_aux)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
         results = attention(
@@ -147,23 +149,24 @@ def flex_attention(
                 refused(softmax_errors.request_of_a_part(name))
         if is_narrow(key) or any(scale is not None for scale in scales):
             refused(softmax_errors.narrow_part())
+
+        def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
+            checked(check_call, query, key, value, *options)
+
         results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
         kept = None
     else:
         try:
-            checks(query, key, value)
-            checked(_check_softmax, softmax, scales, query, key, value)
-            if needs_plan():
-                raise errors.unplanned("flex_attention")
-            if block_mask is not None:
-                check_block_mask(block_mask, query, key)
+            extent = None if block_mask is None else _extent(block_mask)
         except errors.FlexError as error:
             refused(error)
-        mark_sizes(query, key, value)
+        checked(_check_whole, query, key, value, extent, softmax, scales, *options)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
-        query = scales.widened(query)
-        of_rows = scales.of_rows(key, lambda scale: scale if scale.dim() == 3 else scale.unsqueeze(-1))
-        inputs = Inputs(schedule=schedule, **softmax.inputs(query), **of_rows)
+        more = softmax.inputs(query)
+        if is_narrow(key):
+            query = scales.widened(query)
+            more |= scales.of_rows(key, lambda scale: scale if scale.dim() == 3 else scale.unsqueeze(-1))
+        inputs = Inputs(schedule=schedule, **more)
         results = call(query, key, value, score_mod, mask_mod, inputs)
         kept = _dropout_mask(softmax, query, key) if wanted.dropout_mask else None
     return answer(return_aux, return_lse, results, softmax, kept)
@@ -178,20 +181,6 @@ def refuse_untested() -> None:
     """Refuse what Dynamo traces if it could not be told of the ops."""
     if torch.compiler.is_dynamo_compiling() and compat.failed_when_imported:
         _refuse_untested()
-
-
-def mark_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Make heads and head_dim constants, as kernels are made for them."""
-    if torch.compiler.is_dynamo_compiling():
-        refuse_untested()
-        torch._dynamo.comptime.comptime(_fix_sizes)
-
-
-def _fix_sizes(context: Any) -> None:
-    """Called by Dynamo itself, with what it knows where `mark_sizes` is."""
-    for name in ("query", "key", "value"):
-        sizes = context.get_local(name).as_fake().shape
-        int(sizes[1]), int(sizes[3])
 
 
 @compat.run_while_traced
@@ -218,9 +207,18 @@ def check_call(
     check_options(query, score_mod, *options)
 
 
-def _check_softmax(softmax: Softmax, scales: Scales, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_whole(
+    query: Tensor, key: Tensor, value: Tensor, extent: Any, softmax: Softmax, scales: Scales, *options: Any
+) -> None:
+    """Refuse what no call takes that has all of its sequences. `extent` is its mask's, `options` are check_call's."""
+    check_call(query, key, value, *options)
     scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
     softmax.check(query)
+    if needs_plan():
+        raise errors.unplanned("flex_attention")
+    if extent is not None:
+        shape, device = extent
+        _check_fits(shape, device, query, key)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:
@@ -280,12 +278,17 @@ def _check_scale(scale: Any, query: Tensor) -> None:
 
 
 def check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:
+    checked(_check_fits, *_extent(block_mask), query, key)
+
+
+def _extent(block_mask: BlockMask | RunSchedule) -> Any:
+    """The mask's shape and device. What is no mask is refused."""
     if not isinstance(block_mask, (BlockMask, RunSchedule)):
         raise errors.not_a_block_mask(block_mask)
     if compat.is_sliced(block_mask):
         raise errors.sliced_block_mask()
     device = block_mask.device if isinstance(block_mask, RunSchedule) else block_mask.kv_num_blocks.device
-    checked(_check_fits, tuple(block_mask.shape), device, query, key)
+    return tuple(block_mask.shape), device
 
 
 def _check_fits(shape: tuple[int, int, int, int], device: torch.device, query: Tensor, key: Tensor) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import check_options, check_tensors, mark_sizes, refused
+from ..attention import check_options, check_tensors, refuse_untested, refused
 from ..errors import FlexError
-from ..op import Inputs, attention
+from ..op import Inputs, attention, checked
 from ..options import call_options
 from ..softmax import Softmax, with_sinks
 from . import errors
@@ -44,14 +44,14 @@ def decode(
     softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
     """See ContextParallel.decode."""
+    refuse_untested()
     try:
-        check_tensors(query, key, value, enable_gqa)
-        check_options(query, score_mod, scale, False, None, None)
+        checked(check_tensors, query, key, value, enable_gqa)
+        checked(check_options, query, score_mod, scale, False, None, None)
         softmax.check(query)
         _check(query, key, value, positions, at)
     except FlexError as error:
         refused(error)
-    mark_sizes(query, key, value)
     # Dynamo does not trace into mod_ir, which has a function for it.
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     if key.size(2):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..attention import mark_sizes, refused
+from ..attention import refused
 from ..compat import mark_changing
 from ..errors import FlexError, derivative_of_shards
 from ..masks import planned, portable
@@ -149,7 +149,6 @@ class PlannedMask(planned.PlannedMask):
                 )
         except FlexError as error:
             refused(error)
-        mark_sizes(query, key, value)
         if self.to_heads is not None:
             query, key, value = self._share_heads(self.to_heads, query, key, value)
             first = self.heads_group.rank * query.size(1)

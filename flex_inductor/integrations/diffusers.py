@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..attention import check_block_mask, check_options, check_tensors, refused
+from ..attention import check_block_mask, check_options, check_tensors, refuse_untested, refused
 from ..errors import FlexError
 from ..kept import Kept
 from ..masks import RunSchedule, causal, create_block_mask
+from ..op import checked
 from ..softmax import Softmax
 from . import check_version, errors
 from .tables import attend_tables
@@ -143,9 +144,10 @@ def attend(
     lengths = (query.size(2), key.size(2))
     softmax = Softmax(None, dropout_p)
     given_mask, given_mod = _for_lengths(lengths)
+    refuse_untested()
     try:
-        check_tensors(query, key, value, enable_gqa=enable_gqa)
-        check_options(query, score_mod, scale, enable_gqa, None, None)
+        checked(check_tensors, query, key, value, enable_gqa)
+        checked(check_options, query, score_mod, scale, False, None, None)
         softmax.check(query)
         if _parallel_config is not None:
             raise errors.context_parallel()

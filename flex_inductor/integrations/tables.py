@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..attention import mark_sizes
 from ..masks import RunSchedule
 from ..masks.schedule import schedule_parts
 from ..op import Inputs, attention
@@ -43,7 +42,6 @@ def attend_tables(
         mask_mod = functools.partial(_entry, mask)
     elif mask is not None:
         schedule, mask_mod = schedule_parts(mask)
-    mark_sizes(query, key, value)
     out, logsumexp, _ = attention(
         query,
         key,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from ..mod_ir.checks import joint_graph
 from ..softmax import gradient_of_sinks
 from ..softmax.errors import derivative_of_entropy
 from . import second
-from .call import QKV, AttentionCall, BackwardCall, filled, parts, rows_of
+from .call import QKV, AttentionCall, BackwardCall, filled, parts, rows_of, tensors_of
+from .eager import chunked
 from .hop import attention, attention_backward
 from .prepare import as_its_graph, prepare, with_score_graph
 from .vmap import fold_forward
@@ -36,9 +39,9 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.call, ctx.joint, ctx.source, *tensors = inputs
-        out, lse, max_scores, *_ = output
+        out, lse, *_ = output
         more = dict(zip(ctx.call.options.more, output[3:], strict=True))
-        ctx.mark_non_differentiable(max_scores, *(more[name] for name in more if name != "mean_scores"))
+        ctx.mark_non_differentiable(*_without_gradient(output, ctx.call.options.more))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, more.get("mean_scores"), *tensors)
         ctx.save_for_forward(out, lse, None, *tensors)
@@ -102,6 +105,11 @@ class _AttentionFunction(torch.autograd.Function):
         return tuple(map(unfold, outputs)), (0,) * len(outputs)
 
 
+def _without_gradient(outputs: Sequence[Tensor], more: Sequence[str]) -> list[Tensor]:
+    named = zip(("out", "lse", "max_scores", *more), outputs, strict=True)
+    return [output for name, output in named if name not in ("out", "lse", "mean_scores")]
+
+
 def _added(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
 
@@ -109,6 +117,29 @@ def _added(one: Tensor | None, other: Tensor) -> Tensor:
 def _apply(call: AttentionCall, joint: Any, source: second.Source) -> tuple[Tensor, ...]:
     rest, tensors = parts(call)
     return _AttentionFunction.apply(rest, joint, source, *tensors)
+
+
+class _Shapes(torch.autograd.Function):
+    """The op's outputs, unfilled. They require grad where its outputs do."""
+
+    @staticmethod
+    def forward(ctx, partial, more, query, value, *_inputs):
+        outputs = chunked.empty_outputs(query, value, partial, more)
+        ctx.mark_non_differentiable(*_without_gradient(outputs, more))
+        return outputs
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def only_shapes() -> Iterator[None]:
+    """Have this thread's calls give unfilled outputs: making graphs of their mods takes most of Dynamo's time."""
+    _thread.only_shapes = True
+    try:
+        yield
+    finally:
+        _thread.only_shapes = False
 
 
 def _may_be_differentiated() -> bool:
@@ -145,6 +176,9 @@ def has_tangent(tensor: Tensor) -> bool:
 @attention.py_impl(DispatchKey.Autograd)
 def _autograd(*args):
     given = AttentionCall.read(*args)
+    if getattr(_thread, "only_shapes", False) and not any(map(has_tangent, tensors_of(given))):
+        kinds, rest = (given.inputs.partial, given.options.more), given.inputs.differentiable
+        return _Shapes.apply(*kinds, given.query, given.value, given.key, *rest)
     call = prepare(given)
     inputs = (call.query, call.key, call.value, *call.inputs.differentiable)
     if any(map(_has_derivative, inputs)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import errors as call_errors
-from ..attention import check_call, mark_sizes, refuse_untested, refused
+from ..attention import check_call, refuse_untested, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention, checked
@@ -104,7 +104,6 @@ def varlen_attention(
     of_rows = scales.of_rows(
         key, lambda s: s.unsqueeze(-1) if s.dim() == 1 else as_op(s.unsqueeze(-1)).squeeze(-1)
     )
-    mark_sizes(query, key, value)
     mask = sequences.mask() if block_mask is None else block_mask
     tile_map, key, value, of_rows = located(mask, key, value, of_rows)
     of_softmax = softmax.inputs(query)

@@ -30,6 +30,13 @@ class Softmax(NamedTuple):
     rng_state: RngState | None = None
     head_offset: int = 0
 
+    @staticmethod
+    def of(sinks: Any, dropout_p: Any, rng_state: Any, head_offset: Any) -> Softmax:
+        """Of these arguments. Most calls give none, and Dynamo takes a millisecond to make one."""
+        if sinks is None and not dropout_p and rng_state is None and not head_offset:
+            return PLAIN
+        return Softmax(sinks, dropout_p, rng_state, head_offset)
+
     def check(self, query: Tensor) -> None:
         """Refuse what does not fit queries [B, H, M, D]."""
         sinks, heads = self.sinks, query.size(1)
@@ -82,6 +89,9 @@ class Softmax(NamedTuple):
             constants = [torch.full_like(seed, n) for n in (self.head_offset, dropout.levels(self.dropout_p))]
             found["dropout"] = torch.stack([seed, offset, *constants])
         return found
+
+
+PLAIN = Softmax()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,12 @@ from torch._dynamo import config
 from torch._dynamo.utils import is_int_specialization_case
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._guards import GuardSource
-from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ... import compat
 from ...mod_ir.arguments import number_dtype
 from ...mod_ir.indexing import LaneIndexing
+from .nodes import may_write
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -234,15 +234,3 @@ def as_lane_tensor(value: Any, query: Tensor) -> Any:
     """What the op makes of a number, or `value` itself."""
     dtype = number_dtype(value, query)
     return value if dtype is None else query.new_zeros((), dtype=dtype)
-
-
-def may_write(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph looks like one that writes to a tensor, or has graphs of its own that may."""
-    if isinstance(node.target, HigherOrderOperator):
-        return True
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
-    name = getattr(node.target, "__name__", "")
-    if getattr(operator, name, None) is node.target:  # iadd writes, and_ does not
-        return name == "setitem" or (name[0] == "i" and hasattr(operator, f"__{name[1:]}__"))
-    return node.op == "call_function" and (name.endswith("_") or "out" in node.kwargs)

@@ -22,7 +22,6 @@ from torch._dynamo.variables.higher_order_ops import (
     FlexAttentionHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
     add_hop_context,
-    discard_graph_changes,
     make_attr,
     speculate_subgraph,
 )
@@ -42,14 +41,15 @@ from ...mod_ir.names import CAPTURE_NAME, readable_name
 from ...mod_ir.source_lines import last_line, line_raising
 from ...mod_ir.trace import trace_value
 from ...options import CallOptions
+from ..autograd import only_shapes
 from ..call import AttentionCall, Inputs, read_options
 from ..hop import attention, attention_backward, checked
+from .nodes import may_write, only_computes
 from .numbers import (
     NUMBERS,
     as_lane_tensor,
     changing_numbers,
     float_to_tensor,
-    may_write,
     number_of_a_lane,
     numbers_outside,
 )
@@ -86,8 +86,11 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             CallOptions() if options is None else _with_static_hints(read_options(options.as_proxy())),
         )
         proxy = tx.output.create_proxy("call_function", self.value, args=call.wire(), kwargs={})
+        graphs = [tx.output.nn_modules[mod.node.target].graph for mod in (score, mask) if mod is not None]
+        known_good = given.sharded is None and all(map(only_computes, graphs))
         try:
-            return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+            with only_shapes() if known_good else contextlib.nullcontext():
+                return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
         except Exception as error:
             if ours := errors.own_error_in(error):
                 _refuse(tx, ours)
@@ -133,11 +136,8 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         _check(tx, mod_errors.check_mod_result, name, _example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
-        placeholders = graph.find_nodes(op="placeholder")
-        for placeholder, lane in zip(placeholders, lanes, strict=False):
-            placeholder._rename(lane)
-            placeholder.target = placeholder.name
-        for placeholder, capture in zip(placeholders[len(lanes) :], names, strict=True):
+        placeholders = graph.find_nodes(op="placeholder")[len(lanes) :]
+        for placeholder, capture in zip(placeholders, names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
         _check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
         outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
@@ -156,19 +156,22 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
     def _lane_args(self, tx, query, key, lanes) -> list:
         """Lanes as Dynamo's tensors. It keeps an autograd.Function only where an argument requires grad."""
-        build = compat.dynamo_constant
-        floats = score_dtype(_example_of(query).dtype)
+        example: Tensor = _example_of(query)
         needs_grad = any(tensor.requires_grad is not False for tensor in (query, key))
+        apart = fx.Graph()  # the mod's graph gets placeholders of its own
+        with tx.fake_mode:
+            index = example.new_zeros((), dtype=INDEX_DTYPE)
 
         def lane(name: str) -> Any:
-            dtype = floats if name == "score" else INDEX_DTYPE
-            given = {"dtype": dtype, "requires_grad": needs_grad and name == "score"}
-            return query.call_method(
-                tx, "new_zeros", [build(tx, [])], {k: build(tx, v) for k, v in given.items()}
-            )
+            value = index
+            if name == "score":
+                with tx.fake_mode:
+                    value = example.new_zeros((), dtype=score_dtype(example.dtype), requires_grad=needs_grad)
+            node = apart.placeholder(name)
+            node.meta["example_value"] = value
+            return wrap_fx_proxy(tx=tx, proxy=fx.Proxy(node, tx.output.current_tracer), example_value=value)
 
-        with discard_graph_changes(tx):
-            return [lane(name) for name in lanes]
+        return [lane(name) for name in lanes]
 
     def _functions_kept(self, name) -> Any:
         """Inside torch.func's transforms Dynamo takes an autograd.Function's forward alone: that is refused."""
@@ -344,6 +347,12 @@ class TorchAttentionVariable(FlexAttentionHigherOrderVariable):
 
 
 class CheckedVariable(TorchHigherOrderOperatorVariable):
+    """Runs a check on what Dynamo knows of its arguments.
+
+    Heads and head dims of the query, key and value that a check begins with become constants: kernels are made for
+    them.
+    """
+
     _HOP_NAME = "flex_inductor.op.checked"
 
     def _call_function(self, tx, args, kwargs):
@@ -358,7 +367,10 @@ class CheckedVariable(TorchHigherOrderOperatorVariable):
             _check(tx, check, *in_numbers)
             _refuse(tx, error)
         except (_Unknown, GuardOnDataDependentSymNode):
-            return function.call_function(tx, given, {})
+            function.call_function(tx, given, {})
+        for example in map(_example_of, given[:3]):
+            if isinstance(example, Tensor) and example.dim() == 4:
+                int(example.size(1)), int(example.size(3))
         return compat.dynamo_constant(tx, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._inductor.virtualized import V
 
 from flex_inductor.op.call import has_few_queries
@@ -58,6 +59,8 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             lists,
             bodies,
             **config._asdict(),
+            # -inf, of what is masked, times a scale that is 0 in float32 would be NaN.
+            scaled_late=score is None and call.scale >= torch.finfo(torch.float32).tiny,
             packed_bytes=PACKED_BYTES,
             splits=splits_asked(problem),
             walks=walked,

@@ -175,7 +175,7 @@ inline Vec where_live(Vec scores, Vec x) {
 }
 
 // The larger of two scores. One that is NaN may be lost with AVX, where at::vec::maximum takes three or four
-// instructions: exp_nonpositive keeps it.
+// instructions: exponentials keep it.
 inline Vec larger(Vec x, Vec y) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_max_ps(x, y);
@@ -195,18 +195,18 @@ inline Vec exp2_of_part(Vec f) {
   return at::vec::fmadd(p, f, Vec(1.f));
 }
 
-// exp(x) for x <= 0 (rounding may put it a little above), 0 where that is no normal number. Of NaN it is NaN with AVX,
-// else anything.
-inline Vec exp_nonpositive(Vec x) {
-  // 2^t for t = x * log2(e): the whole part of t as an exponent, and a polynomial for what rounding leaves. Lanes that
-  // underflow, as those of masked scores do, are left out: Intel's processors take over a hundred cycles for one.
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^t for t <= 0 (rounding may put it a little above), 0 where that is no normal number. Of NaN it is NaN with AVX, else
+// anything.
+inline Vec exp2_nonpositive(Vec t) {
+  // The whole part of t as an exponent, and a polynomial for what rounding leaves. Lanes that underflow, as those of masked
+  // scores do, are left out: Intel's processors take over a hundred cycles for one.
 #if defined(CPU_CAPABILITY_AVX512)
-  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
   const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 p = exp2_of_part(_mm512_sub_ps(t, whole));
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ), p, whole);
 #elif defined(CPU_CAPABILITY_AVX2)
-  const __m256 t = _mm256_mul_ps(x, _mm256_set1_ps(1.44269504f));
   const __m256 whole = _mm256_round_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m256 p = exp2_of_part(_mm256_sub_ps(t, whole));
   // NaN as an integer has no bits left once it is shifted.
@@ -214,9 +214,12 @@ inline Vec exp_nonpositive(Vec x) {
   const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
   return _mm256_and_ps(power, _mm256_cmp_ps(t, _mm256_set1_ps(-125.5f), _CMP_NLT_UQ));
 #else
-  return x.exp_u20();
+  return (t * Vec(1.f / LOG2_E)).exp_u20();
 #endif
 }
+
+// exp(x), as exp2_nonpositive.
+inline Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * Vec(LOG2_E)); }
 
 // tanh as score_mods use it: three times as fast as the vector library's, good to a few units in the last place.
 template <typename T>

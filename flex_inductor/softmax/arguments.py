@@ -33,7 +33,8 @@ class Softmax(NamedTuple):
     @staticmethod
     def of(sinks: Any, dropout_p: Any, rng_state: Any, head_offset: Any) -> Softmax:
         """Of these arguments. Most calls give none, and Dynamo takes a millisecond to make one."""
-        if sinks is None and not dropout_p and rng_state is None and not head_offset:
+        plain = sinks is None and rng_state is None and dropout_p == 0 and head_offset == 0
+        if plain and not isinstance(dropout_p, bool) and isinstance(head_offset, int):
             return PLAIN
         return Softmax(sinks, dropout_p, rng_state, head_offset)
 

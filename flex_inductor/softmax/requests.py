@@ -107,8 +107,7 @@ def asked(request: Any, return_lse: bool) -> AuxRequest:
     """All that a call asks for. What has another type is refused by checks."""
     if not isinstance(request, REQUESTS):
         return _LSE if return_lse else _OUTPUT
-    found = AuxRequest(*request)
-    return found._replace(lse=found.lse or return_lse)
+    return AuxRequest(*request)  # checks refuse return_lse beside it
 
 
 def over_rows(max_scores: Any) -> Tensor:

@@ -157,10 +157,10 @@ def flex_attention(
         kept = None
     else:
         try:
-            extent = None if block_mask is None else _extent(block_mask)
+            of_mask = None if block_mask is None else _shape_and_device(block_mask)
         except errors.FlexError as error:
             refused(error)
-        checked(_check_whole, query, key, value, extent, softmax, scales, *options)
+        checked(_check_unplanned, query, key, value, of_mask, softmax, scales, *options)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
         more = softmax.inputs(query)
         if is_narrow(key):
@@ -207,17 +207,17 @@ def check_call(
     check_options(query, score_mod, *options)
 
 
-def _check_whole(
-    query: Tensor, key: Tensor, value: Tensor, extent: Any, softmax: Softmax, scales: Scales, *options: Any
+def _check_unplanned(
+    query: Tensor, key: Tensor, value: Tensor, of_mask: Any, softmax: Softmax, scales: Scales, *options: Any
 ) -> None:
-    """Refuse what no call takes that has all of its sequences. `extent` is its mask's, `options` are check_call's."""
+    """Refuse what no call takes whose mask is not planned. `options` are those of check_call."""
     check_call(query, key, value, *options)
     scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
     softmax.check(query)
     if needs_plan():
         raise errors.unplanned("flex_attention")
-    if extent is not None:
-        shape, device = extent
+    if of_mask is not None:
+        shape, device = of_mask
         _check_fits(shape, device, query, key)
 
 
@@ -278,10 +278,10 @@ def _check_scale(scale: Any, query: Tensor) -> None:
 
 
 def check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:
-    checked(_check_fits, *_extent(block_mask), query, key)
+    checked(_check_fits, *_shape_and_device(block_mask), query, key)
 
 
-def _extent(block_mask: BlockMask | RunSchedule) -> Any:
+def _shape_and_device(block_mask: BlockMask | RunSchedule) -> Any:
     """The mask's shape and device. What is no mask is refused."""
     if not isinstance(block_mask, (BlockMask, RunSchedule)):
         raise errors.not_a_block_mask(block_mask)

@@ -11,15 +11,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_iter
 
 _COMPUTE = {
-    *(
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.truediv,
-        operator.floordiv,
-        operator.mod,
-        operator.neg,
-    ),
+    *(operator.add, operator.sub, operator.mul, operator.neg),
+    *(operator.truediv, operator.floordiv, operator.mod),
     *(operator.lt, operator.le, operator.eq, operator.ne, operator.ge, operator.gt),
     *(operator.and_, operator.or_, operator.xor, operator.invert, operator.getitem),
     *(torch.where, torch.minimum, torch.maximum, torch.abs, torch.exp, torch.log, torch.tanh, torch.sigmoid),

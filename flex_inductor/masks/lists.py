@@ -38,25 +38,38 @@ def lists_from_runs(
         runs = without_full(runs)
     kinds = (PARTIAL, FULL) if separate_full_blocks else (PARTIAL,)
     small = runs.lines * runs.columns <= SMALL_GRID
-    by_rows, by_columns = (_from_grid if small else _from_runs)(runs, grids[0] * grids[1], kinds)
+    by_rows, by_columns = (_from_grid if small else _from_runs)(runs, grids, extent.tiles, kinds)
     lists: list[Tensor | None] = []
-    for side, lines, entries in ((by_rows, *extent.tiles), (by_columns, *extent.tiles[::-1])):
-        for counts, indices in side:
-            lists.append(counts.view(*grids, lines).expand(extent.batch, extent.heads, -1))
-            lists.append(indices.view(*grids, lines, entries).expand(extent.batch, extent.heads, -1, -1))
+    for side in (by_rows, by_columns):
+        for listed in side:
+            lists += [_for_all(tensor, extent.batch, extent.heads) for tensor in listed]
         if not separate_full_blocks:
             lists += [None, None]
     return lists
 
 
-def _from_runs(runs: Runs, grids: int, kinds: Sequence[int]) -> list[Listed]:
-    return [[column_lists(side, kind) for kind in kinds] for side in (runs, transposed(runs, grids))]
+def _for_all(listed: Tensor, batch: int, heads: int) -> Tensor:
+    """Expanded only where it has to be: of a view, torch.compile makes a fake of its base too."""
+    return listed if listed.shape[:2] == (batch, heads) else listed.expand(batch, heads, *listed.shape[2:])
 
 
-def _from_grid(runs: Runs, grids: int, kinds: Sequence[int]) -> list[Listed]:
+def _from_runs(
+    runs: Runs, grids: tuple[int, int], tiles: tuple[int, int], kinds: Sequence[int]
+) -> list[Listed]:
+    def listed(side: Runs, kind: int, lines: int, entries: int) -> tuple[Tensor, Tensor]:
+        counts, indices = column_lists(side, kind)
+        return counts.view(*grids, lines), indices.view(*grids, lines, entries)
+
+    sides = ((runs, *tiles), (transposed(runs, grids[0] * grids[1]), *tiles[::-1]))
+    return [[listed(side, kind, *sizes) for kind in kinds] for side, *sizes in sides]
+
+
+def _from_grid(
+    runs: Runs, grids: tuple[int, int], tiles: tuple[int, int], kinds: Sequence[int]
+) -> list[Listed]:
     """The same where there are few tiles, for which it takes fewer operations."""
-    grid = to_grid(runs).view(grids, runs.lines // max(grids, 1), runs.columns)
-    return [[_listed(side.flatten(0, 1) == kind) for kind in kinds] for side in (grid, grid.mT)]
+    grid = to_grid(runs).view(*grids, *tiles)
+    return [[_listed(side == kind) for kind in kinds] for side in (grid, grid.mT)]
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

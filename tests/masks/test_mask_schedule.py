@@ -93,8 +93,16 @@ def test_column_lists_are_a_stable_sort(grid, kind, entries_at_once):
 def test_few_tiles_are_listed_in_another_way(grid, separate_full_blocks):
     runs = from_grid(grid)
     kinds = (PARTIAL, FULL) if separate_full_blocks else (PARTIAL,)
-    by_grid, by_runs = (listed(runs, 2, kinds) for listed in (lists._from_grid, lists._from_runs))
+    tiles = runs.lines // 2, runs.columns
+    by_grid, by_runs = (of(runs, (1, 2), tiles, kinds) for of in (lists._from_grid, lists._from_runs))
     torch.testing.assert_close(by_grid, by_runs, rtol=0, atol=0, check_stride=True)
+
+
+def test_lists_are_views_only_where_they_are_expanded():
+    alone, expanded = (create_block_mask(library.causal(), b, 1, 256, 256, device="cpu") for b in (1, 2))
+    for name in lists.LISTS:
+        assert not getattr(alone, name)._is_view()
+        assert getattr(expanded, name).stride(0) == 0
 
 
 @settings(max_examples=60, deadline=None)

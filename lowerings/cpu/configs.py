@@ -29,7 +29,7 @@ class Caches(NamedTuple):
 class ForwardConfig(NamedTuple):
     block_m: int  # queries of a work item
     block_n: int  # keys of a tile
-    rows: int  # queries whose scores are held at a time
+    rows: int  # queries whose scores are held at a time, about: whole register blocks
 
 
 class DecodeConfig(NamedTuple):
@@ -44,6 +44,7 @@ class BackwardConfig(NamedTuple):
 
 TABLES: dict[str, list[Any]] = {
     "forward": [
+        ForwardConfig(128, 256, 16),
         ForwardConfig(128, 128, 32),
         ForwardConfig(64, 128, 32),
         ForwardConfig(256, 128, 32),
@@ -115,7 +116,7 @@ def _working_set(kernel: str, config: Any, problem: AttentionProblem) -> tuple[i
 def misfit(kernel: str, config: Any) -> str | None:
     """Why the kernel cannot be made with a config."""
     for name, size in config._asdict().items():
-        least = 1 if name == "split" else 32
+        least = {"split": 1, "rows": 16}.get(name, 32)
         if size < least or size % least:
             return f"{name} is {size}, and must be a multiple of {least} from {least}"
         if size > 1 << 20:

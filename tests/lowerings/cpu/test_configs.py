@@ -37,15 +37,15 @@ class Tables(expecttest.TestCase):
             "\n".join(lines),
             """\
 L1 32K L2 256K D64
-  forward: 128x128x32 64x128x32 256x128x32 128x64x64 64x64x32 32x32x32 (1 too large)
+  forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 64x64x32 32x32x32 (1 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
   backward: 64x128 128x64 64x64 32x128 32x32 (1 too large)
 L1 32K L2 256K D256
-  forward: 64x64x32 32x32x32 (5 too large)
+  forward: 64x64x32 32x32x32 (6 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
   backward: 32x32 (5 too large)
 L1 48K L2 1024K D64
-  forward: 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
+  forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
   backward: 64x128 128x128 128x64 64x64 32x128 32x32 (0 too large)""",
         )
@@ -56,6 +56,7 @@ L1 48K L2 1024K D64
         self.assertExpectedInline(
             "\n".join(f"{config}: {why}" for config, why in rejected),
             """\
+ForwardConfig(block_m=128, block_n=256, rows=16): 512 KB in a second-level cache with room for 256
 ForwardConfig(block_m=128, block_n=128, rows=32): 384 KB in a second-level cache with room for 256
 ForwardConfig(block_m=256, block_n=128, rows=32): 640 KB in a second-level cache with room for 256
 ForwardConfig(block_m=128, block_n=64, rows=64): 320 KB in a second-level cache with room for 256
@@ -107,7 +108,7 @@ def test_sizes_asked_for_are_in_the_code(unbuilt):
         flex_attention, backend=backend, options={"configs": {"forward": {"block_m": 96}}}, dynamic=False
     )
     _, (code,) = run_and_get_code(compiled, q, k, v)
-    assert "constexpr int64_t TILE_M = 96;" in code and "constexpr int64_t TILE_N = 128;" in code
+    assert "constexpr int64_t TILE_M = 96;" in code and "constexpr int64_t TILE_N = 256;" in code
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_sizes_asked_for_are_in_the_code(unbuilt):
             r"configs\['forward'\] has no 'BLOCK_M', only block_m, b",
         ),
         ({"forward": {"block_m": 40}}, torch.float32, "block_m is 40, and must be a multiple of 32 from 32"),
-        ({"forward": {"rows": 0}}, torch.float32, "rows is 0, and must be a multiple of 32 from 32"),
+        ({"forward": {"rows": 0}}, torch.float32, "rows is 0, and must be a multiple of 16 from 16"),
         ({"forward": {"block_m": 64}}, torch.float64, "chunked: has no kernel to configure"),
     ],
 )

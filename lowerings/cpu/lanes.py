@@ -392,7 +392,15 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
     code = group.loops_code.getvalue()
     for slow, fast in _FASTER:
         code = re.sub(slow, fast, code)
-    return with_one_access(code, _short(stores, kernel))
+    code = with_one_access(code, _short(stores, kernel))
+    return "\n".join([*_own_constants(code, kernel), code])
+
+
+def _own_constants(code: str, kernel: TemplateKernel) -> list[str]:
+    """Copies of the pointers and sizes that loops read: those of a closure would be loaded again after each store."""
+    known = {*kernel.names.values(), *map(str, kernel.args.sizevars.values())}
+    used = sorted(known.intersection(re.findall(r"\w+", code)))
+    return [f"const auto outer_{name} = {name}, {name} = outer_{name};" for name in used]
 
 
 def _short(stores: Sequence[Store], kernel: TemplateKernel) -> set[str]:

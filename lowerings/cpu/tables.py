@@ -23,6 +23,7 @@ from ..buffers import realized
 from ..lanes import Mod, graph, outside
 from . import differences
 from .index_ranges import FOUND, range_of
+from .regroup import regroup
 
 aten = torch.ops.aten
 
@@ -39,7 +40,9 @@ def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
 def with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod with tables of values of the key alone, one entry for each key."""
     key = differences.coordinate(mod.program, "kv_idx")
-    slow = _of_key_alone(graph(mod.program.lane), key)
+    lane = graph(mod.program.lane)
+    regroup(lane, key, _of_key_alone(lane, key))
+    slow = _of_key_alone(lane, key)
     ends = [node for node in slow if slow[node] and any(user not in slow for user in node.users)]
     if not ends:
         return mod

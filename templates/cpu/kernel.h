@@ -282,26 +282,37 @@ struct EachPlace {
   int32_t lanes[W];
   explicit EachPlace(Places places) { places.store(lanes); }
 };
+// The least place of lanes in this direction.
+inline int64_t least(Places places, int64_t direction) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const int64_t first = _mm_cvtsi128_si32(_mm512_castsi512_si128(places));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const int64_t first = _mm_cvtsi128_si32(_mm256_castsi256_si128(places));
+#else
+  const int64_t first = EachPlace(places).lanes[0];
+#endif
+  return direction > 0 ? first : first - (W - 1);
+}
 
 // from[places], and to[places] += numbers.
 inline Vec look_up(const float* from, Places places) {
-  const int64_t by = direction(places);
+  if (const int64_t by = direction(places)) {
+    const Vec found = Vec::loadu(from + least(places, by));
+    return by > 0 ? found : at::vec::flip(found);
+  }
   const EachPlace each(places);
-  if (by > 0) return Vec::loadu(from + each.lanes[0]);
-  if (by < 0) return at::vec::flip(Vec::loadu(from + each.lanes[W - 1]));
   float found[W];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < W; ++i) found[i] = from[each.lanes[i]];
   return Vec::loadu(found);
 }
 inline void add_each(Vec numbers, float* to, Places places) {
-  const int64_t by = direction(places);
-  const EachPlace each(places);
-  if (by) {
-    float* const first = to + each.lanes[by > 0 ? 0 : W - 1];
+  if (const int64_t by = direction(places)) {
+    float* const first = to + least(places, by);
     (Vec::loadu(first) + (by > 0 ? numbers : at::vec::flip(numbers))).store(first);
     return;
   }
+  const EachPlace each(places);
   float added[W];
   numbers.store(added);
 #pragma GCC unroll 16

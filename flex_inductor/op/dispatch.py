@@ -98,6 +98,17 @@ def _keeping_lines(mod: Callable) -> Callable:
     return run
 
 
+def _readable_again(traced: fx.GraphModule) -> fx.GraphModule:
+    """With zeros that torch's caches can read: not `full`, where sizes change."""
+    aten, graph = torch.ops.aten, traced.graph
+    for node in graph.find_nodes(op="call_function", target=aten.full.default):
+        sizes, value = node.args
+        if value == 0 and any(isinstance(size, fx.Node) for size in sizes):
+            node.target, node.args = aten.new_zeros.default, (graph.find_nodes(op="placeholder")[0], sizes)
+    traced.recompile()
+    return traced
+
+
 _GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}
 
 
@@ -113,7 +124,7 @@ def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *
         with disable_proxy_modes_tracing():
             examples = example_lanes(call.query, lanes)
         with LaneIndexing():
-            graph = reenter_make_fx(_keeping_lines(mod))(*examples, *captures)
+            graph = _readable_again(reenter_make_fx(_keeping_lines(mod))(*examples, *captures))
         if drawn := random_op(graph):  # in inference mode nothing has checked yet
             raise errors.mod_is_random(field, drawn)
         name = mode.tracer.get_fresh_qualname(field)

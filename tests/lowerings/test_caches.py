@@ -18,10 +18,10 @@ from flex_inductor.lowerings import record_file
 from torch._dynamo.utils import counters
 torch._inductor.config.fx_graph_cache = True
 torch._functorch.config.enable_autograd_cache = True
-bias = torch.randn(20, requires_grad=True)
+bias = torch.randn(2, 39, requires_grad=True)
 qkv = [torch.randn(1, 2, 20, 4, requires_grad=True) for _ in range(3)]
-mod = lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx]
-attend = torch.compile(lambda q, k, v: flex_inductor.flex_attention(q, k, v, mod), backend={backend!r})
+mod = lambda s, b, h, q_idx, kv_idx: s + bias[h, q_idx - kv_idx + 19]
+attend = torch.compile(lambda q, k, v: flex_inductor.flex_attention(q, k, v, mod), **{options})
 attend(*qkv).sum().backward()
 hits = {{f"{{k}} {{n}}": v for k in ("inductor", "aot_autograd") for n, v in counters[k].items() if "cache_" in n}}
 kept = json.loads(record_file.path().read_text())["compilations"]
@@ -43,8 +43,9 @@ def run(checkout, tmp_path):
     """Compile and run in a new process."""
     with forks("torch._inductor.compile_fx, torch._inductor.codegen.cpp") as new:
 
-        def run(backend="flex_inductor"):
-            found = new.run(SCRIPT.format(cache=str(tmp_path), backend=backend), checkout)
+        def run(backend="flex_inductor", **options):
+            options |= {"backend": backend}
+            found = new.run(SCRIPT.format(cache=str(tmp_path), options=options), checkout)
             return json.loads(found.splitlines()[-1])
 
         yield run
@@ -65,3 +66,11 @@ def test_what_another_process_finds(run, checkout):
     changed = run()
     assert changed["hits"]["inductor fxgraph_cache_miss"] == 2
     assert "aot_autograd autograd_cache_hit" not in changed["hits"]
+
+
+def test_gradients_of_captures_whose_size_changes_are_found_too(run):
+    run(dynamic=True)
+    assert run(dynamic=True)["hits"] == {
+        "inductor fxgraph_cache_hit": 2,
+        "aot_autograd autograd_cache_hit": 1,
+    }

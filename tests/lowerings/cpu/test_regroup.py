@@ -9,6 +9,14 @@ from lowerings.cpu.regroup import regroup
 from lowerings.cpu.tables import _of_key_alone
 
 MOST = 2**31 - 1
+
+
+def doubled(q, k):
+    for _ in range(40):
+        k = k + k
+    return k // 7 + q - k % 5 + 1
+
+
 SUMS = {
     "an image": lambda q, k: q // 7 - k // 7 + 12 - 1,
     "both ways": lambda q, k: (k // 7 - q) - (5 - (q + k % 3)),
@@ -17,6 +25,7 @@ SUMS = {
     "the key beside": lambda q, k: k - k % 8 + q,
     "nothing of the query is left": lambda q, k: q + k // 3 - q,
     "a number that wraps around": lambda q, k: q - k // 7 + MOST + MOST,
+    "each sum twice in the next": lambda q, k: doubled(q, k // 7 - q),
     "used twice": lambda q, k: (q - k // 7 + 4) * (q - k // 7 + 4 - k % 2),
 }
 

@@ -75,7 +75,7 @@ FEATURES: dict[str, tuple[Claim, ...]] = {
         Claim("no", CUDNN_README),
     ),
     "GPUs": (
-        Claim("compiled for NVIDIA and AMD, **never run on a card**", "docs/triton.md"),
+        Claim("NVIDIA: half an hour on an H200; AMD: compiled, **never run**", "docs/triton.md"),
         Claim("NVIDIA, AMD, Intel; Apple: forward", f"{FLEX}, _validate_device"),
         Claim("yes", SDPA),
         Claim("NVIDIA; 2: AMD too", FA_README),

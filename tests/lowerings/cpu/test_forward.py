@@ -182,7 +182,7 @@ def test_with_avx2(mod, mask, dtype, sizes):
 
 
 def test_rows_that_a_score_mod_hides_with_avx2():
-    """Their scores minus their logsumexp are NaN, which only the exponential for AVX-512 takes for nothing."""
+    """Their scores and their logsumexp are -inf, whose difference would be NaN."""
     inputs = [t.requires_grad_() for t in SIZES.inputs(torch.float32)]
 
     def call(query, key, value):

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from . import compat, errors, upward
 from .masks.planned import PlannedMask, needs_plan
 from .masks.schedule import RunSchedule, schedule_parts
-from .op import Inputs, attention, checked
+from .op import AttentionCall, Inputs, attention, untraced
 from .options import call_options, check_kernel_options
 from .softmax import (
     NARROW,
@@ -117,30 +117,22 @@ def flex_attention(
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
     refuse_untested()
-    softmax = Softmax.of(sinks, dropout_p, rng_state, head_offset)
-    scales = Scales.of(q_scale, k_scale, v_scale)
-    if (
-        getattr(query, "is_nested", False)
-        or getattr(key, "is_nested", False)
-        or getattr(value, "is_nested", False)
-    ):
-        given = (scale, enable_gqa, return_lse, kernel_options)
-        rest = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
-        return _of_nested[0](query, key, value, score_mod, block_mask, *given, **rest)
-    wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
+    of_softmax, of_scales = (sinks, dropout_p, rng_state, head_offset), (q_scale, k_scale, v_scale)
     options = (enable_gqa, score_mod, scale, return_lse, kernel_options, return_aux)
+    plain = untraced(_plain_call, query, key, value, block_mask, of_softmax, of_scales, *options)
+    if plain is not None:
+        out, lse, *_ = attention(*plain)
+        return (out, lse) if return_lse else out
+    softmax, scales = Softmax(*of_softmax), Scales(*of_scales)
+    if _has_nested(query, key, value):
+        given = (scale, enable_gqa, return_lse, kernel_options)
+        named = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
+        return _of_nested[0](query, key, value, score_mod, block_mask, *given, **named)
+    wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
-        results = attention(
-            query,
-            key,
-            value,
-            score_mod,
-            None if mask_mod is noop_mask else mask_mod,
-            1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
-            inputs,
-            call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
-        )
+        mods = (score_mod, mask_mod)
+        results = attention(*_call(query, key, value, *mods, scale, inputs, kernel_options, wanted))
         return with_entropy(results, wanted, inputs.sinks)
 
     if isinstance(block_mask, PlannedMask):
@@ -151,16 +143,12 @@ def flex_attention(
             refused(softmax_errors.narrow_part())
 
         def checks(query: Tensor, key: Tensor, value: Tensor) -> None:
-            checked(check_call, query, key, value, *options)
+            untraced(check_call, query, key, value, *options)
 
         results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
         kept = None
     else:
-        try:
-            of_mask = None if block_mask is None else _shape_and_device(block_mask)
-        except errors.FlexError as error:
-            refused(error)
-        checked(_check_unplanned, query, key, value, of_mask, softmax, scales, *options)
+        untraced(_check_unplanned, query, key, value, block_mask, softmax, scales, *options)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
         more = softmax.inputs(query)
         if is_narrow(key):
@@ -170,6 +158,49 @@ def flex_attention(
         results = call(query, key, value, score_mod, mask_mod, inputs)
         kept = _dropout_mask(softmax, query, key) if wanted.dropout_mask else None
     return answer(return_aux, return_lse, results, softmax, kept)
+
+
+def _plain_call(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, of_softmax: Any, of_scales: Any, *options: Any
+) -> AttentionCall | None:
+    """The op's call, checked, of mods, a mask, a scale and hints alone. `options` are those of check_call."""
+    softmax, scales = Softmax(*of_softmax), Scales(*of_scales)
+    _, score_mod, scale, return_lse, kernel_options, return_aux = options
+    more = any(given is not None for given in (return_aux, softmax.sinks, softmax.rng_state, *scales))
+    elsewhere = isinstance(block_mask, PlannedMask) or _has_nested(query, key, value)
+    if more or elsewhere or softmax.dropout_p or softmax.head_offset or is_narrow(key):
+        return None
+    _check_unplanned(query, key, value, block_mask, softmax, scales, *options)
+    schedule, mask_mod = (None, None) if block_mask is None else schedule_parts(block_mask)
+    of_op = (score_mod, mask_mod, scale, Inputs(schedule=schedule))
+    return _call(query, key, value, *of_op, kernel_options, asked(None, return_lse))
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    mask_mod: Any,
+    scale: float | None,
+    inputs: Inputs,
+    kernel_options: dict[str, Any] | None,
+    wanted: AuxRequest,
+) -> AttentionCall:
+    return AttentionCall(
+        query,
+        key,
+        value,
+        score_mod,
+        None if mask_mod is noop_mask else mask_mod,
+        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        inputs,
+        call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
+    )
+
+
+def _has_nested(*tensors: Any) -> bool:
+    return any(getattr(tensor, "is_nested", False) for tensor in tensors)
 
 
 def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None:
@@ -191,7 +222,7 @@ def _refuse_untested() -> None:
 def refused(error: errors.FlexError) -> NoReturn:
     """Raise `error` without Dynamo's words around it, also while Dynamo traces."""
     if torch.compiler.is_dynamo_compiling():
-        checked(_raise, type(error), *error.args)
+        untraced(_raise, type(error), *error.args)
     raise error
 
 
@@ -208,7 +239,7 @@ def check_call(
 
 
 def _check_unplanned(
-    query: Tensor, key: Tensor, value: Tensor, of_mask: Any, softmax: Softmax, scales: Scales, *options: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, softmax: Softmax, scales: Scales, *options: Any
 ) -> None:
     """Refuse what no call takes whose mask is not planned. `options` are those of check_call."""
     check_call(query, key, value, *options)
@@ -216,9 +247,8 @@ def _check_unplanned(
     softmax.check(query)
     if needs_plan():
         raise errors.unplanned("flex_attention")
-    if of_mask is not None:
-        shape, device = of_mask
-        _check_fits(shape, device, query, key)
+    if mask is not None:
+        check_block_mask(mask, query, key)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:
@@ -277,23 +307,14 @@ def _check_scale(scale: Any, query: Tensor) -> None:
         raise errors.scale_beyond(dtype)
 
 
-def check_block_mask(block_mask: BlockMask | RunSchedule, query: Tensor, key: Tensor) -> None:
-    checked(_check_fits, *_shape_and_device(block_mask), query, key)
-
-
-def _shape_and_device(block_mask: BlockMask | RunSchedule) -> Any:
-    """The mask's shape and device. What is no mask is refused."""
+def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Refuse what is no mask, or none for these tensors."""
     if not isinstance(block_mask, (BlockMask, RunSchedule)):
         raise errors.not_a_block_mask(block_mask)
     if compat.is_sliced(block_mask):
         raise errors.sliced_block_mask()
     device = block_mask.device if isinstance(block_mask, RunSchedule) else block_mask.kv_num_blocks.device
-    return tuple(block_mask.shape), device
-
-
-def _check_fits(shape: tuple[int, int, int, int], device: torch.device, query: Tensor, key: Tensor) -> None:
-    """Whether a mask of this shape, on this device, is for these tensors."""
-    mask_b, mask_h, mask_q, mask_kv = shape
+    mask_b, mask_h, mask_q, mask_kv = block_mask.shape
     if mask_q != query.size(2) or mask_kv != key.size(2):
         raise errors.block_mask_lengths(mask_q, mask_kv, query.size(2), key.size(2))
     if mask_b not in (1, query.size(0)):

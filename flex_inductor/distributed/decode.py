@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import check_options, check_tensors, refuse_untested, refused
 from ..errors import FlexError
-from ..op import Inputs, attention, checked
+from ..op import Inputs, attention, untraced
 from ..options import call_options
 from ..softmax import Softmax, with_sinks
 from . import errors
@@ -46,8 +46,8 @@ def decode(
     """See ContextParallel.decode."""
     refuse_untested()
     try:
-        checked(check_tensors, query, key, value, enable_gqa)
-        checked(check_options, query, score_mod, scale, False, None, None)
+        untraced(check_tensors, query, key, value, enable_gqa)
+        untraced(check_options, query, score_mod, scale, False, None, None)
         softmax.check(query)
         _check(query, key, value, positions, at)
     except FlexError as error:

@@ -16,7 +16,7 @@ from ..attention import check_block_mask, check_options, check_tensors, refuse_u
 from ..errors import FlexError
 from ..kept import Kept
 from ..masks import RunSchedule, causal, create_block_mask
-from ..op import checked
+from ..op import untraced
 from ..softmax import Softmax
 from . import check_version, errors
 from .tables import attend_tables
@@ -146,8 +146,8 @@ def attend(
     given_mask, given_mod = _for_lengths(lengths)
     refuse_untested()
     try:
-        checked(check_tensors, query, key, value, enable_gqa)
-        checked(check_options, query, score_mod, scale, False, None, None)
+        untraced(check_tensors, query, key, value, enable_gqa)
+        untraced(check_options, query, score_mod, scale, False, None, None)
         softmax.check(query)
         if _parallel_config is not None:
             raise errors.context_parallel()
@@ -157,7 +157,7 @@ def attend(
             mask for mask in (attn_mask, given_mask) if not (mask is None or isinstance(mask, Tensor))
         ]
         for mask in of_blocks:
-            check_block_mask(mask, query, key)
+            untraced(check_block_mask, mask, query, key)
         if len(of_blocks) + is_causal > 1 or (is_causal and attn_mask is not None):
             raise errors.mask_twice()
     except FlexError as error:

@@ -26,7 +26,7 @@ from ..attention import check_options, check_tensors, refused
 from ..errors import FlexError
 from ..kept import Kept
 from ..masks import create_block_mask
-from ..op import checked
+from ..op import untraced
 from ..softmax import Scales, Softmax, is_narrow
 from . import check_version, errors
 from .tables import attend_tables
@@ -210,9 +210,9 @@ def attend(
     """
     mask: Any = attention_mask
     try:
-        checked(check_tensors, query, key, value, True, True)
+        untraced(check_tensors, query, key, value, True, True)
         Scales().check(query, key, value, (), ())
-        checked(check_options, query, None, scaling, False, None, None)
+        untraced(check_options, query, None, scaling, False, None, None)
         softmax = Softmax(s_aux, dropout)
         softmax.check(query)
         _check_arguments(module, query, key, mask, kwargs)

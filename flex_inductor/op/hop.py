@@ -147,22 +147,23 @@ def _column_sums(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
     return grads[2].squeeze(-1)
 
 
-class Checked(HigherOrderOperator):
-    """Calls `check(*args)`, which returns nothing or raises a FlexError.
+class Untraced(HigherOrderOperator):
+    """`function(*args)`, which looks at its arguments and computes with no tensor.
 
-    Dynamo calls it on what it knows of the arguments, as tracing it would take a hundred times as long. Where it may
-    not break the graph, the user gets this error and not Dynamo's of it.
+    Dynamo calls it on what it knows of the arguments, as tracing it would take a hundred times as long. It returns
+    arguments, attributes of them, constants, and tuples of these. If it refuses the call where Dynamo may not break
+    the graph, the user gets this error and not Dynamo's of it.
     """
 
     def __init__(self) -> None:
-        super().__init__("flex_inductor_checked")
+        super().__init__("flex_inductor_untraced")
 
-    def __call__(self, check: Callable[..., None], *args: Any) -> None:
-        check(*args)
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
     compat.compile_no_frame_of(__call__, calls=True)  # after a graph break
 
 
 attention = Attention()
 attention_backward = AttentionBackward()
-checked = Checked()
+untraced = Untraced()

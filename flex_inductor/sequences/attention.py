@@ -13,7 +13,7 @@ from .. import errors as call_errors
 from ..attention import check_call, refuse_untested, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
-from ..op import Inputs, attention, checked
+from ..op import Inputs, attention, untraced
 from ..options import call_options
 from ..softmax import AuxRequest, RngState, Scales, Softmax, answer, asked, dropout_mask, with_entropy
 from ..visits.places import COLUMNS, TileMap
@@ -90,7 +90,7 @@ def varlen_attention(
         query, key, value = as_batch(query), as_op(key), as_op(value)
         first_key, first_value = (t[:1] if isinstance(t, Tensor) else t for t in (key, value))
         options = (scale, return_lse, kernel_options, return_aux)
-        checked(check_call, query, first_key, first_value, enable_gqa, score_mod, *options)
+        untraced(check_call, query, first_key, first_value, enable_gqa, score_mod, *options)
         scales = Scales(q_scale, k_scale, v_scale)
         scales.check(query, key, value, (key.size(1),), by_token)
         softmax = Softmax(sinks, dropout_p, rng_state, head_offset).drawn(query)

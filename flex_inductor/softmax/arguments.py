@@ -30,14 +30,6 @@ class Softmax(NamedTuple):
     rng_state: RngState | None = None
     head_offset: int = 0
 
-    @staticmethod
-    def of(sinks: Any, dropout_p: Any, rng_state: Any, head_offset: Any) -> Softmax:
-        """Of these arguments. Most calls give none, and Dynamo takes a millisecond to make one."""
-        plain = sinks is None and rng_state is None and dropout_p == 0 and head_offset == 0
-        if plain and not isinstance(dropout_p, bool) and isinstance(head_offset, int):
-            return PLAIN
-        return Softmax(sinks, dropout_p, rng_state, head_offset)
-
     def check(self, query: Tensor) -> None:
         """Refuse what does not fit queries [B, H, M, D]."""
         sinks, heads = self.sinks, query.size(1)
@@ -90,9 +82,6 @@ class Softmax(NamedTuple):
             constants = [torch.full_like(seed, n) for n in (self.head_offset, dropout.levels(self.dropout_p))]
             found["dropout"] = torch.stack([seed, offset, *constants])
         return found
-
-
-PLAIN = Softmax()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

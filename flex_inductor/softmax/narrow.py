@@ -24,13 +24,6 @@ class Scales(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
-    @staticmethod
-    def of(q_scale: Any, k_scale: Any, v_scale: Any) -> Scales:
-        """Of these arguments, as `Softmax.of`."""
-        if q_scale is None and k_scale is None and v_scale is None:
-            return UNSCALED
-        return Scales(q_scale, k_scale, v_scale)
-
     def check(
         self, query: Tensor, key: Tensor, value: Tensor, by_head: tuple[Any, ...], tokens: tuple[Any, ...]
     ) -> None:
@@ -72,6 +65,3 @@ class Scales(NamedTuple):
         ones = torch.ones((), device=key.device)
         given = (ones if scale is None else scale.to(torch.float32) for scale in (self.k_scale, self.v_scale))
         return {"kv_scales": tuple((in_rows(s) if s.dim() else s).expand(key.shape[:3]) for s in given)}
-
-
-UNSCALED = Scales()

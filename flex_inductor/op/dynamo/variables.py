@@ -6,8 +6,6 @@ Imported only once Dynamo itself is.
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 import unittest.mock
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
-from torch._dynamo.exc import Unsupported, UserError, unimplemented
-from torch._dynamo.variables import functions
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     FlexAttentionHigherOrderVariable,
@@ -27,9 +24,8 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._pytree import tree_map_only
 
 from ... import compat, errors
 from ...mod_ir import errors as mod_errors
@@ -43,16 +39,18 @@ from ...mod_ir.trace import trace_value
 from ...options import CallOptions
 from ..autograd import only_shapes
 from ..call import AttentionCall, Inputs, read_options
-from ..hop import attention, attention_backward, checked
+from ..hop import attention, attention_backward
+from . import untraced  # noqa: F401 - its variable registers itself
+from .known import example_of, python_function
 from .nodes import may_write, only_computes
 from .numbers import (
-    NUMBERS,
     as_lane_tensor,
     changing_numbers,
     float_to_tensor,
     number_of_a_lane,
     numbers_outside,
 )
+from .refusals import check, refuse
 
 
 @add_hop_context
@@ -81,7 +79,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             value.as_proxy(),
             score,
             mask,
-            float_to_tensor(tx, query, scale.as_proxy(), score_dtype(_example_of(query).dtype)),
+            float_to_tensor(tx, query, scale.as_proxy(), score_dtype(example_of(query).dtype)),
             given._replace(score_captures=score_captures, mask_captures=mask_captures),
             CallOptions() if options is None else _with_static_hints(read_options(options.as_proxy())),
         )
@@ -93,15 +91,15 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                 return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
         except Exception as error:
             if ours := errors.own_error_in(error):
-                _refuse(tx, ours)
+                refuse(tx, ours)
             raise
 
     def _subgraph(self, tx, query, key, mod, name, lanes, given) -> tuple[Any, tuple]:
         if mod.is_python_constant() and mod.as_python_constant() is None:
             return None, ()
-        function = _python_function(mod)
+        function = python_function(mod)
         if function is not None:
-            _check(tx, mod_errors.check_arity, name, function, lanes)
+            check(tx, mod_errors.check_arity, name, function, lanes)
         lane_args = self._lane_args(tx, query, key, lanes)
         try:
             with LaneIndexing(), self._functions_kept(name), _no_hooks(name):
@@ -117,32 +115,32 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
                     supports_aliasing=True,
                 )
         except TypeError as error:
-            _refuse(tx, mod_errors.cannot_be_called(name, lanes, error))
+            refuse(tx, mod_errors.cannot_be_called(name, lanes, error))
         except (Unsupported, UserError, GuardOnDataDependentSymNode) as error:
             if compat.needs_a_value(error):
-                _refuse(tx, mod_errors.needs_a_value(name, line_raising(error)))
+                refuse(tx, mod_errors.needs_a_value(name, line_raising(error)))
             if "Unsafe side effect" in str(error):
-                _refuse(tx, mod_errors.assigns_outside(name, line_raising(error)))
+                refuse(tx, mod_errors.assigns_outside(name, line_raising(error)))
             if "<class 'float'>" in str(error):  # the only number that no graph can return
-                _check(tx, mod_errors.check_mod_result, name, 0.0)
+                check(tx, mod_errors.check_mod_result, name, 0.0)
             raise
         except compat.runtime_errors_of_dynamo() as error:
             if any(
                 text in str(error) for text in ("leaf Variable that requires grad", "functions with out=")
             ):
-                _refuse(tx, mod_errors.parameter_mutated(name, line_raising(error)))
+                refuse(tx, mod_errors.parameter_mutated(name, line_raising(error)))
             raise
-        _check(tx, _check_values, name, graph, len(lanes))
-        _check(tx, mod_errors.check_mod_result, name, _example_of(result))
+        check(tx, _check_values, name, graph, len(lanes))
+        check(tx, mod_errors.check_mod_result, name, example_of(result))
         outer = [*(capture.as_proxy() for capture in given), *lifted]
         names = [_name_of(capture, mod, function) for capture in outer]
         placeholders = graph.find_nodes(op="placeholder")[len(lanes) :]
         for placeholder, capture in zip(placeholders, names, strict=True):
             placeholder.meta[CAPTURE_NAME] = capture
-        _check(tx, _check_captures, name, graph, len(lanes), _example_of(query))
-        outer = numbers_outside(tx, _example_of(query), graph, outer, len(lanes))
-        _check(tx, _check_writes, name, tx.output.nn_modules, graph, lanes, _example_of(query))
-        floats = score_dtype(_example_of(query).dtype)
+        check(tx, _check_captures, name, graph, len(lanes), example_of(query))
+        outer = numbers_outside(tx, example_of(query), graph, outer, len(lanes))
+        check(tx, _check_writes, name, tx.output.nn_modules, graph, lanes, example_of(query))
+        floats = score_dtype(example_of(query).dtype)
         captures = tuple(
             float_to_tensor(tx, query, c, floats) for c in _drop_unused(graph, outer, len(lanes))
         )
@@ -156,7 +154,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
     def _lane_args(self, tx, query, key, lanes) -> list:
         """Lanes as Dynamo's tensors. It keeps an autograd.Function only where an argument requires grad."""
-        example: Tensor = _example_of(query)
+        example: Tensor = example_of(query)
         needs_grad = any(tensor.requires_grad is not False for tensor in (query, key))
         apart = fx.Graph()  # the mod's graph gets placeholders of its own
         with tx.fake_mode:
@@ -179,53 +177,21 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         if name == "mask_mod" or not in_transform or not torch.is_grad_enabled():
             return contextlib.nullcontext()
 
-        def refuse(function, *_):
+        def refuse_function(function, *_):
             # No graph break: inside a transform Dynamo's code for one fails without saying why.
             error = mod_errors.function_in_compiled_transform(name, function.fn_cls.__name__)
             raise compat.through_dynamo(error)
 
-        return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse)
+        return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse_function)
 
 
 def _no_hooks(name: str) -> Any:
     """While Dynamo traces a mod: its graph would have no hook, and the gradient is another trace."""
 
-    def refuse(_tensor, tx, *_):
-        _refuse(tx, mod_errors.hook_in_mod(name))
+    def refuse_hook(_tensor, tx, *_):
+        refuse(tx, mod_errors.hook_in_mod(name))
 
-    return unittest.mock.patch.object(TensorVariable, "_method_register_hook", refuse)
-
-
-def _check(tx: Any, check: Any, *args: Any) -> None:
-    try:
-        check(*args)
-    except errors.FlexError as error:
-        _refuse(tx, error)
-
-
-def _refuse(tx: Any, error: Exception) -> None:
-    """A graph break, after which the same error is raised eagerly; or the error, if no break is allowed."""
-    if compat.breaks_are_errors(tx):
-        raise compat.out_of_dynamo(tx, error)
-    unimplemented(
-        gb_type="flex_attention refused the call", context=str(error), explanation=str(error), hints=[]
-    )
-
-
-def _python_function(variable: Any) -> Any:
-    """The callable that Dynamo's variable stands for, or one of the same signature; None if unknown."""
-    if isinstance(variable, functions.FunctoolsPartialVariable):
-        inner = _python_function(variable.func)
-        given = dict.fromkeys(variable.keywords)
-        return inner and functools.partial(inner, *(None for _ in variable.args), **given)
-    if isinstance(variable, functions.UserMethodVariable):
-        return types.MethodType(variable.fn, getattr(compat.bound_to(variable), "value", variable))
-    if isinstance(variable, functions.NestedUserFunctionVariable):
-        code = variable.get_code()
-        closure = tuple(types.CellType(None) for _ in code.co_freevars)
-        defaults = tuple(None for _ in variable.defaults.items) if variable.defaults else None  # type: ignore[attr-defined]
-        return types.FunctionType(code, {}, code.co_name, defaults, closure)
-    return getattr(variable, "fn", None)
+    return unittest.mock.patch.object(TensorVariable, "_method_register_hook", refuse_hook)
 
 
 def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
@@ -263,13 +229,6 @@ def _check_writes(name: str, modules: Any, graph: fx.Graph, lanes: Sequence[str]
     tensors = [as_lane_tensor(capture.meta["example_value"], query) for capture in captures]
     names = [*lanes, *(capture.meta.get(CAPTURE_NAME, capture.name) for capture in captures)]
     check_ops(trace_value(fx.GraphModule(modules, graph), lanes, query, tensors), name, names)
-
-
-def _example_of(variable: Any) -> Any:
-    with contextlib.suppress(NotImplementedError, AttributeError, Unsupported):
-        proxy = variable.as_proxy()
-        return proxy.node.meta["example_value"] if isinstance(proxy, fx.Proxy) else proxy
-    return variable
 
 
 def _captures(tx: Any, inputs: Any, mod: str) -> list[Any]:
@@ -346,65 +305,8 @@ class TorchAttentionVariable(FlexAttentionHigherOrderVariable):
             query.requires_grad = known
 
 
-class CheckedVariable(TorchHigherOrderOperatorVariable):
-    """Runs a check on what Dynamo knows of its arguments.
-
-    Heads and head dims of the query, key and value that a check begins with become constants: kernels are made for
-    them.
-    """
-
-    _HOP_NAME = "flex_inductor.op.checked"
-
-    def _call_function(self, tx, args, kwargs):
-        function, *given = args
-        check = function.as_python_constant()
-        try:
-            known = [*map(_known, given)]
-            check(*known)
-        except errors.FlexError as error:
-            with tx.fake_mode:
-                in_numbers = tree_map_only((Tensor, *NUMBERS), _in_numbers, known)
-            _check(tx, check, *in_numbers)
-            _refuse(tx, error)
-        except (_Unknown, GuardOnDataDependentSymNode):
-            function.call_function(tx, given, {})
-        for example in map(_example_of, given[:3]):
-            if isinstance(example, Tensor) and example.dim() == 4:
-                int(example.size(1)), int(example.size(3))
-        return compat.dynamo_constant(tx, None)
-
-
-class _Unknown(Exception):
-    pass
-
-
-def _in_numbers(value: Any) -> Any:
-    """For the text of an error: numbers in place of symbols."""
-    if not isinstance(value, Tensor):
-        return value if value.node.hint is None else value.node.hint
-    sizes = [_in_numbers(size) if isinstance(size, NUMBERS) else size for size in value.shape]
-    return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
-
-
-def _known(variable: Any) -> Any:
-    """What Dynamo knows of a variable, in Python: a fake tensor of a tensor."""
-    variable = variable.realize()
-    if type(variable) in (TensorVariable, SymNodeVariable):
-        return _example_of(variable)
-    if variable.is_python_constant():
-        return variable.as_python_constant()
-    if hasattr(variable, "tuple_cls"):
-        return variable.tuple_cls(*map(_known, variable.items))
-    if type(variable) in (ListVariable, TupleVariable):
-        return variable.python_type()(map(_known, variable.items))
-    if (function := _python_function(variable)) is not None:
-        return function
-    raise _Unknown
-
-
 for _name in ("op", "mod_ir", "upward", "lowerings"):
     trace_rules.add(f"flex_inductor.{_name}")  # after a graph break the op runs as it is
-compat.register_dynamo_variable(checked, CheckedVariable)
 compat.register_dynamo_variable(attention, AttentionVariable)
 compat.register_dynamo_variable(attention_backward, AttentionBackwardVariable)
 compat.register_dynamo_variable(torch.ops.higher_order.flex_attention, TorchAttentionVariable)

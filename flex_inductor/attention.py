@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from . import compat, errors, upward
-from .masks.planned import PlannedMask, needs_plan
+from . import compat, upward
+from .checks import check_call, check_unplanned, refuse_untested, refused
+from .masks.planned import PlannedMask
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import AttentionCall, Inputs, attention, untraced
-from .options import call_options, check_kernel_options
+from .options import call_options
 from .softmax import (
-    NARROW,
-    REQUESTS,
     AuxRequest,
     RngState,
     Scales,
@@ -31,9 +30,6 @@ from .softmax import (
 from .softmax import errors as softmax_errors
 
 upward.register_lowerings()
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 _of_nested: list[Callable[..., Any]] = []
 
@@ -116,14 +112,44 @@ def flex_attention(
         >>> out.shape, bias.grad.shape
         (torch.Size([1, 4, 64, 32]), torch.Size([64]))
     """
-    refuse_untested()
+    if compat.failed_when_imported:  # asked here, as what Dynamo traces takes time
+        refuse_untested()
     of_softmax, of_scales = (sinks, dropout_p, rng_state, head_offset), (q_scale, k_scale, v_scale)
     options = (enable_gqa, score_mod, scale, return_lse, kernel_options, return_aux)
     plain = untraced(_plain_call, query, key, value, block_mask, of_softmax, of_scales, *options)
     if plain is not None:
         out, lse, *_ = attention(*plain)
         return (out, lse) if return_lse else out
+    return _with_more(query, key, value, block_mask, Softmax(*of_softmax), Scales(*of_scales), *options)
+
+
+def _plain_call(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, of_softmax: Any, of_scales: Any, *options: Any
+) -> AttentionCall | None:
+    """The op's call, checked, of mods, a mask, a scale and hints alone. `options` are those of check_call."""
     softmax, scales = Softmax(*of_softmax), Scales(*of_scales)
+    _, score_mod, scale, return_lse, kernel_options, return_aux = options
+    more = any(given is not None for given in (return_aux, softmax.sinks, softmax.rng_state, *scales))
+    elsewhere = isinstance(block_mask, PlannedMask) or _has_nested(query, key, value)
+    if more or elsewhere or softmax.dropout_p or softmax.head_offset or is_narrow(key):
+        return None
+    check_unplanned(query, key, value, block_mask, softmax, scales, *options)
+    schedule, mask_mod = (None, None) if block_mask is None else schedule_parts(block_mask)
+    of_op = (score_mod, mask_mod, scale, Inputs(schedule=schedule))
+    return _call(query, key, value, *of_op, kernel_options, asked(None, return_lse))
+
+
+def _with_more(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    softmax: Softmax,
+    scales: Scales,
+    *options: Any,
+) -> Any:
+    """Any other call. `options` are those of check_call."""
+    enable_gqa, score_mod, scale, return_lse, kernel_options, return_aux = options
     if _has_nested(query, key, value):
         given = (scale, enable_gqa, return_lse, kernel_options)
         named = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
@@ -148,7 +174,7 @@ def flex_attention(
         results = block_mask.attend(query, key, value, score_mod, checks, call, wanted, softmax)
         kept = None
     else:
-        untraced(_check_unplanned, query, key, value, block_mask, softmax, scales, *options)
+        untraced(check_unplanned, query, key, value, block_mask, softmax, scales, *options)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
         more = softmax.inputs(query)
         if is_narrow(key):
@@ -158,22 +184,6 @@ def flex_attention(
         results = call(query, key, value, score_mod, mask_mod, inputs)
         kept = _dropout_mask(softmax, query, key) if wanted.dropout_mask else None
     return answer(return_aux, return_lse, results, softmax, kept)
-
-
-def _plain_call(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: Any, of_softmax: Any, of_scales: Any, *options: Any
-) -> AttentionCall | None:
-    """The op's call, checked, of mods, a mask, a scale and hints alone. `options` are those of check_call."""
-    softmax, scales = Softmax(*of_softmax), Scales(*of_scales)
-    _, score_mod, scale, return_lse, kernel_options, return_aux = options
-    more = any(given is not None for given in (return_aux, softmax.sinks, softmax.rng_state, *scales))
-    elsewhere = isinstance(block_mask, PlannedMask) or _has_nested(query, key, value)
-    if more or elsewhere or softmax.dropout_p or softmax.head_offset or is_narrow(key):
-        return None
-    _check_unplanned(query, key, value, block_mask, softmax, scales, *options)
-    schedule, mask_mod = (None, None) if block_mask is None else schedule_parts(block_mask)
-    of_op = (score_mod, mask_mod, scale, Inputs(schedule=schedule))
-    return _call(query, key, value, *of_op, kernel_options, asked(None, return_lse))
 
 
 def _call(
@@ -206,120 +216,3 @@ def _has_nested(*tensors: Any) -> bool:
 def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None:
     b, h, m, n = (torch.arange(size, device=query.device) for size in (*query.shape[:3], key.size(2)))
     return dropout_mask(softmax, (b.view(-1, 1, 1, 1), h.view(-1, 1, 1), m.view(-1, 1), n), query)
-
-
-def refuse_untested() -> None:
-    """Refuse what Dynamo traces if it could not be told of the ops."""
-    if torch.compiler.is_dynamo_compiling() and compat.failed_when_imported:
-        _refuse_untested()
-
-
-@compat.run_while_traced
-def _refuse_untested() -> None:
-    raise compat.through_dynamo(errors.torch_untested(compat.failed_when_imported[0]))
-
-
-def refused(error: errors.FlexError) -> NoReturn:
-    """Raise `error` without Dynamo's words around it, also while Dynamo traces."""
-    if torch.compiler.is_dynamo_compiling():
-        untraced(_raise, type(error), *error.args)
-    raise error
-
-
-def _raise(kind: type[errors.FlexError], *args: Any) -> NoReturn:
-    raise kind(*args)
-
-
-def check_call(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, score_mod: Any, *options: Any
-) -> None:
-    """Refuse what no call takes. `options` are those of check_options."""
-    check_tensors(query, key, value, enable_gqa, narrow=True)
-    check_options(query, score_mod, *options)
-
-
-def _check_unplanned(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, softmax: Softmax, scales: Scales, *options: Any
-) -> None:
-    """Refuse what no call takes whose mask is not planned. `options` are those of check_call."""
-    check_call(query, key, value, *options)
-    scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
-    softmax.check(query)
-    if needs_plan():
-        raise errors.unplanned("flex_attention")
-    if mask is not None:
-        check_block_mask(mask, query, key)
-
-
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:
-    """Refuse tensors that are no query, key and value; `narrow`: of 8 bits are served too."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise errors.not_a_tensor(name, tensor)
-        if tensor.is_nested:
-            raise errors.nested_tensor(name)
-        if tensor.dim() != 4:
-            raise errors.wrong_rank(name, tensor)
-        if tensor.dtype not in (_DTYPES + NARROW if narrow else _DTYPES):
-            raise errors.unsupported_dtype(name, tensor.dtype)
-    if query.device != key.device or query.device != value.device:
-        raise errors.mixed("device", query.device, key.device, value.device)
-    if query.device.type == "meta":
-        raise errors.meta_tensors()
-    if is_narrow(key):  # the query may be wider, but for float64
-        mixed = key.dtype != value.dtype or query.dtype == torch.float64
-    else:
-        mixed = query.dtype != key.dtype or query.dtype != value.dtype
-        mixed = mixed and not torch.is_autocast_enabled(query.device.type)
-    if mixed:
-        raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
-    if query.size(-1) != key.size(-1):
-        raise errors.head_dims_differ(query, key)
-    if key.size(0) != value.size(0) or key.size(1) != value.size(1) or key.size(2) != value.size(2):
-        raise errors.key_value_differ(key, value)
-    if key.size(0) != query.size(0) and key.size(0) != 1:
-        raise errors.batch_mismatch(query, key)
-    if query.size(1) != key.size(1):
-        if not enable_gqa:
-            raise errors.gqa_not_enabled(query.size(1), key.size(1))
-        if key.size(1) == 0 or query.size(1) % key.size(1) != 0:
-            raise errors.heads_do_not_divide(query.size(1), key.size(1))
-
-
-def check_options(
-    query: Tensor, score_mod: Any, scale: Any, return_lse: bool, kernel_options: Any, return_aux: Any
-) -> None:
-    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise errors.bad_scale(scale)
-    if return_lse and return_aux is not None:
-        raise errors.lse_and_aux()
-    if return_aux is not None and not isinstance(return_aux, REQUESTS):
-        raise errors.bad_aux(return_aux)
-    if score_mod is not None and not callable(score_mod):
-        raise errors.not_callable("score_mod", score_mod)
-    check_kernel_options(kernel_options)
-    _check_scale(scale, query)
-
-
-def _check_scale(scale: Any, query: Tensor) -> None:
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32  # of the scores
-    if scale is not None and torch.finfo(dtype).max < abs(scale) < math.inf:
-        raise errors.scale_beyond(dtype)
-
-
-def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
-    """Refuse what is no mask, or none for these tensors."""
-    if not isinstance(block_mask, (BlockMask, RunSchedule)):
-        raise errors.not_a_block_mask(block_mask)
-    if compat.is_sliced(block_mask):
-        raise errors.sliced_block_mask()
-    device = block_mask.device if isinstance(block_mask, RunSchedule) else block_mask.kv_num_blocks.device
-    mask_b, mask_h, mask_q, mask_kv = block_mask.shape
-    if mask_q != query.size(2) or mask_kv != key.size(2):
-        raise errors.block_mask_lengths(mask_q, mask_kv, query.size(2), key.size(2))
-    if mask_b not in (1, query.size(0)):
-        raise errors.block_mask_batch("B", mask_b, query.size(0))
-    if mask_h not in (1, query.size(1)):
-        raise errors.block_mask_batch("H", mask_h, query.size(1))
-    if device != query.device:
-        raise errors.block_mask_device(device, query.device)

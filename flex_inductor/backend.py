@@ -70,7 +70,8 @@ def prepare_calls(module: fx.GraphModule, options: BackendOptions) -> None:
         if isinstance(inner, fx.GraphModule):
             if options.verify:
                 verify_appends(inner)
-            inner.recompile()
+            if options.verify or any(node.target is attention for node in inner.graph.nodes):
+                inner.recompile()
 
 
 def attention_nodes(module: fx.GraphModule) -> list[fx.Node]:

@@ -271,6 +271,10 @@ def sliced_block_mask() -> FlexRuntimeError:
 # Options.
 
 
+def no_options(where: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(f"{where} must be a dict of hints, or None, but is {described(value)}.")
+
+
 def unknown_option(where: str, name: Any, known: Iterable[str]) -> FlexValueError:
     return FlexValueError(f"{where} has no option {name!r}. Known: {', '.join(sorted(known))}.")
 

@@ -62,6 +62,8 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
     """Refuse unknown hints. Whether a known one applies is for the route to say."""
     if kernel_options is None:
         return
+    if not isinstance(kernel_options, dict):
+        raise errors.no_options("kernel_options", kernel_options)
     for name in kernel_options:
         if (
             not isinstance(name, str)

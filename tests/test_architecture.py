@@ -33,10 +33,11 @@ MAY_IMPORT = {
         "upward",
     ),
     "masks": ("op", "visits", "mod_ir", "kept", "errors", "compat"),
-    "sequences": ("softmax", "attention", "masks", "op", "visits", "errors", "kept", "options"),
+    "sequences": ("softmax", "attention", "checks", "masks", "op", "visits", "errors", "kept", "options"),
     "integrations": (
         "softmax",
         "attention",
+        "checks",
         "distributed",
         "masks",
         "mods",
@@ -52,6 +53,7 @@ MAY_IMPORT = {
     "laws": ("take_over", "reference", "op", "mod_ir", "errors", "compat", "options"),
     "distributed": (
         "attention",
+        "checks",
         "softmax",
         "sequences",
         "masks",
@@ -64,17 +66,8 @@ MAY_IMPORT = {
         "options",
         "upward",
     ),
-    "attention": (
-        "softmax",
-        "masks",
-        "op",
-        "mod_ir",
-        "errors",
-        "supported",
-        "compat",
-        "options",
-        "upward",
-    ),
+    "checks": ("softmax", "masks", "op", "errors", "compat", "options"),
+    "attention": ("checks", "softmax", "masks", "op", "compat", "options", "upward"),
 }
 # Where the name of what is imported is computed: the user's modules, torch's, and upward.py, which reaches up.
 COMPUTES_NAMES = {

@@ -57,6 +57,7 @@ CASES = {
     "mask heads": (lambda: {"block_mask": mask(H=2)}, ValueError),
     "mask device": (lambda: {"block_mask": mask().to("meta")}, ValueError),
     "sliced mask": (lambda: {"block_mask": mask()[:, :, :1]}, RuntimeError),
+    "kernel options": (lambda: {"kernel_options": 64}, TypeError),
     "kernel option": (lambda: {"kernel_options": {"BLOCK_Q": 64}}, ValueError),
     "backend option": (lambda: {"kernel_options": {"BACKEND": "CUTLASS"}}, ValueError),
 }
@@ -172,6 +173,8 @@ mask device:
   block_mask is on meta, but query is on cpu. Move it with block_mask.to('cpu').
 sliced mask:
   block_mask was sliced, which drops its mask_mod, because row i of the slice is no longer q_idx i. Set block_mask.mask_mod to a function with the offset added to q_idx before the call.
+kernel options:
+  kernel_options must be a dict of hints, or None, but is a int.
 kernel option:
   kernel_options has no option 'BLOCK_Q'. Known: BACKEND, BLOCKS_ARE_CONTIGUOUS, BLOCK_M, BLOCK_M1, BLOCK_M2, BLOCK_N, BLOCK_N1, BLOCK_N2, FORCE_USE_FLEX_ATTENTION, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, WRITE_DQ, kpack, matrix_instr_nonkdim, num_splits, num_stages, num_warps, waves_per_eu.
 backend option:

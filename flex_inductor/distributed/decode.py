@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import check_options, check_tensors, refuse_untested, refused
+from ..checks import check_options, check_tensors, refuse_untested, refused
 from ..errors import FlexError
 from ..op import Inputs, attention, untraced
 from ..options import call_options

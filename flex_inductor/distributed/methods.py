@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..attention import refused
+from ..checks import refused
 from ..compat import mark_changing
 from ..errors import FlexError, derivative_of_shards
 from ..masks import planned, portable

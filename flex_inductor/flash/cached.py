@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import refused
+from ..checks import refused
 from ..errors import FlexError, not_a_tensor
 from ..sequences import Sequences, varlen_attention
 from ..sequences.append import check_append, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import refused
+from ..checks import refused
 from ..errors import FlexError
 from . import errors
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import refused
+from ..checks import refused
 from ..softmax import is_narrow
 from . import errors
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
 from .. import errors as call_errors
-from ..attention import flex_attention, refused
+from ..attention import flex_attention
+from ..checks import refused
 from ..masks import create_block_mask
 from ..masks.analysis.window import MOST
 from ..masks.window_schedule import schedule_of

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import errors
-from ..attention import refused
+from ..checks import refused
 from .functions import MaskMod, flash_attn_varlen_func
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..attention import check_block_mask, check_options, check_tensors, refuse_untested, refused
+from ..checks import check_block_mask, check_options, check_tensors, refuse_untested, refused
 from ..errors import FlexError
 from ..kept import Kept
 from ..masks import RunSchedule, causal, create_block_mask

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from .. import mods
-from ..attention import check_options, check_tensors, refused
+from ..checks import check_options, check_tensors, refused
 from ..errors import FlexError
 from ..kept import Kept
 from ..masks import create_block_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -109,6 +110,8 @@ def _readable_again(traced: fx.GraphModule) -> fx.GraphModule:
     return traced
 
 
+# The graphs that each tracer has made of graphs without captures: layers share them.
+_graphs: WeakKeyDictionary[Any, dict[Any, fx.GraphModule]] = WeakKeyDictionary()
 _GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}
 
 
@@ -121,15 +124,19 @@ def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *
         if mod is None:
             continue
         captures = call.inputs.mask_captures if field == "mask_mod" else call.inputs.score_captures
-        with disable_proxy_modes_tracing():
-            examples = example_lanes(call.query, lanes)
-        with LaneIndexing():
-            graph = _readable_again(reenter_make_fx(_keeping_lines(mod))(*examples, *captures))
-        if drawn := random_op(graph):  # in inference mode nothing has checked yet
-            raise errors.mod_is_random(field, drawn)
-        name = mode.tracer.get_fresh_qualname(field)
-        mode.tracer.root.register_module(name, graph)
-        graphs[field] = mark_checked(graph)
+        alone = isinstance(mod, fx.GraphModule) and not captures
+        alike = _graphs.setdefault(mode.tracer, {}) if alone else {}
+        kind = (mod if alone else None, lanes, call.query.dtype, call.query.device)
+        if kind not in alike:
+            with disable_proxy_modes_tracing():
+                examples = example_lanes(call.query, lanes)
+            with LaneIndexing():
+                graph = _readable_again(reenter_make_fx(_keeping_lines(mod))(*examples, *captures))
+            if drawn := random_op(graph):  # in inference mode nothing has checked yet
+                raise errors.mod_is_random(field, drawn)
+            mode.tracer.root.register_module(mode.tracer.get_fresh_qualname(field), graph)
+            alike[kind] = mark_checked(graph)
+        graphs[field] = alike[kind]
     traced = call._replace(**graphs)
     proxies = tree_map(mode.tracer.unwrap_proxy, traced.wire())
     with set_original_aten_op(op):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..attention import refused
+from ..checks import refused
 from ..errors import FlexError
 from ..op.library import LIBRARY, define
 from . import errors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import errors as call_errors
-from ..attention import check_call, refuse_untested, refused
+from ..checks import check_call, refuse_untested, refused
 from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention, untraced

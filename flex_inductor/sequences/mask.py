@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from ..attention import refused
+from ..checks import refused
 from ..masks import pytrees
 from ..masks.analysis.tiles import analysed
 from ..masks.analysis.trace import name_of

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
 from .. import errors as call_errors
-from ..attention import refused, serve_nested
+from ..attention import serve_nested
+from ..checks import refused
 from ..softmax import OF_ROWS
 from . import errors
 from .attention import varlen_attention

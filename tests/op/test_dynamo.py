@@ -1,17 +1,21 @@
 """torch.compile traces the op as one node, with what the mods capture as its inputs."""
 
 import functools
+from pathlib import Path
 
 import expecttest
 import pytest
 import torch
 from op.calls import check, close, draw, parameter, qkv
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.testing import CompileCounterWithBackend, normalize_gm
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention as torch_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from flex_inductor import create_block_mask, flex_attention
+import flex_inductor
+from flex_inductor import create_block_mask, flex_attention, masks
 from flex_inductor.op import AttentionCall, attention
 from flex_inductor.op.eager import chunked
 
@@ -163,6 +167,109 @@ class Bias(torch.nn.Module):
 
     def score_mod(self, score, b, h, q_idx, kv_idx):
         return score + self.table[h, kv_idx]
+
+
+class Window:
+    """Masks and score_mods of other kinds than a function."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return abs(q_idx - kv_idx) < self.size
+
+
+class Slopes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.randn(2))
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        return score + self.slopes[h] * kv_idx
+
+
+def multiplied(score, b, h, q_idx, kv_idx, *, by):
+    return score * by
+
+
+PLAIN = {
+    "nothing": {},
+    "a mask": {"block_mask": create_block_mask(masks.causal(), None, None, 6, 6)},
+    "runs": {"block_mask": create_block_mask(masks.causal(), None, None, 6, 6, compact=True)},
+    "an object's mask": {"block_mask": create_block_mask(Window(3), 2, 2, 6, 6)},
+    "a module": {"score_mod": Slopes()},
+    "a partial function": {"score_mod": functools.partial(multiplied, by=0.5), "scale": 0.3},
+    "hints": {"kernel_options": {"BLOCK_M": 64}, "return_lse": True},
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_the_python_of_a_plain_call_is_not_traced(case, monkeypatch):
+    """Tracing it takes as long as a layer of a transformer."""
+    torch._dynamo.reset()
+    traced, inline = set(), InliningInstructionTranslator.inline_call
+
+    def seen(parent, function, *args, **kwargs):
+        traced.add(function.get_code().co_filename)
+        return inline(parent, function, *args, **kwargs)
+
+    monkeypatch.setattr(InliningInstructionTranslator, "inline_call", seen)
+    q, k, v = qkv()
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    got, want = (attend(q, k, v, **PLAIN[case]) for attend in (compiled, flex_attention))
+    close(got, want)
+    package = Path(flex_inductor.__file__).parent
+    ours = {Path(name).relative_to(package) for name in traced if Path(name).is_relative_to(package)}
+    assert ours <= {Path("masks/library/positions.py")}  # a mod
+
+
+def attributes_assigned_between(attend, q, k, v):
+    window = WINDOW
+    window.size = 2
+    near = attend(q, k, v, score_mod=in_window)
+    window.size = 5
+    return near, attend(q, k, v, score_mod=in_window)
+
+
+WINDOW = Window(2)
+
+
+def in_window(score, b, h, q_idx, kv_idx):
+    return torch.where(abs(q_idx - kv_idx) < WINDOW.size, score, 2 * score)
+
+
+@pytest.mark.parametrize("attend", [flex_attention, torch_attention])
+def test_a_mod_sees_attributes_that_were_assigned_before_the_call(attend):
+    torch._dynamo.reset()
+    compiled = torch.compile(attributes_assigned_between, backend="flex_inductor", fullgraph=True)
+    q, k, v = (tensor.detach() for tensor in qkv())
+    close(compiled(attend, q, k, v), attributes_assigned_between(flex_attention, q, k, v))
+
+
+def test_layers_share_the_graph_of_a_mod_without_captures():
+    torch._dynamo.reset()
+    record, bias = Recorder(), torch.randn(6)
+    mask = create_block_mask(masks.causal(), None, None, 6, 6)
+
+    def two_layers(q, k, v, sizes):
+        for size in sizes:
+            softcap = lambda score, *_: size * torch.tanh(score / size)  # noqa: E731, B023
+            v = flex_attention(q, k, v, softcap, mask)
+        biased = lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]  # noqa: E731
+        return flex_attention(q, k, flex_attention(q, k, v, biased), biased)
+
+    compiled = torch.compile(two_layers, backend=record, fullgraph=True)
+    given = (*qkv(), (1.0, 2.0, 1.0))
+    close(compiled(*given), two_layers(*given))
+    calls = record.graphs[0].graph.find_nodes(op="call_function", target=attention)
+    found = [[mod and mod.target for mod in AttentionCall.read(*call.args)[3:5]] for call in calls]
+    assert found == [
+        ["score_mod_0", "mask_mod_0"],
+        ["score_mod_1", "mask_mod_0"],
+        ["score_mod_0", "mask_mod_0"],
+        ["score_mod_2", None],
+        ["score_mod_3", None],
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

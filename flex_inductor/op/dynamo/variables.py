@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
     _HOP_NAME = "flex_inductor.op.attention"
 
     def _call_function(self, tx, args, kwargs):
-        with changing_numbers(tx):
+        with changing_numbers(tx), _assignments_kept(tx.output):
             return self._traced(tx, *args)
 
     def _traced(self, tx, query, key, value, score_mod, mask_mod, scale, inputs=None, options=None):
@@ -149,8 +149,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             example = placeholder.meta["example_value"]
             if isinstance(example, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(example):
                 del placeholder.meta["example_value"]
-        module = fx.GraphModule(tx.output.nn_modules, graph)
-        return make_attr(tx, tx.output.install_subgraph(name, module)), captures
+        return make_attr(tx, _installed(tx.output, name, graph, alone=not captures)), captures
 
     def _lane_args(self, tx, query, key, lanes) -> list:
         """Lanes as Dynamo's tensors. It keeps an autograd.Function only where an argument requires grad."""
@@ -183,6 +182,35 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             raise compat.through_dynamo(error)
 
         return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", refuse_function)
+
+
+@contextlib.contextmanager
+def _assignments_kept(output: Any) -> Iterator[None]:
+    """While Dynamo traces a mod, it replaces the object that knows what the function has assigned. Some of its variables
+    go on with the old one, and a mod would see what an attribute was at the call before."""
+    known = output.side_effects
+    try:
+        yield
+    finally:
+        vars(known).update(vars(output.side_effects))
+        output.side_effects = known
+
+
+def _installed(output: Any, name: str, graph: fx.Graph, alone: bool) -> str:
+    """The name under which Dynamo has the mod's graph. Layers share one that is `alone`, without captures."""
+    lanes = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    kinds = [isinstance(lane, Tensor) and (lane.dtype, lane.device, lane.requires_grad) for lane in lanes]
+    same = (str(graph), kinds, [node.target for node in graph.nodes])
+    if alone:
+        for known, module in output.nn_modules.items():
+            if getattr(module, "meta", {}).get(_SAME) == same:
+                return known
+    module = fx.GraphModule(output.nn_modules, graph)
+    module.meta[_SAME] = same if alone else None
+    return output.install_subgraph(name, module)
+
+
+_SAME = "flex_inductor.same"  # equal where graphs are
 
 
 def _no_hooks(name: str) -> Any:
@@ -300,7 +328,8 @@ class TorchAttentionVariable(FlexAttentionHigherOrderVariable):
         if known is False:
             query.requires_grad = key.requires_grad
         try:
-            return super()._call_function(tx, args, kwargs)
+            with _assignments_kept(tx.output):
+                return super()._call_function(tx, args, kwargs)
         finally:
             query.requires_grad = known
 

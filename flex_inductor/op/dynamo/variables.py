@@ -186,8 +186,10 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
 @contextlib.contextmanager
 def _assignments_kept(output: Any) -> Iterator[None]:
-    """While Dynamo traces a mod, it replaces the object that knows what the function has assigned. Some of its variables
-    go on with the old one, and a mod would see what an attribute was at the call before."""
+    """Keeps the object in which Dynamo notes what the function assigns: it goes on with a copy once it has traced a mod.
+
+    Later assignments went to the original, and the mod of the next call saw what an attribute was before.
+    """
     known = output.side_effects
     try:
         yield

@@ -186,7 +186,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
 @contextlib.contextmanager
 def _assignments_kept(output: Any) -> Iterator[None]:
-    """Keeps the object in which Dynamo notes what the function assigns: it goes on with a copy once it has traced a mod.
+    """Keeps the object in which Dynamo notes what the function assigns. After a mod it goes on with a copy.
 
     Later assignments went to the original, and the mod of the next call saw what an attribute was before.
     """

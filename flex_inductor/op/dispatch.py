@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -110,8 +109,6 @@ def _readable_again(traced: fx.GraphModule) -> fx.GraphModule:
     return traced
 
 
-# The graphs that each tracer has made of graphs without captures: layers share them.
-_graphs: WeakKeyDictionary[Any, dict[Any, fx.GraphModule]] = WeakKeyDictionary()
 _GRAPH_FIELDS = {"score_mod": SCORE_LANES, "joint": JOINT_LANES, "mask_mod": MASK_LANES}
 
 
@@ -124,8 +121,8 @@ def _proxy(op: HigherOrderOperator, layout: Any, mode: ProxyTorchDispatchMode, *
         if mod is None:
             continue
         captures = call.inputs.mask_captures if field == "mask_mod" else call.inputs.score_captures
-        alone = isinstance(mod, fx.GraphModule) and not captures
-        alike = _graphs.setdefault(mode.tracer, {}) if alone else {}
+        alone = isinstance(mod, fx.GraphModule) and not captures  # layers share what is made of it
+        alike = vars(mode.tracer).setdefault("flex_inductor_graphs", {}) if alone else {}
         kind = (mod if alone else None, lanes, call.query.dtype, call.query.device)
         if kind not in alike:
             with disable_proxy_modes_tracing():

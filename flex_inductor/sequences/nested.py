@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
+from torch.nn.attention import flex_attention as of_torch
 
 from .. import errors as call_errors
 from ..attention import serve_nested
 from ..checks import refused
-from ..softmax import OF_ROWS
+from ..softmax import OF_ROWS, AuxOutput
 from . import errors
 from .attention import varlen_attention
 from .mask import SequenceMask
@@ -47,7 +48,9 @@ def nested_attention(
     sums = getattr(beside, "column_sums", None)
     if sums is not None:
         of_rows["column_sums"] = _nested(sums.transpose(0, 1), key)
-    return _nested(out, query), beside._replace(**of_rows)
+    # torch 2.11 returns nothing that _replace made.
+    kind = AuxOutput if isinstance(beside, AuxOutput) else of_torch.AuxOutput
+    return _nested(out, query), kind(**{**beside._asdict(), **of_rows})
 
 
 def _nested(packed: Tensor | None, like: Any) -> Tensor | None:

@@ -17,7 +17,8 @@ def test_the_newest_serves_hopper_alone(monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
     newest = preferring_newest(usual)
     assert newest(80) == usual(80) and newest(100) == usual(100)
-    assert version(newest(90)) == max(map(version, map(usual, (90, 100))))
+    # A torch with CUDA may bring a newer one than triton's.
+    assert version(newest(90)) >= max(map(version, map(usual, (90, 100))))
     assert version(newest(90)) > version(usual(90))
 
 

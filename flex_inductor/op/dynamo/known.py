@@ -103,8 +103,10 @@ _NUMBERS_AND_TEXT = (bool, int, float, str)
 
 def in_numbers(value: Any) -> Any:
     """A fake tensor or a symbol with a number in the place of each symbol, for the text of an error."""
-    if not isinstance(value, Tensor):
+    if isinstance(value, NUMBERS):
         return value if value.node.hint is None else value.node.hint
+    if not isinstance(value, Tensor):
+        return value
     sizes = [in_numbers(size) if isinstance(size, NUMBERS) else size for size in value.shape]
     return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
 

@@ -9,9 +9,10 @@ from torch._dynamo.exc import unimplemented
 from ... import compat, errors
 
 
-def check(tx: Any, check: Any, *args: Any) -> None:
+def check(tx: Any, function: Any, *args: Any) -> None:
+    """Refuse what `function(*args)` refuses."""
     try:
-        check(*args)
+        function(*args)
     except errors.FlexError as error:
         refuse(tx, error)
 

@@ -200,16 +200,17 @@ def _assignments_kept(output: Any) -> Iterator[None]:
 
 def _installed(output: Any, name: str, graph: fx.Graph, alone: bool) -> str:
     """The name under which Dynamo has the mod's graph. Layers share one that is `alone`, without captures."""
+    if not alone:
+        return output.install_subgraph(name, fx.GraphModule(output.nn_modules, graph))
     lanes = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     kinds = [isinstance(lane, Tensor) and (lane.dtype, lane.device, lane.requires_grad) for lane in lanes]
     same = (str(graph), kinds, [node.target for node in graph.nodes])
-    if alone:
-        for known, module in output.nn_modules.items():
-            if getattr(module, "meta", {}).get(_SAME) == same:
-                return known
-    module = fx.GraphModule(output.nn_modules, graph)
-    module.meta[_SAME] = same if alone else None
-    return output.install_subgraph(name, module)
+    for known, module in output.nn_modules.items():
+        if getattr(module, "meta", {}).get(_SAME) == same:
+            return known
+    made = fx.GraphModule(output.nn_modules, graph)
+    made.meta[_SAME] = same
+    return output.install_subgraph(name, made)
 
 
 _SAME = "flex_inductor.same"  # equal where graphs are

@@ -25,6 +25,7 @@ def triton_on_cpu(load: Callable[[str, str], Any], target: Any = None) -> Iterat
         triton_unbuilt(load),
         mock.patch.object(runtime.driver, "_active", driver(target)),
         config.patch({"cpu_backend": "triton", "disable_padding_cpu": False}),  # strides are padded for a GPU
+        masks_of_a_gpu(),
         mock.patch.object(torch._inductor.scheduler, "has_triton", lambda: True),
         # Inductor asks this of GPU tensors only; kernels for them load 16 bytes at once.
         mock.patch.object(torch._inductor.graph, "should_assume_input_aligned", tensor_is_aligned),
@@ -65,7 +66,20 @@ def compiled_on_cpu(
         with uncached():  # AOTAutograd would find what was compiled for the CPU before it asks inner_compile
             return flex_inductor(module, list(inputs), inner_compile=inner_compile, **given)
 
-    return torch.compile(fn, backend=backend, **options)
+    compiled = torch.compile(fn, backend=backend, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with masks_of_a_gpu():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def masks_of_a_gpu() -> contextlib.AbstractContextManager[Any]:
+    """What is traced inside reads all of a mask on the CPU, as kernels of a GPU do."""
+    from flex_inductor.masks import schedule
+
+    return mock.patch.object(schedule, "BY_ROWS", ())
 
 
 @contextlib.contextmanager

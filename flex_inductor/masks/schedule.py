@@ -20,7 +20,7 @@ from . import pytrees
 from .cut import checked_tiles, cut_mask, cut_runs
 from .errors import MaskArgumentError
 from .library.algebra import offset
-from .lists import block_mask_from_runs
+from .lists import LISTS, block_mask_from_runs
 from .ordinary import ordinary_tensors
 from .portable import portable
 from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split, tables, transposed
@@ -28,6 +28,7 @@ from .runs import FULL, PARTIAL, Extent, Runs, density, from_grid, merged, split
 SIDES = ("kv", "full_kv", "q", "full_q")
 TENSORS = tuple(f"{side}_{part}" for side in SIDES for part in ("offsets", "runs"))
 SHADES = " ░▒▓█"
+BY_ROWS = ("cpu",)  # types of devices whose kernels walk rows alone, in the backward too
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,7 +166,7 @@ class RunSchedule:
     @property
     def visits(self) -> Schedule:
         """What the ops are told to visit."""
-        return BlockRuns.of(self.BLOCK_SIZE, self.tensors)
+        return _read(self, TENSORS, self.device)
 
     @property
     def extent(self) -> Extent:
@@ -378,14 +379,15 @@ def _slice_bounds(index: Any, size: int) -> tuple[int, int]:
 def schedule_parts(block_mask: BlockMask | RunSchedule) -> tuple[Schedule, Callable]:
     """The schedule that the ops get, and the mask_mod."""
     if isinstance(block_mask, BlockMask):
-        return _lists(block_mask), block_mask.mask_mod
+        lists = _read(block_mask, LISTS, block_mask.kv_num_blocks.device, of_one=True)
+        return lists, block_mask.mask_mod
     return block_mask.visits, block_mask.mask_mod
 
 
-def _lists(mask: BlockMask) -> BlockRuns:
-    keys = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    queries = (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
-    return BlockRuns.of(mask.BLOCK_SIZE, (*keys, *queries), of_one=True)
+def _read(mask: Any, names: Sequence[str], device: torch.device, of_one: bool = False) -> BlockRuns:
+    """What kernels of the device read. Dynamo takes 2 ms for each tensor of a mask."""
+    read = names[: len(names) // 2] if device.type in BY_ROWS else names
+    return BlockRuns.of(mask.BLOCK_SIZE, [getattr(mask, name) for name in read], of_one)
 
 
 def extent_of(block_mask: BlockMask) -> Extent:

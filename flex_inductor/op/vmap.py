@@ -134,7 +134,9 @@ class _Fold:
         if schedule.form != "runs":
             return type(schedule)(*self.tensors(schedule, dims))
         pairs = zip(schedule.tables, dims.tables, strict=True)
-        return schedule.with_tables(self._runs(*table, *at) for table, at in pairs)
+        return schedule.with_tables(
+            table if table.offsets is None else self._runs(*table, *at) for table, at in pairs
+        )
 
     def _runs(
         self, offsets: Tensor, runs: Tensor, offsets_dim: int | None, runs_dim: int | None

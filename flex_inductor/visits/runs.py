@@ -38,10 +38,10 @@ class BlockRuns(NamedTuple):
     kv_runs: Tensor
     full_kv_offsets: Tensor | None
     full_kv_runs: Tensor | None
-    q_offsets: Tensor | None
-    q_runs: Tensor | None
-    full_q_offsets: Tensor | None
-    full_q_runs: Tensor | None
+    q_offsets: Tensor | None = None
+    q_runs: Tensor | None = None
+    full_q_offsets: Tensor | None = None
+    full_q_runs: Tensor | None = None
     of_one: bool = False
 
     @property
@@ -68,9 +68,9 @@ class BlockRuns(NamedTuple):
 
     @staticmethod
     def of(blocks: Sequence[int], tensors: Iterable[Any], of_one: bool = False) -> BlockRuns:
-        """Of eight tensors, in the order of `tables`."""
-        fields: Any = (*blocks, *tensors, of_one)
-        return BlockRuns(*fields)
+        """Of eight tensors, in the order of `tables`, or of the four by rows."""
+        fields: Any = dict(zip(BlockRuns._fields, (*blocks, *tensors), strict=False))
+        return BlockRuns(**fields, of_one=of_one)
 
     def with_tables(self, tables: Iterable[Sequence[Any]]) -> BlockRuns:
         return BlockRuns.of(self[:2], [field for table in tables for field in table], self.of_one)

@@ -1,9 +1,11 @@
 """Both forms of a schedule, read band by band, against the grid of blocks they stand for."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flex_inductor import create_block_mask
 from flex_inductor.masks.lists import lists_from_runs
 from flex_inductor.masks.runs import Extent, from_grid
 from flex_inductor.masks.schedule import RunSchedule, schedule_parts
@@ -80,3 +82,15 @@ def test_runs_are_counted_per_batch_and_head():
     assert found.kv_runs.tolist() == [[0, 2], [0, 0]]  # there are two entries at least
     assert found.full_kv_offsets.tolist() == [[[0, 1, 1]], [[1, 2, 2]]]
     assert found.full_kv_runs.tolist() == [[1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_on_a_cpu_calls_read_rows_alone(compact):
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx % 3 == 0) | (kv_idx < 5)  # no window
+
+    mask = create_block_mask(mask_mod, None, None, 20, 20, "cpu", BLOCK_SIZE=4, compact=compact)
+    on_cpu, elsewhere = (schedule_parts(mask.to(device))[0] for device in ("cpu", "meta"))
+    assert not on_cpu.lists_queries and elsewhere.lists_queries
+    tensors = [sum(isinstance(field, torch.Tensor) for field in each) for each in (on_cpu, elsewhere)]
+    assert tensors == [4, 8]

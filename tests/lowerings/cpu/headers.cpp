@@ -122,11 +122,13 @@ bool results_are_scaled_and_rounded() {
 
 bool exponentials_are_good_to_a_few_units() {
   float lanes[W];
+  const double of_polynomial = FLEX_BF16_PAIRS ? 2.9e-6 : 1e-7;
   for (float x = 0.f; x > -100.f; x -= 0.37f) {
     exp_nonpositive(Vec(x)).store(lanes);
     const double wanted = std::exp(double(x));
     // log2(e) and its product with x are rounded: a relative error that grows with x.
-    for (const float found : lanes) EXPECT(std::abs(found - wanted) <= (4e-7 + 7.5e-8 * std::abs(x)) * wanted + 1e-37);
+    const double off = of_polynomial + 3e-7 + 7.5e-8 * std::abs(x);
+    for (const float found : lanes) EXPECT(std::abs(found - wanted) <= off * wanted + 1e-37);
   }
   exp_nonpositive(Vec(-INF)).store(lanes);
   EXPECT(lanes[0] == 0.f && lanes[W - 1] == 0.f);
@@ -155,7 +157,7 @@ bool what_is_not_finite_is_found_and_left_out() {
   const Element value[] = {Element(1.f), Element(INF)};
   const float scores[] = {0.f, -INF}, weights[] = {0.5f, 0.f};
   float sums[] = {1.f, 2.f, 3.f, 4.f};
-  add_not_finite(value, 1, 2, scores, weights, 2, 1, sums, 2);
+  add_not_finite(value, 1, 2, scores, 1, weights, 1, 2, sums, 2);
   EXPECT(sums[0] == 1.f && sums[1] == INF && sums[2] == 3.f && sums[3] == 4.f);  // a lane that is not live stays
   return true;
 }

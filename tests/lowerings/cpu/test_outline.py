@@ -83,6 +83,6 @@ softmax_rows(own, r0, count, scores, weights, columns, first_column);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
 for (int64_t r = 0; r < count; r += BLOCK) {
 each_panel(V, [&](int64_t v, auto whole) {
-dot_block<whole>(weights - before + r * TILE_LD + first, TILE_LD, STEP,
+dot_block<whole>(weights - before + r * WEIGHTS_LD + first, WEIGHTS_LD, STEP,
 for (int64_t i = 0; !all_there && i < columns; ++i)""",
         )

@@ -1,13 +1,15 @@
 // What decoding adds to kernel.h: products of a few queries with keys and values that are read where they lie. ROWS, CHUNK,
-// TILE_LD, KEYS and COLUMNS are the kernel's; decode.jinja says what they mean.
+// TILE_LD, WEIGHTS_LD, KEYS and COLUMNS are the kernel's; decode.jinja says what they mean.
 // Narrow keys and values are copied into floats first.
 using Stored = std::conditional_t<FLEX_NARROW != 0, float, Element>;
 constexpr int64_t E = at::vec::Vectorized<Stored>::size();
 constexpr int64_t LINE = 64 / sizeof(Stored);  // numbers that come from memory together
 
-// E numbers as E / W vectors of float; zeros after the first `count`.
-inline std::array<Vec, E / W> widen(const Stored* from, int64_t count) {
-#if FLEX_IS_FLOAT || FLEX_NARROW
+// E numbers as products take them; zeros after the first `count`.
+inline std::array<Step, E / W / STEP> operands(const Stored* from, int64_t count) {
+#if FLEX_BF16_PAIRS
+  return {count >= E ? load_step(from) : Step(at::vec::Vectorized<Element>::loadu(from, count))};
+#elif FLEX_IS_FLOAT || FLEX_NARROW
   return {count >= E ? Vec::loadu(from) : Vec::loadu(from, count)};
 #else
   const auto [first, second] = at::vec::convert_to_float<Element>(
@@ -84,7 +86,7 @@ inline void sum_four(Vec a, Vec b, Vec c, Vec d, float scale, float* sums) {
 
 // scores[r * TILE_LD + n] = queries[r] . keys[n] for `count` rows, at most ROWS of them.
 template <int64_t count>
-inline void dot_keys(const float* queries, int64_t ld, Part keys, Part soon, int64_t D, float scale, float* scores) {
+inline void dot_keys(const Packed* queries, int64_t ld, Part keys, Part soon, int64_t D, float scale, float* scores) {
   const Stored *const from[] = {keys[0], keys[1], keys[2], keys[3]}, *const later[] = {soon[0], soon[1], soon[2], soon[3]};
   Vec sum[count][KEYS];
 #pragma GCC unroll 8
@@ -93,48 +95,69 @@ inline void dot_keys(const float* queries, int64_t ld, Part keys, Part soon, int
     for (int64_t n = 0; n < KEYS; ++n) sum[r][n] = Vec(0.f);
   for (int64_t d = 0; d < D; d += E) {
     if (d % LINE == 0)
-      for (int64_t n = 0; n < KEYS; ++n) fetch_row<false, 3>(later[n] + d, 1);
-    std::array<Vec, E / W> part[KEYS] = {widen(from[0] + d, D - d), widen(from[1] + d, D - d), widen(from[2] + d, D - d),
-                                         widen(from[3] + d, D - d)};
+      for (int64_t n = 0; n < KEYS; ++n) fetch_row(later[n] + d, 1);
+    const std::array<Step, E / W / STEP> part[KEYS] = {operands(from[0] + d, D - d), operands(from[1] + d, D - d),
+                                                       operands(from[2] + d, D - d), operands(from[3] + d, D - d)};
     // The innermost loop runs along a row of `sum`: only then does gcc keep it in registers.
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < E / W; ++i)
+    for (int64_t i = 0; i < E / W / STEP; ++i)
 #pragma GCC unroll 8
       for (int64_t r = 0; r < count; ++r) {
-        const Vec row = Vec::loadu(queries + r * ld + d + i * W);
+        const Step row = load_step(queries + r * ld + d + i * W);
 #pragma GCC unroll 8
-        for (int64_t n = 0; n < KEYS; ++n) sum[r][n] = at::vec::fmadd(part[n][i], row, sum[r][n]);
+        for (int64_t n = 0; n < KEYS; ++n) sum[r][n] = add_products(part[n][i], row, sum[r][n]);
       }
   }
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r) sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3], scale, scores + r * TILE_LD);
 }
 
+// COLUMNS vectors of `columns` numbers of STEP values, as products take them. Only one of two may be `there`.
+inline void load_values(Part values, int64_t n, int64_t there, int64_t column, int64_t columns, Step (&row)[COLUMNS]) {
+  const Stored* from = values[n] + column;
+#if FLEX_BF16_PAIRS
+  const Stored* second = values[n + 1] + column;
+  // Which words make pairs; those of the second value are counted from 32.
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i left = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(32)), 16));
+  const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(0x00100010));
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < COLUMNS; i += 2) {
+    Step x = _mm512_setzero_si512(), y = x;
+    if (columns > i * W) x = operands(from + i * W, columns - i * W)[0];
+    if (columns > i * W && there > 1) y = operands(second + i * W, columns - i * W)[0];
+    row[i] = _mm512_permutex2var_epi16(x, left, y);
+    row[i + 1] = _mm512_permutex2var_epi16(x, right, y);
+  }
+#else
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < COLUMNS; i += E / W) {
+    const auto part = columns > i * W ? operands(from + i * W, columns - i * W) : std::array<Step, E / W>();
+#pragma GCC unroll 8
+    for (int64_t j = 0; j < E / W; ++j) row[i + j] = part[j];
+  }
+#endif
+}
+
 // acc[r][v...] += weights[r] @ values for `count` rows, the first `keys` values and COLUMNS vectors of `columns` numbers from
 // `column` on.
 template <int64_t count>
-inline void add_values(const float* weights, Part values, Part soon, int64_t keys, int64_t column, int64_t columns, float* acc,
+inline void add_values(const Packed* weights, Part values, Part soon, int64_t keys, int64_t column, int64_t columns, float* acc,
                        int64_t ld) {
   Vec sum[count][COLUMNS];
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r)
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = Vec::loadu(acc + r * ld + i * W);
-  for (int64_t n = 0; n < keys; ++n) {
-    const Stored* from = values[n] + column;
-    fetch_row<false, 3>(soon[n] + column, COLUMNS * W);
-    Vec row[COLUMNS];
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < COLUMNS; i += E / W) {
-      const auto part = columns > i * W ? widen(from + i * W, columns - i * W) : std::array<Vec, E / W>();
-#pragma GCC unroll 8
-      for (int64_t j = 0; j < E / W; ++j) row[i + j] = part[j];
-    }
+  for (int64_t n = 0; n < keys; n += STEP) {
+    for (int64_t i = n; i < n + STEP; ++i) fetch_row(soon[i] + column, COLUMNS * W);
+    Step row[COLUMNS];
+    load_values(values, n, keys - n, column, columns, row);
 #pragma GCC unroll 8
     for (int64_t r = 0; r < count; ++r) {
-      const Vec weight(weights[r * TILE_LD + n]);
+      const Step weight = all_lanes(weights + r * WEIGHTS_LD + n);
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = at::vec::fmadd(weight, row[i], sum[r][i]);
+      for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i] = add_products(weight, row[i], sum[r][i]);
     }
   }
 #pragma GCC unroll 8
@@ -146,12 +169,12 @@ inline void add_values(const float* weights, Part values, Part soon, int64_t key
 // The same for one row and `columns` from `column` on, without the masked keys whose score is -inf: what these hold may be NaN,
 // and so is 0 times that.
 inline __attribute__((noinline, cold)) void add_live_values(
-    const float* weights, const float* scores, const std::vector<Piece>& pieces, const Stored* const* values, int64_t column,
+    const Packed* weights, const float* scores, const std::vector<Piece>& pieces, const Stored* const* values, int64_t column,
     int64_t columns, float* acc) {
   for (const Piece& piece : pieces)
     for (int64_t n = piece.at; n < piece.at + piece.count; ++n)
       for (int64_t v = 0; !(piece.masked && scores[n] == -INF) && v < columns; ++v)
-        acc[v] = std::fma(weights[n], float(values[n][column + v]), acc[v]);
+        acc[v] = std::fma(float(weights[n]), float(values[n][column + v]), acc[v]);
 }
 
 // `work` with the number of rows from `first` on as a constant, at most ROWS.

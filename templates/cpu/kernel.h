@@ -448,10 +448,10 @@ inline __attribute__((always_inline)) void dot_block(
   }
 }
 
-// Asks for a row that is read or written soon, in the second cache or, where `level` is 3, the first.
-template <bool written = false, int level = 2, typename T>
+// Asks for a row that is read or written soon, in the second cache: the first one waits for few lines at a time.
+template <bool written = false, typename T>
 inline void fetch_row(const T* row, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(row + i, written, level);
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(row + i, written, 2);
 }
 constexpr int64_t AHEAD = 8;  // rows; the processor does not foresee them where other heads lie between them
 

@@ -20,7 +20,7 @@
 namespace {
 #include "kernel.h"
 
-constexpr int64_t ROWS = W == 8 ? 2 : 4, KEYS = 4, CHUNK = 64, TILE_LD = CHUNK + W, COLUMNS = 4;
+constexpr int64_t ROWS = W == 8 ? 2 : 4, KEYS = 4, CHUNK = 64, TILE_LD = CHUNK + W, WEIGHTS_LD = TILE_LD * STEP, COLUMNS = 4;
 #include "decode.h"
 #include "sums.h"
 
@@ -187,12 +187,13 @@ bool the_first_failure_is_kept() {
 bool keys_are_multiplied_where_they_lie() {
   const int64_t D = 21, D_PAD = round_up(D, E);
   auto keys = numbers<Stored>(16 * D + E);
-  std::vector<float> queries(ROWS * D_PAD), scores(ROWS * TILE_LD, HOLE);
+  std::vector<Packed> queries(ROWS * D_PAD);
+  std::vector<float> scores(ROWS * TILE_LD, HOLE);
   for (int64_t r = 0; r < ROWS; ++r)
     for (int64_t d = 0; d < D; ++d) queries[r * D_PAD + d] = number(r * 5 + d);
   const auto dot = [&](int64_t r, int64_t n) {
     float sum = 0.f;
-    for (int64_t d = 0; d < D; ++d) sum += queries[r * D_PAD + d] * float(keys[n * D + d]);
+    for (int64_t d = 0; d < D; ++d) sum += float(queries[r * D_PAD + d]) * float(keys[n * D + d]);
     return sum * 0.5f;
   };
   Chunk now(0, 0);
@@ -223,15 +224,16 @@ bool rows_are_asked_for_in_the_order_in_which_they_are_read() {
 bool values_are_added_up() {
   const int64_t V = 19, V_PAD = round_up(V, COLUMNS * W), keys = 7;
   auto values = numbers<Stored>(keys * V + COLUMNS * W);
-  std::vector<const Stored*> rows(keys);
+  std::vector<const Stored*> rows(round_up(keys, KEYS), values.data() + (keys - 1) * V);  // the last one repeated
   for (int64_t n = 0; n < keys; ++n) rows[n] = values.data() + n * V;
-  auto weights = numbers<float>(2 * TILE_LD), sums = numbers<float>(2 * V_PAD), before = sums;
+  const auto weights = numbers<Packed>(2 * WEIGHTS_LD);
+  auto sums = numbers<float>(2 * V_PAD), before = sums;
   const Part all{rows.data(), 0};
   add_values<2>(weights.data(), all, all, keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD);
   for (int64_t r = 0; r < 2; ++r)
     for (int64_t v = 0; v < std::min(V, COLUMNS * W); ++v) {
       float wanted = before[r * V_PAD + v];
-      for (int64_t n = 0; n < keys; ++n) wanted += weights[r * TILE_LD + n] * float(rows[n][v]);
+      for (int64_t n = 0; n < keys; ++n) wanted += float(weights[r * WEIGHTS_LD + n]) * float(rows[n][v]);
       EXPECT(sums[r * V_PAD + v] == wanted);
     }
   // Without the masked key whose value is not finite.
@@ -240,7 +242,7 @@ bool values_are_added_up() {
   scores[1] = -INF;
   add_live_values(weights.data(), scores.data(), {{0, keys, 0, 0, true}}, rows.data(), 0, V, live.data());
   for (int64_t n = 0; n < keys; ++n)
-    for (int64_t v = 0; n != 1 && v < V; ++v) wanted[v] = std::fma(weights[n], float(rows[n][v]), wanted[v]);
+    for (int64_t v = 0; n != 1 && v < V; ++v) wanted[v] = std::fma(float(weights[n]), float(rows[n][v]), wanted[v]);
   EXPECT(live == wanted);
   return true;
 }

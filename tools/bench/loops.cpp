@@ -87,7 +87,7 @@ extern "C" WITH("avx2") float stream(const char* from, int64_t size, int64_t ahe
 #pragma GCC unroll 8
     for (int line = 0; line < 512; line += 64) {
       const char* at = from + i + line;
-      if (ahead) _mm_prefetch(at + ahead, _MM_HINT_T0);
+      if (ahead) _mm_prefetch(at + ahead, _MM_HINT_T1);
       take(at, sums, line / 64);
     }
   }
@@ -113,7 +113,7 @@ extern "C" WITH("avx2") float read_pages(const char* keys, const char* values, c
       const char* ask = at + ahead % size < size ? soon + at : then + at + ahead % size - size;
 #pragma GCC unroll 8
       for (int line = 0; line < 512; line += 64) {
-        if (ahead) _mm_prefetch(ask + line, _MM_HINT_T0);
+        if (ahead) _mm_prefetch(ask + line, _MM_HINT_T1);
         take(from + at + line, sums, line / 64);
       }
     }

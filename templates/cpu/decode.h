@@ -112,7 +112,7 @@ inline void dot_keys(const Packed* queries, int64_t ld, Part keys, Part soon, in
   for (int64_t r = 0; r < count; ++r) sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3], scale, scores + r * TILE_LD);
 }
 
-// COLUMNS vectors of `columns` numbers of STEP values, as products take them. Only one of two may be `there`.
+// COLUMNS vectors of `columns` numbers of STEP values, as products take them. Of two values one may not be `there`.
 inline void load_values(Part values, int64_t n, int64_t there, int64_t column, int64_t columns, Step (&row)[COLUMNS]) {
   const Stored* from = values[n] + column;
 #if FLEX_BF16_PAIRS

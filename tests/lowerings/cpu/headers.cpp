@@ -21,7 +21,9 @@ namespace {
 #include "kernel.h"
 
 constexpr int64_t ROWS = W == 8 ? 2 : 4, KEYS = 4, CHUNK = 64, TILE_LD = CHUNK + W, WEIGHTS_LD = TILE_LD * STEP, COLUMNS = 4;
+#if DECODES
 #include "decode.h"
+#endif
 #include "sums.h"
 
 constexpr float HOLE = 12345.f;  // in memory that must not be written
@@ -184,6 +186,7 @@ bool the_first_failure_is_kept() {
   return false;
 }
 
+#if DECODES
 bool keys_are_multiplied_where_they_lie() {
   const int64_t D = 21, D_PAD = round_up(D, E);
   auto keys = numbers<Stored>(16 * D + E);
@@ -247,6 +250,7 @@ bool values_are_added_up() {
   return true;
 }
 
+#endif
 bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
   const auto table = numbers<float>(4 * W), added = numbers<float>(W);
   for (int64_t kind = 0; kind < 6; ++kind) {
@@ -296,8 +300,10 @@ static const Check CHECKS[] = {
     CHECK(rows_are_gathered_with_zeros_behind), CHECK(register_blocks_are_products), CHECK(results_are_scaled_and_rounded),
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
     CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
+#if DECODES
     CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read),
     CHECK(values_are_added_up),
+#endif
     CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),

@@ -15,15 +15,25 @@ HEADERS = Path(flex_inductor.templates.__file__).parent / "cpu"
 
 
 @pytest.mark.parametrize(
-    "element, narrow", [("float", 0), ("float", 4), ("at::BFloat16", 0), ("at::BFloat16", 5), ("at::Half", 0)]
+    "element, narrow, decodes",
+    [
+        ("float", 0, True),
+        ("float", 4, True),
+        ("at::BFloat16", 0, True),
+        ("at::BFloat16", 5, True),
+        ("at::BFloat16", 5, False),
+        ("at::Half", 0, True),
+    ],
 )
-def test_the_headers(element, narrow, tmp_path):
+def test_the_headers(element, narrow, decodes, tmp_path):
+    """As kernels that decode include them, or as others do: decode copies narrow keys into floats, not into bf16."""
     macros = {
         "FLEX_ELEMENT": element,
         "FLEX_IS_FLOAT": int(element == "float"),
-        "FLEX_IS_BF16": int(element == "at::BFloat16"),
+        "FLEX_IS_BF16": int(element == "at::BFloat16" and not (decodes and narrow)),
         "FLEX_HAS_AMX": 0,
         "FLEX_NARROW": narrow,
+        "DECODES": int(decodes),
     }
     source = tmp_path / "headers.cpp"
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
@@ -37,4 +47,4 @@ def test_the_headers(element, narrow, tmp_path):
     found = {}
     while name := library.name_of(len(found)):
         found[name.decode()] = library.holds(len(found))
-    assert len(found) == 12 + bool(narrow) and found == dict.fromkeys(found, True)
+    assert len(found) == 9 + 3 * decodes + bool(narrow) and found == dict.fromkeys(found, True)

@@ -249,8 +249,8 @@ bool values_are_added_up() {
   EXPECT(live == wanted);
   return true;
 }
-
 #endif
+
 bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
   const auto table = numbers<float>(4 * W), added = numbers<float>(W);
   for (int64_t kind = 0; kind < 6; ++kind) {

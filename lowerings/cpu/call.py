@@ -25,6 +25,7 @@ from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
+from .flatten import flatten
 from .tables import with_columns, with_tables
 
 AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some would belong to a neighbour
@@ -57,7 +58,7 @@ def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
     inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(programs(problem), call.inputs)))
     for of_mod, tables in zip(inlined, (with_tables, with_tables, with_columns), strict=True):
         if of_mod is not None and sizes:
-            of_mod.mod = tables(of_mod.mod, sizes)
+            of_mod.mod = tables(flatten(of_mod.mod, sizes), sizes)
     return inlined
 
 

@@ -1,7 +1,8 @@
 """Sums of a mod's integers in another order: first what is of the key alone, and numbers, which one table then holds.
 
 So `q_idx // 8 - kv_idx // 8 + 7`, a place in a bias for the offsets of an image, takes one addition for each vector of
-lanes. A sum that wraps around has the same result in any order.
+lanes. Sums are multiplied out where they are multiplied by a number. One that wraps around has the same result in any
+order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def regroup(lane: fx.Graph, key: fx.Node, slow: Mapping[fx.Node, bool]) -> None:
             continue
         of_key = {term: times for term, times in terms.items() if term is key or term in slow}
         others = {term: times for term, times in terms.items() if term not in of_key}
-        if not any(slow.get(term) for term in of_key) or (len(of_key) == 1 and not number):
+        alone = not number and [*map(abs, of_key.values())] == [1]
+        if not any(slow.get(term) for term in of_key) or alone:
             continue
         with lane.inserting_before(node):
             columns = _made(lane, _Sum(of_key, number), node.meta["val"])
@@ -46,22 +48,30 @@ def regroup(lane: fx.Graph, key: fx.Node, slow: Mapping[fx.Node, bool]) -> None:
 
 def _is_sum(node: fx.Node) -> bool:
     """Of integers of one dtype."""
-    if node.op != "call_function" or operation(node.target) not in _SIGNS or node.kwargs:
+    if node.op != "call_function" or not _operands(node) or node.kwargs:
         return False
     dtypes = {getattr(part.meta.get("val"), "dtype", None) for part in (node, *node.all_input_nodes)}
     numbers = [argument for argument in node.args if not isinstance(argument, fx.Node)]
     return dtypes in ({torch.int32}, {torch.int64}) and all(type(number) is int for number in numbers)
 
 
+def _operands(node: fx.Node) -> list[tuple[int, Any]]:
+    """What a sum adds up, and how often; nothing for another node."""
+    name = operation(node.target)
+    if name == "mul" and isinstance(node.args[1], int):
+        return [(node.args[1], node.args[0])]
+    return [*zip(_SIGNS[name], node.args, strict=True)] if name in _SIGNS else []
+
+
 def _flat(node: fx.Node, sums: Mapping[fx.Node, _Sum]) -> _Sum:
     """The sum that a node is, with those among its operands opened."""
     terms: dict[fx.Node, int] = {}
     number = 0
-    for sign, operand in zip(_SIGNS[operation(node.target)], node.args, strict=True):
+    for by, operand in _operands(node):
         opened = _Sum({}, operand) if isinstance(operand, int) else sums.get(operand, _Sum({operand: 1}, 0))
-        number += sign * opened.number
+        number += by * opened.number
         for term, times in opened.terms.items():
-            terms[term] = terms.get(term, 0) + sign * times
+            terms[term] = terms.get(term, 0) + by * times
     wrapped = {term: _wrapped(times, node) for term, times in terms.items()}
     return _Sum({term: times for term, times in wrapped.items() if times}, _wrapped(number, node))
 

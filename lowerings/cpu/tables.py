@@ -41,8 +41,8 @@ def with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod with tables of values of the key alone, one entry for each key."""
     key = differences.coordinate(mod.program, "kv_idx")
     lane = graph(mod.program.lane)
-    regroup(lane, key, _of_key_alone(lane, key))
-    slow = _of_key_alone(lane, key)
+    regroup(lane, key, of_key_alone(lane, key))
+    slow = of_key_alone(lane, key)
     ends = [node for node in slow if slow[node] and any(user not in slow for user in node.users)]
     if not ends:
         return mod
@@ -104,19 +104,25 @@ def _loaded(
     """The mod with `ends` loaded from tables, but where others of `of_table` use them."""
     lane = graph(mod.program.lane)
     for node, table in zip(ends, tables, strict=True):
-        with lane.inserting_after(lane.find_nodes(op="placeholder")[-1]):
-            given = lane.placeholder(f"table_{node.name}")
-        given.meta["val"] = node.meta["val"].new_empty([1] * len(at))
+        mod, given = with_table(mod, table, f"table_{node.name}", node.meta["val"].new_empty([1] * len(at)))
         with lane.inserting_after(node):
             load = lane.call_function(aten._unsafe_index.Tensor, (given, at))
         load.meta |= {name: node.meta[name] for name in ("val", FOUND) if name in node.meta}
         node.replace_all_uses_with(load, lambda user: user not in of_table)
-        mod = mod._replace(tables=[*mod.tables, _kept(table)])
     lane.eliminate_dead_code()
     return mod
 
 
-def _of_key_alone(lane: fx.Graph, key: fx.Node) -> dict[fx.Node, bool]:
+def with_table(mod: Mod, table: ir.TensorBox, name: str, like: torch.Tensor) -> tuple[Mod, fx.Node]:
+    """The mod, its lane graph changed in place to be given one more tensor, and the node that stands for it."""
+    lane = graph(mod.program.lane)
+    with lane.inserting_after(lane.find_nodes(op="placeholder")[-1]):
+        given = lane.placeholder(name)
+    given.meta["val"] = like
+    return mod._replace(tables=[*mod.tables, _kept(table)]), given
+
+
+def of_key_alone(lane: fx.Graph, key: fx.Node) -> dict[fx.Node, bool]:
     """The nodes computed of kv_idx and numbers alone, in order, and whether that is slow.
 
     Those of several dtypes are left out: a table's dtype counts where that of a 0-d tensor may not.

@@ -172,6 +172,84 @@ def test_places_in_an_image_are_loaded_and_added_to_at_once():
     forward, backward = (text[text.index("TILE_Q") :] for text in code if "TILE_Q" in text)
     assert "look_up(" in forward and "out of bounds" not in forward
     assert "look_up(" in backward and "add_each(" in backward and "out of bounds" not in backward
+    # Row and column are one place, of which a table has what is of the key.
+    places = [line for text in (forward, backward) for line in text.splitlines() if "look_up(" in line]
+    assert not [line for line in places if "Vectorized<int32_t>(" in line]
+
+
+def offsets(q_idx, kv_idx):
+    return q_idx // WIDTH - kv_idx // WIDTH, q_idx % WIDTH - kv_idx % WIDTH
+
+
+def of_frames(table):
+    """Three places with slow values of the key."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        frame = q_idx // 30 - kv_idx // 30 + 3
+        down, right = (q_idx % 30) // 6 - (kv_idx % 30) // 6 + 4, q_idx % 6 - kv_idx % 6 + 5
+        return score + table[h, frame, down, right]
+
+    return score_mod
+
+
+def transposed(table):
+    """Neighbours whose places are not one."""
+    turned = table.transpose(1, 2)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        down, right = offsets(q_idx, kv_idx)
+        return score + turned[h, down + 12, right + 6]
+
+    return score_mod
+
+
+def a_part(table):
+    """A view that starts within its memory, with gaps between heads."""
+    part = table[:, 2:]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        down, right = offsets(q_idx, kv_idx)
+        return score * part[h, down + 12, right + 6]
+
+    return score_mod
+
+
+def counted_from_the_end(table):
+    """An index of each dimension may be negative."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        down, right = offsets(q_idx, kv_idx)
+        return score + table[h, down, right]
+
+    return score_mod
+
+
+def of_the_key(table):
+    """Both places are of the key alone, and the values are squared."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, kv_idx // WIDTH, kv_idx % WIDTH].square()
+
+    return score_mod
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "mod, shape",
+    [
+        (of_frames, (4, 6, 9, 11)),
+        (transposed, (4, 13, 25)),
+        (a_part, (4, 27, 13)),
+        (counted_from_the_end, (4, 25, 13)),
+        (of_the_key, (4, 13, 7)),
+    ],
+)
+def test_places_in_several_dimensions(mod, shape, dynamic):
+    table = torch.randn(shape, dtype=torch.float64)
+    mask = create_block_mask(causal, None, None, 70, 90, "cpu", BLOCK_SIZE=32)
+    judge(
+        fused(attention_of(mod), dynamic=dynamic), dense_of(mod), SIZES.inputs(torch.float32), [table], mask
+    )
 
 
 def test_a_live_index_out_of_range_raises():

@@ -258,6 +258,13 @@ def bound_to(method: Any) -> Any:
     return method.im_self if hasattr(method, "im_self") else method.obj
 
 
+def dynamo_attribute(tx: Any, variable: Any, name: str) -> Any:
+    """Dynamo's stand-in for an attribute: variables have a method for it up to 2.13, the builtin asks from 2.14 on."""
+    if hasattr(variable, "var_getattr"):
+        return variable.var_getattr(tx, name)
+    return dynamo_constant(tx, getattr).call_function(tx, [variable, dynamo_constant(tx, name)], {})
+
+
 def breaks_are_errors(tx: Any) -> bool:
     """Whether Dynamo may not break the graph here: fullgraph=True and the like."""
     return tx.output.root_tx.one_graph or getattr(tx, "error_on_graph_break", False)

@@ -75,9 +75,8 @@ class Known:
         if (function := python_function(variable)) is not None:
             return function
         if isinstance(variable, UserDefinedObjectVariable):
-            return _object(
-                variable.python_type(), lambda name: self.value(variable.var_getattr(self.tx, name))
-            )
+            attribute = functools.partial(compat.dynamo_attribute, self.tx, variable)
+            return _object(variable.python_type(), lambda name: self.value(attribute(name)))
         raise Unknown
 
     def variable(self, value: Any) -> Any:

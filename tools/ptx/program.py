@@ -31,18 +31,18 @@ class Program:
     slots: dict[str, int] = field(default_factory=dict)
 
 
-def encode(module: Module, kernel: Kernel, addresses: dict[str, int]) -> Program:
-    """`addresses` are those of parameters that the kernel does not load, but names."""
-    return _Encoder(module, kernel, addresses).program
+def encode(module: Module, kernel: Kernel, parameters: int) -> Program:
+    """`parameters` is the address of the kernel's parameters, for those that it does not load, but names."""
+    return _Encoder(module, kernel, parameters).program
 
 
 class _Encoder:
-    def __init__(self, module: Module, kernel: Kernel, addresses: dict[str, int]):
+    def __init__(self, module: Module, kernel: Kernel, parameters: int):
         self.program = Program()
-        self.kernel = kernel
+        self.kernel, self.parameters = kernel, parameters
         self.names: dict[str, int] = {}
         self.constants: dict[int, int] = {}
-        self.symbols = {parameter.name: parameter.offset for parameter in kernel.parameters} | addresses
+        self.symbols = {parameter.name: parameter.offset for parameter in kernel.parameters}
         offset = SHARED_BASE
         for name, size in sorted(module.shared.items(), key=lambda item: item[1] == 0):
             self.symbols[name] = offset
@@ -52,15 +52,17 @@ class _Encoder:
             self._instruction(instruction)
 
     def _instruction(self, instruction: Instruction) -> None:
-        operands, target = list(instruction.operands), -1
+        name, operands, target = instruction.name, list(instruction.operands), -1
         if instruction.family == "bra":
             (label,) = operands
             if not isinstance(label, Symbol) or label.name not in self.kernel.labels:
                 raise SyntaxFault(f"line {instruction.line}: branches to {label}, which is no label")
             operands, target = [], self.kernel.labels[label.name]
-        is_predicate = instruction.name.endswith(".pred")
+        if name.startswith("cvta.param"):  # names of parameters are offsets, which fit 32 bits
+            name, operands = "add.u64", [*operands, Number(self.parameters)]
+        is_predicate = name.endswith(".pred")
         self.program.code += [
-            self._name(instruction.name),
+            self._name(name),
             instruction.line,
             instruction.guard is not None,
             instruction.negated,

@@ -71,7 +71,7 @@ class TensorMap(NamedTuple):
     box: Sequence[int]
     swizzle: int = 0
 
-    def _packed(self) -> Tensor:
+    def _packed(self) -> bytes:
         given = self.tensor.shape, self.tensor.stride()[:-1], tuple(self.box)
         if not 1 <= len(given[0]) == len(given[2]) <= 5 or self.tensor.stride(-1) != 1:
             raise ValueError(
@@ -81,8 +81,7 @@ class TensorMap(NamedTuple):
         width = self.tensor.itemsize
         numbers = [self.tensor.data_ptr(), *(n * width for n in stride[:4]), *size[:5], *box[:5], *[1] * 5]
         about = self.tensor.dim() - 1, {1: 0, 2: 1, 4: 2, 8: 4}[width], self.swizzle, 0
-        packed = struct.pack("<5Q15I4B", *numbers, *about)
-        return torch.frombuffer(bytearray(packed.ljust(128, b"\0")), dtype=torch.uint8)
+        return struct.pack("<5Q15I4B", *numbers, *about).ljust(128, b"\0")
 
 
 def run_text(
@@ -158,14 +157,12 @@ def run_text(
     if name not in module.kernels:
         raise ValueError(f"name: expected one of {', '.join(module.kernels)}, got {name!r}")
     kernel = module.kernels[name]
-    given = zip(kernel.parameters, args, strict=False)
-    maps = {parameter.name: value._packed() for parameter, value in given if isinstance(value, TensorMap)}
-    program = encode(module, kernel, {name: words.data_ptr() for name, words in maps.items()})
+    parameters = _parameters(kernel, args)
+    program = encode(module, kernel, parameters.data_ptr())
     sizes = [*([grid] if isinstance(grid, int) else grid), 1, 1, 1][:3]
     shared = sum(module.shared.values()) + shared_bytes
-    parameters = _parameters(kernel, args)
     tensors = [a.tensor if isinstance(a, TensorMap) else a for a in args]
-    allocations = _allocations([*tensors, *maps.values()], unwritten)
+    allocations = _allocations([*tensors, parameters], unwritten)
     head = [
         *sizes,
         32 * num_warps,
@@ -179,7 +176,7 @@ def run_text(
         poison,
         len(kernel.instructions),
         len(program.constants),
-        len(parameters),
+        parameters.numel(),
         len(program.specials) // 3,
         len(allocations) // 3,
     ]
@@ -190,7 +187,7 @@ def run_text(
         _integers(program.code),
         (ctypes.c_char_p * len(program.names))(*(part.encode() for part in program.names)),
         (ctypes.c_uint64 * len(program.constants))(*program.constants),
-        parameters,
+        ctypes.c_void_p(parameters.data_ptr()),
         _integers(program.specials),
         _integers(allocations),
         numbers,
@@ -198,7 +195,7 @@ def run_text(
     )
     if stopped:
         raise _fault(kernel, found)
-    tensor_bytes = sum(allocations[1::3])
+    tensor_bytes = sum(allocations[1::3]) - parameters.numel()
     return Counts.of(kernel, module.target, math.prod(sizes), num_warps, tensor_bytes, list(numbers))
 
 
@@ -206,7 +203,7 @@ def _integers(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
+def _parameters(kernel: Kernel, args: Sequence[Any]) -> Tensor:
     if len(args) != len(kernel.parameters):
         raise ValueError(
             f"args: {kernel.name} has {len(kernel.parameters)} parameters, got {len(args)} arguments"
@@ -215,12 +212,12 @@ def _parameters(kernel: Kernel, args: Sequence[Any]) -> bytes:
     found = bytearray(last.offset + last.size)
     for parameter, value in zip(kernel.parameters, args, strict=True):
         found[parameter.offset : parameter.offset + parameter.size] = _bytes_of(value, parameter)
-    return bytes(found)
+    return torch.tensor(list(found), dtype=torch.uint8)
 
 
 def _bytes_of(value: Any, parameter: Parameter) -> bytes:
     if isinstance(value, TensorMap):
-        value = bytes(128)  # the kernel takes its address
+        value = value._packed()
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"args: expected CPU tensors, got one on {value.device} for {parameter.name}")

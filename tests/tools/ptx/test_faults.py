@@ -88,7 +88,7 @@ BROKEN = {
         "race", "computed after the last wgmma.fence",
     ),
     "a load from tensor memory is not waited for": (
-        "sm_100", without(r"tcgen05\.wait::ld[^;]*;"), "race", "before the wait for the load from tensor memory",
+        "sm_100", without(r"tcgen05\.wait::ld[^;]*;"), "race", "while a read of it is under way",
     ),
     "a product of tensor memory is not waited for": (
         "sm_100", without(r"@!complete bra\.uni waitLoop;"), "race", "is written without a barrier after a product read it",

@@ -114,12 +114,6 @@ struct Stop {
 };
 
 void check_in_flight(Warp& warp, const Instruction& in) {
-  auto loads = [&](const std::vector<int>& slots) {
-    return std::any_of(slots.begin(), slots.end(), [&](int slot) { return warp.loading.count(slot) != 0; });
-  };
-  // What is only moved is waited for elsewhere: the assembler undoes such moves.
-  if (in.copies && loads(in.operands[1].slots)) warp.loading.insert(in.results.begin(), in.results.end());
-  else if (loads(in.touched)) throw Fault{"race", "a register is used before the wait for the load from tensor memory that has it"};
   if (warp.in_flight.empty() || in.name == "wgmma") return;
   for (int slot : in.touched)
     if (warp.in_flight.count(slot)) throw Fault{"race", "a register is used while a product of wgmma that has it is under way"};

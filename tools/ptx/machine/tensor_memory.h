@@ -37,7 +37,8 @@ inline Action bind_allocation(const Instruction& in) {
   };
 }
 
-// Between registers and the 32 lanes that a warp has. Until its wait nobody may touch what it writes, nor write what it reads.
+// Between registers and the 32 lanes that a warp has. Until its wait nobody may touch the memory that it writes, nor write what
+// it reads. The registers that it loads may be read before: that alone the ISA orders by itself.
 inline Action bind_tensor_copy(const Instruction& in) {
   const bool load = in.with.has("ld"), halves = in.with.has("16x32bx2");
   const int count = in.with.number("x");
@@ -67,7 +68,6 @@ inline Action bind_tensor_copy(const Instruction& in) {
         tensor.memory.begin_write(at, 4 * count);
       }
     });
-    if (load) warp.loading.insert(values.slots.begin(), values.slots.end());
     work.finish = [=, &tensor] {
       for (Bits at : places) load ? tensor.memory.end_read(at, 4 * count) : tensor.memory.end_write(at, 4 * count);
     };
@@ -175,12 +175,10 @@ inline Action bind_tensor_memory(const Instruction& in, Launch& launch) {
     return {};
   if (in.with.has("fence::before_thread_sync") || in.with.has("fence::after_thread_sync")) return [](Warp&, uint32_t) { return true; };
   if (in.with.has("wait::ld") || in.with.has("wait::st")) {
-    const bool loads = in.with.has("wait::ld");
-    return [loads](Warp& warp, uint32_t) {
-      Groups& groups = loads ? warp.tensor_loads : warp.tensor_stores;
-      groups.commit();
-      groups.wait(0);
-      if (loads) warp.loading.clear();
+    const auto groups = in.with.has("wait::ld") ? &Warp::tensor_loads : &Warp::tensor_stores;
+    return [groups](Warp& warp, uint32_t) {
+      (warp.*groups).commit();
+      (warp.*groups).wait(0);
       return true;
     };
   }

@@ -139,6 +139,12 @@ class Mod(NamedTuple):
         return [*self.captures, *self.invariants, *self.tables]
 
     @property
+    def named(self) -> dict[fx.Node, Any]:
+        """The inputs, by the nodes of the lane graph that stand for them."""
+        placeholders = graph(self.program.lane).find_nodes(op="placeholder")
+        return dict(zip(placeholders[len(placeholders) - len(self.inputs) :], self.inputs, strict=True))
+
+    @property
     def outputs(self) -> Sequence[Any]:
         """The nodes that the lane graph gives."""
         return graph(self.program.lane).find_nodes(op="output")[0].args[0]

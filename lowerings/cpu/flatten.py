@@ -20,7 +20,7 @@ from flex_inductor.mod_ir.ranges import Range
 
 from ..lanes import Mod, graph
 from . import differences
-from .index_ranges import LONGEST, needed
+from .index_ranges import LONGEST, bounds_of, needed
 from .tables import of_key_alone, with_table
 
 aten = torch.ops.aten
@@ -34,18 +34,16 @@ def flatten(mod: Mod, sizes: dict[str, Any]) -> Mod:
     for node in lane.nodes:
         if slow.intersection(node.all_input_nodes):
             slow.add(node)
-    bounds = {name: Range(sympy.S.Zero, sympy.sympify(size) - 1) for name, size in sizes.items()}
-    return _leaves(_lookups(mod, slow), slow, bounds)
+    return _leaves(_lookups(mod, slow), slow, bounds_of(sizes))
 
 
 def _lookups(mod: Mod, slow: set[fx.Node]) -> Mod:
     """With views of the tensors that lanes look up."""
     lane = graph(mod.program.lane)
-    placeholders = lane.find_nodes(op="placeholder")
-    given = dict(zip(placeholders[len(placeholders) - len(mod.inputs) :], mod.inputs, strict=True))
+    named = mod.named
     for node in lane.find_nodes(op="call_function", target=aten._unsafe_index.Tensor):
         table, indices = node.args
-        if not isinstance(tensor := given.get(table), ir.IRNode):
+        if not isinstance(tensor := named.get(table), ir.IRNode):
             continue
         sizes, found = _flat(indices, tensor.get_size(), tensor.get_stride(), slow, node)
         if len(sizes) == len(indices):

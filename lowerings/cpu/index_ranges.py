@@ -30,6 +30,11 @@ class NoMore(NamedTuple):
     more: Any
 
 
+def bounds_of(sizes: dict[str, Any]) -> dict[str, Range]:
+    """Those of coordinates, by name, of which there are so many."""
+    return {name: Range(sympy.S.Zero, sympy.sympify(size) - 1) for name, size in sizes.items()}
+
+
 def needed(index: Any, length: Any, bounds: dict[str, Range]) -> set[NoMore] | None:
     """The conditions for 0 <= index < length in every lane that are not evident; None if nothing is known.
 

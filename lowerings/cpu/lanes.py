@@ -38,7 +38,7 @@ from flex_inductor.mod_ir.ranges import Range, all_known
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
 from . import differences
-from .index_ranges import LONGEST, NoMore, may_wrap, needed
+from .index_ranges import LONGEST, NoMore, bounds_of, may_wrap, needed
 from .side_by_side import with_one_access
 from .template import NamedSizes, TemplateKernel
 
@@ -98,7 +98,7 @@ class Lanes:
     def __init__(self, mod: Mod, sizes: dict[str, Any], of_tile: bool = False):
         """`sizes` are the numbers of batches, heads, queries and keys by the name of the lane; none with a map."""
         self.mod, self.sizes, self.of_tile = mod, sizes, of_tile
-        self.bounds = {name: Range(sympy.S.Zero, sympy.sympify(size) - 1) for name, size in sizes.items()}
+        self.bounds = bounds_of(sizes)
         self.needed: set[NoMore] = set()
         self.in_tile: Lanes | None = None
         if of_tile:
@@ -156,9 +156,7 @@ class Lanes:
 
     def _drop_needless_guards(self) -> None:
         """An index that cannot leave the tensor needs neither guard nor check."""
-        lane, tensors = graph(self.mod.program.lane), self.mod.inputs
-        placeholders = lane.find_nodes(op="placeholder")
-        named = dict(zip(placeholders[len(placeholders) - len(tensors) :], tensors, strict=True))
+        lane, named = graph(self.mod.program.lane), self.mod.named
         for node in list(lane.nodes):
             if node.target is not aten.index.Tensor or node.args[0] not in named:
                 continue

@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops
 
-from flex_inductor.mod_ir.ranges import Range, operation
+from flex_inductor.mod_ir.ranges import operation
 
 from ..buffers import realized
 from ..lanes import Mod, graph, outside
 from . import differences
-from .index_ranges import FOUND, range_of
+from .index_ranges import FOUND, bounds_of, range_of
 from .regroup import regroup
 
 aten = torch.ops.aten
@@ -48,7 +47,7 @@ def with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
         return mod
     length = sizes["kv_idx"]
     columns = outside(differences.apart(ends, [key]), _places([length], 0, key.meta["val"].dtype))
-    bounds = {key.name: Range(sympy.S.Zero, sympy.sympify(length) - 1)}
+    bounds = bounds_of({key.name: length})
     for node in ends:
         node.meta[FOUND] = range_of(node, bounds)
     return _loaded(mod, ends, slow, columns, [key])
@@ -60,8 +59,7 @@ def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
         return mod
     queries, keys, heads = static
     program, lane = mod.program, graph(mod.program.lane)
-    placeholders = lane.find_nodes(op="placeholder")
-    named = dict(zip(placeholders[len(placeholders) - len(mod.inputs) :], mod.inputs, strict=True))
+    named = mod.named
     tables = [node for node, tensor in named.items() if isinstance(tensor, ir.IRNode)]
     kinds = differences.found(program, tables)
     slow: dict[fx.Node, bool] = {}
@@ -86,7 +84,7 @@ def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
     found = outside(
         differences.apart(ends, [query, key, head, *tables]), last, *places, *(named[node] for node in tables)
     )
-    with lane.inserting_after(placeholders[-1]):
+    with lane.inserting_after(lane.find_nodes(op="placeholder")[-1]):
         ahead = lane.call_function(aten.sub.Tensor, (key, query))
     with lane.inserting_after(ahead):
         at = lane.call_function(aten.add.Tensor, (ahead, queries - 1))

@@ -33,6 +33,11 @@ def without(pattern, count=0):
     return lambda text: re.sub(pattern, "", text, count=count)
 
 
+def without_fences(text):
+    """Triton 3.6 writes none."""
+    return without(r"fence\.proxy\.async[^;]*;")(text) + "\n"
+
+
 def last_without(pattern):
     """Without the last one."""
 
@@ -98,7 +103,7 @@ BROKEN = {
         "sm_100", instead(r"or\.b64(\s+%rd\d+, %rd\d+, )-9223301530671644672;", rf"or.b64\1 {0x4000404000000000};"),
         "race", "is read while a copy to it is under way",
     ),
-    "no fence of the async proxy": ("sm_90", without(r"fence\.proxy\.async[^;]*;"), "race", "async proxy"),
+    "no fence of the async proxy": ("sm_90", without_fences, "race", "async proxy"),
 }  # fmt: skip
 
 
@@ -106,15 +111,15 @@ BROKEN = {
 def test_broken(name):
     target, change, kind, text = BROKEN[name]
     with pytest.raises(ptx.Fault, match=re.escape(text)) as caught:
-        matmul(target, change)
+        matmul(target, change, fences="all" if change is without_fences else kernels.FENCES)
     assert caught.value.kind == kind
     assert "matmul: " in str(caught.value) and "kernels.py:" in str(caught.value)
 
 
 def test_copies_without_a_fence():
-    matmul("sm_90", without(r"fence\.proxy\.async[^;]*;"), fences="stores")
+    matmul("sm_90", without_fences, fences="stores")
     with pytest.raises(ValueError, match="fences: expected all or stores, got 'none'"):
-        matmul("sm_90", without(r"fence\.proxy\.async[^;]*;"), fences="none")
+        matmul("sm_90", without_fences, fences="none")
 
 
 def test_two_blocks_write_one_place():

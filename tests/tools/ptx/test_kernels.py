@@ -43,7 +43,7 @@ def test_matmul(target, dtype, stages):
         out.fill_(float("nan"))
         counts = ptx.run(
             kernels.matmul, (2, 1), a, b, out, 128, 64, 96, target=target, num_stages=stages, when=when,
-            unwritten=[out], BM=64, BN=64, BK=32,
+            unwritten=[out], fences=kernels.FENCES, BM=64, BN=64, BK=32,
         )  # fmt: skip
         bound = 96**0.5 * 2**-8 if dtype == torch.float32 else 1e-5  # TF32 cuts all but 10 bits
         assert (out - want).abs().max() < bound
@@ -64,7 +64,7 @@ def test_attention(target, when):
         out = empty(128, 64)
         ptx.run(
             kernels.attention, (128 // rows,), q, k, v, out, 128, target=target, seed=seed, when=when,
-            unwritten=[out], D=64, BM=rows, BN=32,
+            unwritten=[out], fences=kernels.FENCES, D=64, BM=rows, BN=32,
         )  # fmt: skip
         assert (out - want).abs().max() < 4e-3
 

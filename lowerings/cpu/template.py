@@ -132,7 +132,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals["headers"] = {
-        name: (folder / f"{name}.h").read_text() for name in ("kernel", "decode", "dropout", "sums")
+        name: (folder / f"{name}.h").read_text() for name in ("memory", "kernel", "decode", "dropout", "sums")
     }
     return environment
 

@@ -36,11 +36,12 @@ constexpr int64_t round_up(int64_t size, int64_t to) { return (size + to - 1) / 
 template <typename T>
 struct Scratch {
   explicit Scratch(int64_t size)
-      : data(static_cast<T*>(std::aligned_alloc(64, round_up(std::max<int64_t>(size, 1) * sizeof(T), 64)))) {
+      : bytes(round_up(std::max<int64_t>(size, 1) * sizeof(T), 64)), data(static_cast<T*>(flex_inductor::kept_memory().take(bytes))) {
     if (!data) throw std::bad_alloc();
   }
-  ~Scratch() { std::free(data); }
+  ~Scratch() { flex_inductor::kept_memory().give(data, bytes); }
   Scratch(const Scratch&) = delete;
+  size_t bytes;
   T* const data;
 };
 

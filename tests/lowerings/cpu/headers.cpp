@@ -1,4 +1,4 @@
-// Checks of templates/cpu/kernel.h, decode.h and sums.h by themselves; test_headers.py compiles and calls them.
+// Checks of templates/cpu/memory.h, kernel.h, decode.h and sums.h by themselves; test_headers.py compiles and calls them.
 #include <torch/csrc/inductor/cpp_prefix.h>
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "memory.h"
 namespace {
 #include "kernel.h"
 
@@ -164,6 +165,35 @@ bool what_is_not_finite_is_found_and_left_out() {
   return true;
 }
 
+bool memory_is_kept_for_the_next_that_fits() {
+  using flex_inductor::KeptMemory;
+  KeptMemory kept;
+  const auto taken = [&](size_t size) {
+    size_t found = size;
+    void* const data = kept.take(found);
+    return std::make_pair(data, found);
+  };
+  const auto [first, size] = taken(3 << 20);
+  EXPECT(size == 3 << 20);
+  kept.give(first, size);
+  const auto [smaller, at_least] = taken(1 << 20);  // not a third of a block
+  EXPECT(smaller != first && at_least == 1 << 20);
+  const auto [again, whole] = taken(2 << 20);
+  EXPECT(again == first && whole == size);
+  const auto [other, fresh] = taken(2 << 20);  // the block is in use
+  EXPECT(other != first && fresh == 2 << 20);
+  kept.give(smaller, at_least), kept.give(again, whole), kept.give(other, fresh);
+  const auto [large, most] = taken(KeptMemory::MOST);
+  kept.give(large, most);  // all others go
+  const auto [last, unkept] = taken(3 << 20);
+  EXPECT(last != large && unkept == 3 << 20);
+  std::free(last);
+  const auto [same, its] = taken(KeptMemory::MOST);
+  EXPECT(same == large && its == KeptMemory::MOST);
+  std::free(same);
+  return true;
+}
+
 bool heavy_items_come_first_and_equal_ones_in_order() {
   std::vector<Weighed> items{{1, 0}, {5, 1}, {1, 2}, {7, 3}, {9, 4}};
   heaviest_first(items, 4);
@@ -299,7 +329,8 @@ struct Check {
 static const Check CHECKS[] = {
     CHECK(rows_are_gathered_with_zeros_behind), CHECK(register_blocks_are_products), CHECK(results_are_scaled_and_rounded),
     CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
-    CHECK(heavy_items_come_first_and_equal_ones_in_order), CHECK(the_first_failure_is_kept),
+    CHECK(memory_is_kept_for_the_next_that_fits), CHECK(heavy_items_come_first_and_equal_ones_in_order),
+    CHECK(the_first_failure_is_kept),
 #if DECODES
     CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read),
     CHECK(values_are_added_up),

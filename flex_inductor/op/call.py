@@ -19,7 +19,7 @@ from ..visits import KINDS, Schedule, TileMap
 from .ring import Ring
 
 QKV = ("query", "key", "value")
-MOST_DECODE_ROWS = 16
+MOST_DECODE_ROWS, MOST_DECODE_QUERIES = 16, 4  # rows of a KV head, or rows of each of its query heads
 
 
 class Inputs(NamedTuple):
@@ -204,7 +204,8 @@ def is_guarded(mask_mod: Any, inputs: Inputs) -> bool:
 def has_few_queries(
     queries: Any, heads: Any, kv_heads: Any, q_block: Any, inputs: Container[str], at_most: Callable
 ) -> bool:
-    """Whether so few queries read each KV head on a CPU that packing its keys would not pay.
+    """Whether so few queries read each KV head on a CPU that packing its keys would not pay, or so few are of a query
+    head that its blocks of rows would be half empty.
 
     A map does not say how many tiles of queries read a key. Blocks for few queries are taken to mean one.
     `at_most(x, y)` says what is known of sizes.
@@ -214,7 +215,8 @@ def has_few_queries(
     if q_block is not None and "tile_map" in inputs:
         queries = q_block
     in_one_block = q_block is None or at_most(queries, q_block)
-    return in_one_block and at_most(queries * heads, MOST_DECODE_ROWS * kv_heads)
+    few_rows = at_most(queries * heads, MOST_DECODE_ROWS * kv_heads)
+    return in_one_block and (few_rows or at_most(queries, MOST_DECODE_QUERIES))
 
 
 def wanted_gradients(joint: Any, count: int) -> list[bool]:

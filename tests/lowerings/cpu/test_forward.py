@@ -62,7 +62,7 @@ def test_bits_do_not_depend_on_threads(dtype, mod):
     threads = torch.get_num_threads()
     try:
         results = []
-        for count in (1, 2, 3, 2):
+        for count in (1, 2, 3, 16):  # 16 take items of fewer rows
             torch.set_num_threads(count)
             results.append(run(attend, inputs, captures, mask).named())
     finally:
@@ -94,6 +94,25 @@ def test_heads_in_waves(monkeypatch):
     assert_within(results[0], *allowed)
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, queries, kernel",
+    [
+        (32, 1, 1, "decode"),
+        (20, 2, 4, "decode"),
+        (2, 2, 16, "decode"),
+        (20, 2, 5, "forward"),
+        (2, 2, 17, "forward"),
+    ],
+)
+def test_which_calls_do_not_pack_keys(heads, kv_heads, queries, kernel):
+    """Those of 16 rows for each KV head, or of 4 queries."""
+    sizes = Sizes(batch=1, heads=heads, kv_heads=kv_heads, queries=queries, keys=40)
+    flex_inductor.decisions(clear=True)
+    judge(fused(attention_of(None), dynamic=False), dense_of(None), sizes.inputs(torch.float32), (), None)
+    found = {choice.kernel for decision in flex_inductor.decisions() for choice in decision.kernels}
+    assert found == {kernel, "backward"}
 
 
 @pytest.mark.parametrize("compact", [True, False])

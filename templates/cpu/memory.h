@@ -1,8 +1,10 @@
 // Memory that a call leaves for the next one of its thread, of whichever kernel. What the system takes back comes again a
-// page fault for every 4 KiB, 1 ms for 5 MiB; whether malloc gives it back depends on where it lies.
+// page fault for every 4 KiB, 1 ms for 5 MiB; whether malloc gives it back depends on where it lies. All libraries of a
+// process may share it, packaged ones of an older version too: another layout needs another name.
 #ifndef FLEX_INDUCTOR_MEMORY
 #define FLEX_INDUCTOR_MEMORY
 namespace flex_inductor {
+inline namespace memory_1 {
 class KeptMemory {
  public:
   static constexpr size_t LEAST = 128 << 10, MOST = 16 << 20;  // bytes of a block, and of all
@@ -45,5 +47,6 @@ inline KeptMemory& kept_memory() {
   static thread_local KeptMemory kept;
   return kept;
 }
+}  // namespace memory_1
 }  // namespace flex_inductor
 #endif

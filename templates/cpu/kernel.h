@@ -449,9 +449,10 @@ inline __attribute__((always_inline)) void dot_block(
   }
 }
 
-// Asks for a row that is read or written soon, in the second cache: the first one waits for few lines at a time.
+// Asks for a row that is read or written soon, in the second cache: the first one waits for few lines at a time. gcc drops
+// calls of a function that does nothing else, so it is inlined always.
 template <bool written = false, typename T>
-inline void fetch_row(const T* row, int64_t count) {
+inline __attribute__((always_inline)) void fetch_row(const T* row, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(row + i, written, 2);
 }
 constexpr int64_t AHEAD = 8;  // rows; the processor does not foresee them where other heads lie between them

@@ -156,10 +156,10 @@ def held_by_kernels(dtype: torch.dtype) -> list[float]:
 # values as fp32.
 HELD = {"float32": 24, "bfloat16": 16 if torch.cpu._is_avx512_bf16_supported() else 24}
 SCRIPT = """
-import ctypes, torch
+import torch
+from flex_inductor.tools.bench.harness import return_freed_memory
 from tests.accuracy.test_memory import HELD, held_by_kernels
-mmap_threshold = -3
-ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 16)  # what is freed goes back to the system at once
+return_freed_memory()
 for dtype in HELD:
     print(*held_by_kernels(getattr(torch, dtype)))
 """

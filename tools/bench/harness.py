@@ -232,11 +232,19 @@ def keep_freed_memory() -> None:
 
     glibc gives tensors of over 32 MiB back when they are freed: the next results come a page fault for every 4 KiB.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    _set_allocator(trim_threshold=(1 << 31) - 1, mmap_threshold=1 << 30)
+
+
+def return_freed_memory() -> None:
+    """For the rest of the process, so that what was freed before a call is not missing in what the call takes."""
+    _set_allocator(trim_threshold=1 << 16, mmap_threshold=1 << 16)
+
+
+def _set_allocator(trim_threshold: int, mmap_threshold: int) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(trim_threshold, (1 << 31) - 1)
-        mallopt(mmap_threshold, 1 << 30)
+        mallopt(-1, trim_threshold)
+        mallopt(-3, mmap_threshold)
 
 
 def above_start(call: Callable[[], Any]) -> float:

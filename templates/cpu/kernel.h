@@ -455,7 +455,7 @@ template <bool written = false, typename T>
 inline __attribute__((always_inline)) void fetch_row(const T* row, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(row + i, written, 2);
 }
-constexpr int64_t AHEAD = 8;  // rows; the processor does not foresee them where other heads lie between them
+constexpr int64_t AHEAD = 16;  // rows; the processor does not foresee them where other heads lie between them
 
 // The compiler is told not to vectorise loops by itself, so these say how.
 inline void copy_elements(const Element* from, int64_t stride, int64_t count, Element* to) {

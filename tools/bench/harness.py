@@ -243,8 +243,8 @@ def return_freed_memory() -> None:
 def _set_allocator(trim_threshold: int, mmap_threshold: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
     if mallopt is not None:
-        mallopt(-1, trim_threshold)
-        mallopt(-3, mmap_threshold)
+        mallopt(-1, trim_threshold)  # M_TRIM_THRESHOLD
+        mallopt(-3, mmap_threshold)  # M_MMAP_THRESHOLD
 
 
 def above_start(call: Callable[[], Any]) -> float:

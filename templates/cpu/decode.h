@@ -39,9 +39,10 @@ struct Chunk {
   }
 };
 
-// Has the system's pages that `count` rows begin in looked up, long before the rows are asked for: a page that is looked up
-// late holds up all that is asked for after it.
-inline __attribute__((always_inline)) void look_up(const Stored* rows, int64_t stride, int64_t count) {
+// Has the system's pages of `count` rows looked up, long before the rows are asked for: a page that is looked up late holds up
+// all that is asked for after it. Rows far apart take too little of each page for that to pay.
+inline __attribute__((always_inline)) void look_up(const Stored* rows, int64_t width, int64_t stride, int64_t count) {
+  if (width * 2 < stride) return;
   constexpr int64_t PAGE = 4096 / sizeof(Stored);
   const int64_t rows_of_page = std::max<int64_t>(PAGE / std::max<int64_t>(stride, 1), 1);
   for (int64_t n = 0; n < count; n += rows_of_page) fetch_row(rows + n * stride, 1);

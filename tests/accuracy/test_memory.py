@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 
 from flex_inductor import and_masks, create_block_mask, flex_attention, set_eager_kernels
 from flex_inductor.backend import flex_inductor
-from flex_inductor.tools.bench.harness import above_start
+from flex_inductor.tools.bench.harness import above_start, in_a_new_thread
 from tests.memory import peak_allocated
 from tests.support import causal
 
@@ -138,16 +137,11 @@ def held_by_kernels(dtype: torch.dtype) -> list[float]:
         out = attend(*inputs, block_mask, None)
         results[:] = out, *torch.autograd.grad(out, inputs, inputs[0])
 
-    def of_a_new_thread(count: int) -> None:
-        """Threads keep memory for their next call: a new one has none."""
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(step, count).result()
-
-    of_a_new_thread(1)  # compiles
+    in_a_new_thread(partial(step, 1))  # compiles
     held = []
     for count in (1, 2):
         results.clear()
-        above = above_start(partial(of_a_new_thread, count))
+        above = above_start(partial(in_a_new_thread, partial(step, count)))
         held.append(above - sum(tensor.nbytes for tensor in results) / 2**20)
     return held
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..options import count
 from .compile import HEADS, OURS, SDPA, WIDTH, Layer, attention_of
-from .harness import Result, above_start, return_freed_memory
+from .harness import Result, above_start, in_a_new_thread, return_freed_memory
 from .workers import Job, Worker
 
 HELP = "memory of a training step, next to SDPA's"
@@ -57,9 +57,7 @@ def peak_of_step(side: str, layers: int, length: int) -> float:
         compiled(x).sum().backward()
 
     step()  # compiles
-    # A thread keeps memory of our kernels for its next call: a new one has none yet.
-    with ThreadPoolExecutor(1) as thread:
-        return above_start(lambda: thread.submit(step).result())
+    return above_start(partial(in_a_new_thread, step))
 
 
 def headline(results: list[Result]) -> str:

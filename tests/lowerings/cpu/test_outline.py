@@ -75,9 +75,9 @@ auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, inductor_vec_mask_cast<float,
 tmp17.store(scores + x1 + x0*TILE_LD);
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !*packed.at(n - first_packed, key_width).dropped;
-for (int64_t n = aligned; n < n0 + columns; n += PANEL)
+each_panel(offset + columns, [&](int64_t n, auto whole) {
 for (int64_t r = 0; r < count; r += BLOCK)
-dot_block(own.query.data + (r0 + r) * key_width, key_width, STEP, packed.keys + (n - first_packed) * key_width, PANEL * STEP,
+dot_block<whole>(own.query.data + (r0 + r) * key_width, key_width, STEP,
 if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns); else full_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns);
 softmax_rows(own, r0, count, scores, weights, columns, first_column);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {

@@ -148,7 +148,8 @@ def held_by_kernels(dtype: torch.dtype) -> list[float]:
 
 # MiB for each thread, of which the last 4 or 2 are kept of the forward. Without bf16 instructions the kernels hold keys and
 # values as fp32.
-HELD = {"float32": 24, "bfloat16": 16 if torch.cpu._is_avx512_bf16_supported() else 24}
+PAIRS = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+HELD = {"float32": 24, "bfloat16": 16 if PAIRS else 24}
 SCRIPT = """
 import torch
 from flex_inductor.tools.bench.harness import return_freed_memory

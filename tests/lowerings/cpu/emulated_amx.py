@@ -34,11 +34,9 @@ def poisoned_scratch(monkeypatch):
     compiled = AsyncCompile.cpp_pybinding
 
     def poisoned(self, types, source):
-        check = "if (!data) throw std::bad_alloc();"
+        check = "if (!start) throw std::bad_alloc();"
         assert (check in source) == ("struct Scratch" in source)
-        return compiled(
-            self, types, source.replace(check, f"{check} std::memset(data, 0xff, size * sizeof(T));")
-        )
+        return compiled(self, types, source.replace(check, f"{check} std::memset(start, 0xff, bytes);"))
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", poisoned)
 

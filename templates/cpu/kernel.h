@@ -46,6 +46,7 @@ struct Memory {
 template <typename T>
 struct Scratch : Memory {
   explicit Scratch(int64_t size) : Memory(size * sizeof(T)), data(static_cast<T*>(start)) {}
+  T& operator[](int64_t i) const { return data[i]; }
   T* const data;
 };
 

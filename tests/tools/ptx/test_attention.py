@@ -32,6 +32,10 @@ def bias(q, k, v, table):
     return flex_attention(q, k, v, lambda s, b, h, m, n: s + table[m, n])
 
 
+def bias_alone(q, k, v, table):
+    return flex_attention(q, k, v, lambda s, b, h, m, n: table[m, n])
+
+
 def grouped(q, k, v):
     mask = create_block_mask(causal(), None, None, q.size(2), k.size(2), "cpu", compact=True)
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -78,6 +82,11 @@ WITH_BACKWARD = ["forward", "backward_dq", "backward_dkdv"]
 CALLS = {
     "alibi": (causal_alibi, causal_alibi_in_torch, [(1, 2, 96, 64)] * 3 + [(2,)], WITH_BACKWARD),
     "bias": (bias, lambda q, k, v, table: sdpa(q, k, v, attn_mask=table), [(1, 2, 200, 64)] * 3 + [(200, 200)], WITH_BACKWARD),
+    # Gradients of scores are 0, in one register, which is copied while products read it.
+    "bias alone": (
+        bias_alone, lambda q, k, v, table: sdpa(q * 0, k, v, attn_mask=table),
+        [(1, 2, 70, 16)] * 3 + [(70, 70)], WITH_BACKWARD,
+    ),
     "grouped": (
         grouped, lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True),
         [(1, 4, 256, 128)] + [(1, 2, 256, 128)] * 2, WITH_BACKWARD,
@@ -106,6 +115,7 @@ CASES = [
         ("alibi", "sm_80", torch.bfloat16),
         ("alibi", "sm_90", torch.float16),
         ("bias", "sm_90", torch.bfloat16),
+        ("bias alone", "sm_90", torch.float16),
         ("decode", "sm_80", torch.float16),
         ("short", "sm_90", torch.float16),
         ("short", "sm_100", torch.bfloat16),

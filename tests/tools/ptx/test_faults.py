@@ -1,5 +1,6 @@
 """Right kernels made wrong on purpose: each is caught, by the check that is meant for it."""
 
+import contextlib
 import re
 
 import pytest
@@ -120,6 +121,25 @@ def test_copies_without_a_fence():
     matmul("sm_90", without_fences, fences="stores")
     with pytest.raises(ValueError, match="fences: expected all or stores, got 'none'"):
         matmul("sm_90", without_fences, fences="none")
+
+
+@pytest.mark.parametrize(
+    "change, found", [("mov.b32 t, {0};", None), ("add.u32 {0}, {0}, 1;", "has changed while")]
+)
+def test_weights_that_a_product_reads(change, found):
+    """They may be read before the wait, as LLVM does, but not change."""
+    tensors = [torch.randn(64, 16).half() for _ in range(3)]
+    args = (*tensors, torch.empty(64, 16), 64)
+    compiled, given = compiled_for(kernels.attention, args, "sm_90", 4, 1, {"D": 16, "BM": 64, "BN": 64})
+    behind = re.compile(
+        r"(wgmma\.mma_async[^;{]*\{[^}]*\},\s*\{(%r\d+)[^;]*;.*?wgmma\.commit_group[^;]*;)", re.DOTALL
+    )
+    added = r"\1 { .reg .b32 t; " + change.format(r"\2") + " }"
+    text, count = behind.subn(added, compiled.asm["ptx"], count=1)
+    assert count == 1
+    fails = pytest.raises(ptx.Fault, match=found) if found else contextlib.nullcontext()
+    with fails:
+        ptx.run_text(text, "attention", 1, [*given, 0, 0], num_warps=4, shared_bytes=compiled.metadata.shared)
 
 
 def test_two_blocks_write_one_place():

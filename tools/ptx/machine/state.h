@@ -95,7 +95,7 @@ struct Warp {
   Groups copies, bulk, products, tensor_loads, tensor_stores;
   int delayed = 0;               // products that are not computed
   uint32_t last_product = 0;     // of tensor memory: its number in the block
-  std::map<int, int> in_flight;  // registers of products under way, and how many
+  std::map<int, int> in_flight;  // sums of products under way, and how many
   std::map<int, Fault> doubts;   // of registers whose values were read while another warp wrote them
   std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
   uint32_t fences = 1, used_fences = 1;  // passed, and passed before the last product

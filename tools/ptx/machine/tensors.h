@@ -242,7 +242,14 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     for (Bits piece : held) shared.begin_read(piece, 16);
     Pending work;
     work.instruction = &in;
-    for (int slot : in.touched) ++warp.in_flight[slot];
+    for (int slot : in.operands[0].slots) ++warp.in_flight[slot];
+    const auto fragment = [=, &in, &warp] {
+      std::vector<Bits> found;
+      for (int slot : in.operands[1].slots)
+        for (int lane = 0; from_registers && lane < LANES; ++lane) found.push_back(warp.of(slot, lane));
+      return found;
+    };
+    const auto given = fragment();
     auto compute = [=, &in, &warp] {
       std::vector<double> c(16 * n), x(16 * k);
       auto fetch = [&warp](Bits piece, uint8_t* to) { warp.block->shared->read(warp.agent, piece, 16, to, true); };
@@ -271,7 +278,9 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     work.finish = [=, &in, &warp] {
       const int line = std::exchange(warp.agent.line, in.line);
       for (Bits piece : held) warp.block->shared->end_read(piece, 16);
-      for (int slot : in.touched)
+      // LLVM copies it before a wait, or puts a constant there once more.
+      if (fragment() != given) throw Fault{"race", "a register that a product reads has changed while it was under way"};
+      for (int slot : in.operands[0].slots)
         if (!--warp.in_flight[slot]) warp.in_flight.erase(slot);
       if (!early) {
         --warp.delayed;

@@ -196,7 +196,7 @@ bool memory_is_kept_for_the_next_that_fits() {
 
 bool heavy_items_come_first_and_equal_ones_in_order() {
   std::vector<Weighed> items{{1, 0}, {5, 1}, {1, 2}, {7, 3}, {9, 4}};
-  heaviest_first(items, 4);
+  heaviest_first(items.data(), 4);
   const int64_t wanted[] = {3, 1, 0, 2, 4};
   for (int64_t i = 0; i < 5; ++i) EXPECT(items[i].item == wanted[i]);
   return true;

@@ -32,7 +32,8 @@ constexpr int64_t BLOCK = W == 8 ? 6 : 8, DEPTH = STEP;
 
 constexpr int64_t round_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// Uninitialised and aligned memory. Not inlined: a thread has twenty, which took a fifth of a backward's compile time.
+// Uninitialised and aligned memory. Its functions are not inlined: a thread of a backward kernel calls them for 20 pieces,
+// and a fifth of the kernel's compile time went there.
 struct Memory {
   explicit __attribute__((noinline)) Memory(size_t size)
       : bytes(round_up(std::max<size_t>(size, 1), 64)), start(flex_inductor::kept_memory().take(bytes)) {

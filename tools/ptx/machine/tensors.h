@@ -278,7 +278,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     work.finish = [=, &in, &warp] {
       const int line = std::exchange(warp.agent.line, in.line);
       for (Bits piece : held) warp.block->shared->end_read(piece, 16);
-      // LLVM copies it before a wait, or puts a constant there once more.
+      // LLVM copies a fragment before the wait, or puts the same constant there once more.
       if (fragment() != given) throw Fault{"race", "a register that a product reads has changed while it was under way"};
       for (int slot : in.operands[0].slots)
         if (!--warp.in_flight[slot]) warp.in_flight.erase(slot);

@@ -72,7 +72,7 @@ def test_a_row_that_is_off(index, name, dtype):
 OFF = {torch.bfloat16: 1.03, torch.float16: 1.005, torch.float32: 1.0001}
 
 
-@pytest.mark.parametrize("index, name", enumerate(["d_query", "d_key", "d_value", r"d_captures\[0\]"]))
+@pytest.mark.parametrize("index, name", [*enumerate(["d_query", "d_key", "d_value", r"d_captures\[0\]"])])
 @pytest.mark.parametrize("dtype", OFF)
 def test_one_gradient_that_is_off(index, name, dtype):
     off = (OFF[dtype] - 1) * (2 if index == 3 else 1)  # captured tensors have twice the roundings

@@ -88,7 +88,7 @@ def test_a_model(capsys):
 PAGE = (Path(__file__).parents[2] / "docs/check.md").read_text()
 
 
-@pytest.mark.parametrize("number, name", enumerate(("packed.py", "llama.py")))
+@pytest.mark.parametrize("number, name", [*enumerate(("packed.py", "llama.py"))])
 def test_the_page_shows_what_is_printed(number, name, capsys, tmp_path, monkeypatch):
     code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number]
     command, report = re.findall(

@@ -142,7 +142,7 @@ def cases():
         yield pytest.param(lengths, mask, mod, marks=marks)
 
 
-@pytest.mark.parametrize("lengths, mask, mod", cases())
+@pytest.mark.parametrize("lengths, mask, mod", [*cases()])
 def test_eager(lengths, mask, mod):
     build, lengths, mask_mod = MODS[mod], LENGTHS[lengths], MASKS[mask]
     sequences = Sequences.from_lengths(*lengths)

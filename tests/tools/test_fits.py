@@ -34,7 +34,7 @@ def test_calls_with_little_room(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", itertools.product(TARGETS, DOORS, DTYPES), ids=str)
+@pytest.mark.parametrize("case", [*itertools.product(TARGETS, DOORS, DTYPES)], ids=str)
 def test_every_call_on_every_card(case):
     for head_dim in HEAD_DIMS:
         assert_fit(*case, head_dim)

@@ -1,8 +1,8 @@
 """`flex-inductor bench masks`: what building block masks costs, next to torch's own function.
 
 Each side has a process of its own: imports, then the first call (with a small mask, as a model's first step would
-pay it), then the case itself for its peak memory. Then the sides take turns, in the opposite order every second
-round; shown are the median over the rounds and the middle half of them.
+pay it). Then the sides take turns, in the opposite order every second round; shown are the median over the rounds and
+the middle half of them. The peak of memory is another process's, which gives freed memory back at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flex_inductor.masks.library.algebra import or_masks
 from flex_inductor.masks.library.blockmask import create_block_mask
 
 from .call import documents
-from .harness import OURS, PLOT, Result, above_start, alternate, milliseconds, results_of
+from .harness import OURS, PLOT, Result, above_start, alternate, milliseconds, results_of, return_freed_memory
 from .workers import Failed, Job, Worker
 
 HELP = "the cost of building block masks"
@@ -94,19 +94,35 @@ CASES = (
 _builds: dict[str, Callable[[], Any]] = {}  # of this process, by side
 
 
-def prepare(title: str, side: str) -> tuple[float, float]:
-    """Milliseconds of the first call, and MB at the peak of the first of the case's length, in a new process."""
+def prepare(title: str, side: str) -> float:
+    """Milliseconds of the first call in a new process, which then keeps the case's own for `again`."""
+    warm_up, build = _calls(title, side)
+    first = milliseconds(warm_up)
+    build()
+    _builds[side] = build
+    return first
+
+
+def peak_of(title: str, side: str) -> float:
+    """MB at the peak of the case, in a new process."""
+    return_freed_memory()
+    warm_up, build = _calls(title, side)
+    warm_up()
+    return above_start(build)
+
+
+def _calls(title: str, side: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A first call, and the case's own."""
     case = next(case for case in CASES if case.title == title)
     functions: dict[str, Callable] = {
         OURS: partial(create_block_mask, compact=case.compact),
         "torch eager": torch_create_block_mask,
         "torch compiled": torch.compile(torch_create_block_mask),
     }
-    create, small = functions[side], (library.causal(), None, None, 512, 512, "cpu")
+    create = functions[side]
+    build = partial(create, case.make(), None, None, case.length, case.length, "cpu")
     compiled = side == "torch compiled"  # it is warm only for the very same call
-    first = 0.0 if compiled else milliseconds(lambda: create(*small))
-    build = _builds[side] = partial(create, case.make(), None, None, case.length, case.length, "cpu")
-    return milliseconds(build) if compiled else first, above_start(build)
+    return build if compiled else partial(create, library.causal(), None, None, 512, 512, "cpu"), build
 
 
 def again(side: str) -> float:
@@ -133,7 +149,9 @@ def measure(case: Case, arguments: Namespace) -> list[Result]:
         for side in SIDES if case.torch_too and not arguments.no_torch else SIDES[:1]:
             worker = processes.enter_context(Worker())
             try:
-                found[side] = worker.run(Job(prepare, (case.title, side)))
+                with Worker() as another:
+                    peak = another.run(Job(peak_of, (case.title, side)))
+                found[side] = worker.run(Job(prepare, (case.title, side))), peak
                 sides[side] = partial(worker.run, Job(again, (side,)))
             except Failed as failure:
                 refused[side] = str(failure)

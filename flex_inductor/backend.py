@@ -99,7 +99,7 @@ def _own_error(error: Exception, calls: list[fx.Node]) -> errors.FlexError | Non
     if compat.is_cpp_failure(error) and (reason := upward.missing_for_cpp()):
         return errors.cannot_compile(reason)
     if supported.UNTESTED:
-        return errors.torch_untested(supported.refused("compiling a graph with attention", error))
+        return errors.FlexRuntimeError(supported.refused("compiling a graph with attention", error))
     return None
 
 

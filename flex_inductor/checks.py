@@ -27,7 +27,7 @@ def refuse_untested() -> None:
 
 @compat.run_while_traced
 def _refuse_untested() -> None:
-    raise compat.through_dynamo(errors.torch_untested(compat.failed_when_imported[0]))
+    raise compat.through_dynamo(errors.FlexRuntimeError(compat.failed_when_imported[0]))
 
 
 def refused(error: errors.FlexError) -> NoReturn:
@@ -54,7 +54,7 @@ def check_unplanned(
 ) -> None:
     """Refuse what no call takes whose mask is not planned. `options` are those of check_call."""
     check_call(query, key, value, *options)
-    scales.check(query, key, value, tuple(key.shape[:2]), tuple(key.shape[:3]))
+    scales.check(query, key, tuple(key.shape[:2]), tuple(key.shape[:3]))
     softmax.check(query)
     if needs_plan():
         raise errors.unplanned("flex_attention")

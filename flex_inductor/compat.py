@@ -212,7 +212,7 @@ def change_function_arguments(change: Callable[[tuple], tuple]) -> None:
 def checks_what_it_computed(kernel: Any) -> Any:
     """A kernel of Inductor's C++ that computes each index again to check it.
 
-    Checks are emitted with the loads, before all computations. In 2.11 they name results of computations.
+    Checks come with the loads, before all computations. Until 2.12 they may name what is computed after them.
     """
     check_bounds = kernel.check_bounds
 

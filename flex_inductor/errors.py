@@ -1,4 +1,7 @@
-"""Every message a user can meet. Each names the argument, what came, what was expected, what to do."""
+"""The classes of errors, and the messages about attention's own arguments; most folders have messages of their own.
+
+Each names the argument, what came, what was expected, what to do.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +82,6 @@ class FlexRuntimeError(FlexError, RuntimeError):
         ...     print(str(error).partition(" (")[0])
         score_mod draws random numbers
     """
-
-
-def torch_untested(why: str) -> FlexRuntimeError:
-    return FlexRuntimeError(why)
 
 
 def cannot_compile(reason: str) -> FlexRuntimeError:
@@ -271,8 +270,8 @@ def sliced_block_mask() -> FlexRuntimeError:
 # Options.
 
 
-def no_options(where: str, value: Any) -> FlexTypeError:
-    return FlexTypeError(f"{where} must be a dict of hints, or None, but is {described(value)}.")
+def no_options(value: Any) -> FlexTypeError:
+    return FlexTypeError(f"kernel_options must be a dict of hints, or None, but is {described(value)}.")
 
 
 def unknown_option(where: str, name: Any, known: Iterable[str]) -> FlexValueError:

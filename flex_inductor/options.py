@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from . import compat, errors, fingerprint
 
-NUM_SPLITS = (
-    "num_splits"  # the one hint beside torch's: parts into which decoding kernels cut the keys; 0 for any
-)
+# The one hint beside torch's: into how many parts decoding kernels cut the keys; 0 for any number.
+NUM_SPLITS = "num_splits"
 _MOST_SPLITS = 128
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
@@ -63,7 +62,7 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
     if kernel_options is None:
         return
     if not isinstance(kernel_options, dict):
-        raise errors.no_options("kernel_options", kernel_options)
+        raise errors.no_options(kernel_options)
     for name in kernel_options:
         if (
             not isinstance(name, str)
@@ -84,14 +83,16 @@ class CallOptions(NamedTuple):
     hints: tuple[tuple[str, Any], ...] = ()  # the call's kernel_options
     lse: bool = True  # whether the caller reads it
     max_scores: bool = True
-    more: tuple[str, ...] = ()  # results for each row beside these, in the order of softmax.MORE
+    more: tuple[str, ...] = ()  # further results, in the order of softmax.MORE
     build: str = ""  # the build's hash: every compile cache misses on new code
-    route: str = ""  # what the backend adds: its own options,
+    # The backend adds these, the first three from its own options.
+    route: str = ""
     configs: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     verify: bool = False
-    number: int = 0  # the call's place among those of Dynamo's graph,
-    imported: str = ""  # which tuning results were imported, where kernels are timed,
-    visited: tuple[float, float] | None = None  # and the shares of partial and of full blocks
+    number: int = 0  # the call's place among those of Dynamo's graph
+    # Both are set only where kernels are timed.
+    imported: str = ""  # which tuning results were imported
+    visited: tuple[float, float] | None = None  # the shares of partial and of full blocks
     eager: bool = False  # whether the call was made eagerly, and its class is compiled
 
     @property

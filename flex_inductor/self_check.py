@@ -25,7 +25,9 @@ def self_check(way: str) -> None:
             _found[way] = _failure(way)
         failure = _found[way]
     if failure is not None:
-        raise errors.torch_untested(supported.refused(f"the self-check of {way} calls", failure)) from failure
+        raise errors.FlexRuntimeError(
+            supported.refused(f"the self-check of {way} calls", failure)
+        ) from failure
 
 
 def _failure(way: str) -> BaseException | None:

@@ -58,7 +58,7 @@ def self_check(way: str) -> None:
 
 
 def exchange() -> Any:
-    """Options that tell Inductor of exchanges between ranks."""
+    """The module that lowers exchanges between ranks: importing it tells Inductor of them."""
     return import_module(f"{_LOWERINGS}.exchange")
 
 

@@ -14,7 +14,7 @@ from flex_inductor import fingerprint
 
 from . import winners
 from .decision import Choice, config_text
-from .problem import AttentionProblem
+from .problem import AttentionProblem, dtype_name
 
 Config = TypeVar("Config", bound=Any)  # a NamedTuple of whole numbers
 
@@ -133,7 +133,7 @@ def problem_class(problem: AttentionProblem, kernel: str) -> str:
     outputs = ",".join(p.outputs)
     mods = hashlib.sha256(p.programs.text().encode()).hexdigest()[:16]
     dtypes = dict.fromkeys((p.dtype, p.kv_dtype))
-    dtype = "/".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    dtype = "/".join(map(dtype_name, dtypes))
     return f"{kernel} {dtype} H{p.H}:{p.K} {dims}{blocks}{visited} [{outputs}] mods {mods}"
 
 

@@ -13,6 +13,7 @@ from flex_inductor.op import AttentionCall
 
 from . import record_file
 from .decision import Choice, Decision
+from .problem import dtype_name
 
 log = logging.getLogger("flex_inductor")
 
@@ -36,7 +37,7 @@ def record_eager(call: Any, why: str) -> None:
     kind = "forward" if isinstance(call, AttentionCall) else "backward"
     batch, heads, queries, dim = call.query.shape
     shape = f"B{batch} H{heads} M{queries} N{call.key.size(2)} D{dim}"
-    dtype = str(call.query.dtype).removeprefix("torch.")
+    dtype = dtype_name(call.query.dtype)
     _tell(Decision(f"{kind} {dtype} on {call.query.device.type}, {shape}", "chunked", why, ()), 0)
 
 

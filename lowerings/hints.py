@@ -11,9 +11,8 @@ from flex_inductor.options import NUM_SPLITS
 
 from .problem import AttentionProblem
 
-# Torch's wrapper writes these into every call.
+# These ask for nothing; torch's wrapper writes them into every call.
 _DEFAULTS = {
-    NUM_SPLITS: 0,
     "BACKEND": "AUTO",
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,

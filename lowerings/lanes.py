@@ -23,7 +23,7 @@ from flex_inductor.mod_ir.program import LaneProgram
 from flex_inductor.mod_ir.split import Programs
 
 from .buffers import realized
-from .problem import AttentionProblem
+from .problem import AttentionProblem, dtype_name
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def refusal(program: LaneProgram, own_lowerings: Container[Any]) -> str | None:
         if not pointwise or not known or node.target in fallbacks:
             return f"uses {node.target}, which is not inlined"
         if node.target not in own_lowerings and not _inlines(node, lane):
-            dtypes = ", ".join(str(n.meta["val"].dtype).removeprefix("torch.") for n in node.all_input_nodes)
+            dtypes = ", ".join(dtype_name(n.meta["val"].dtype) for n in node.all_input_nodes)
             return f"uses {node.target} of {dtypes}, which is not inlined"
     return None
 
@@ -232,7 +232,7 @@ class LaneLowering(PointwiseSubgraphLowering):
         self.mutated_buffers = V.graph.mutated_buffers
 
     def outputs(self, *inputs: Any) -> list[Any]:
-        """The graph's outputs on lanes, guards, captures and invariants."""
+        """The graph's outputs on lanes, guards, captures, invariants and tables."""
         with V.set_graph_handler(self):
             self.run(*inputs)
         results: Any = self.graph_outputs

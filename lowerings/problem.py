@@ -53,16 +53,16 @@ class AttentionProblem:
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Sizes of the output and of the gradients of query, key and value."""
+        """The dtype of the output and of the gradients of query, key and value."""
         return score_dtype(self.dtype) if "partial" in self.inputs else self.dtype
 
     def describe(self) -> str:
         """The call in a line."""
         heads = f"{self.H}" if self.H == self.K else f"{self.H}:{self.K}"
         dims = f"{self.D}" if self.D == self.V else f"{self.D}/{self.V}"
-        keys = "" if self.kv_dtype == self.dtype else f" with keys in {_name(self.kv_dtype)}"
+        keys = "" if self.kv_dtype == self.dtype else f" with keys in {dtype_name(self.kv_dtype)}"
         parts = [
-            f"{self.direction} {_name(self.dtype)}{keys} on {self.device.type}",
+            f"{self.direction} {dtype_name(self.dtype)}{keys} on {self.device.type}",
             f"B{self.B} H{heads} M{self.M} N{self.N} D{dims}",
         ]
         for name in ("score", "mask"):
@@ -77,5 +77,5 @@ class AttentionProblem:
         return ", ".join(parts)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

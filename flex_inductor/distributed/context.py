@@ -181,7 +181,7 @@ class ContextParallel:
             ContextParallelError: nothing is planned, or the tensor has another length.
         """
         own = self._layout("unshard", layout)
-        expected = own.local_length(self.rank)
+        expected = own.lengths[self.rank]
         if tensor.size(dim) != expected:
             raise errors.wrong_local_length(
                 "unshard: tensor", tensor.size(dim), expected, self.rank, own.length

@@ -52,7 +52,7 @@ def decode(
         _check(query, key, value, positions, at)
     except FlexError as error:
         refused(error)
-    # Dynamo does not trace into mod_ir, which has a function for it.
+    # As mod_ir's `score_dtype`, into which Dynamo does not trace.
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     if key.size(2):
         out, lse, _ = attention(

@@ -110,7 +110,7 @@ def _check_tokens(capture: DTensor, length: int, layout: Layout, rank: int) -> N
     """A parameter that torch has chunked may be as long as this rank's tokens and belong to others."""
     chunk = -(-layout.length // layout.ranks)
     first = torch.arange(layout.length)[rank * chunk :][:length]
-    if length != layout.local_length(rank):
-        raise errors.capture_length(length, layout.local_length(rank), rank)
+    if length != layout.lengths[rank]:
+        raise errors.capture_length(length, layout.lengths[rank], rank)
     if capture.is_leaf and capture.requires_grad and not torch.equal(first.int(), layout.positions(rank)):
         raise errors.sharded_parameter(capture.placements)

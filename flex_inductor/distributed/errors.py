@@ -24,8 +24,6 @@ class ContextParallelError(FlexValueError):
         >>> dist.destroy_process_group()
     """
 
-    pass
-
 
 def unknown(name: str, value: Any, known: Iterable[str]) -> ContextParallelError:
     return ContextParallelError(f"{name}: expected one of {', '.join(known)}, got {value!r}.")

@@ -86,7 +86,7 @@ class _Cast(torch.autograd.Function):
         ctx.group, ctx.dtype = group, tensor.dtype
         out = exchanged(tensor.index_select(0, rows), sent, received, came.size(0), group, plan)
         ctx.mark_non_differentiable(out)
-        # Dynamo does not trace into mod_ir, which has a function for it.
+        # As mod_ir's `score_dtype`, into which Dynamo does not trace.
         wide = torch.float64 if out.dtype == torch.float64 else torch.float32
         zero = out.new_zeros((), dtype=wide)
         return out, *(zero.expand(*out.shape[:-1], size) for size in (width, out.size(-1) - width))
@@ -119,7 +119,7 @@ def unshard(tensor: Tensor, dim: int, layout: Layout, rank: int, group: str, par
     """A rank's gradient of the whole is the same as on all ranks, or with `partial` one summand of it."""
     came = torch.cat([layout.positions(other) for other in range(layout.ranks)])
     received = torch.tensor(layout.lengths)
-    traffic = Traffic(torch.full_like(received, layout.local_length(rank)), received, came)
+    traffic = Traffic(torch.full_like(received, layout.lengths[rank]), received, came)
     rows = tensor.movedim(dim, 0)
     copies = (rows if partial else rows.detach()).expand(layout.ranks, *rows.shape).flatten(0, 1)
     whole = move(copies, traffic, group).index_select(0, torch.argsort(came).to(tensor.device))

@@ -47,9 +47,6 @@ class Layout:
     def _tokens(self, tiles: Tensor) -> Tensor:
         return (tiles[:, None] * self.tile + torch.arange(self.tile)).flatten()
 
-    def local_length(self, rank: int) -> int:
-        return self.lengths[rank]
-
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens each rank holds."""

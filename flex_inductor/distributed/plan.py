@@ -107,7 +107,7 @@ def cast_keys(side: Side, needs: Tensor, rank: int) -> tuple[Cast, Tensor]:
     entry, within = counted(tokens[coming])
     came = (coming[entry] * side.block + within).to(torch.int32)
     received = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner[coming], tokens[coming])
-    made = Cast(picked(rows, side.layout.local_length(rank)), Traffic(sent, received, came))
+    made = Cast(picked(rows, side.layout.lengths[rank]), Traffic(sent, received, came))
     return made, torch.empty_like(begins).index_copy_(0, order, begins)
 
 

@@ -113,10 +113,6 @@ class TileWork:
             expected, size, tuple(_reads(mask, size, given[name]) for name, mask in found.items())
         )
 
-    @staticmethod
-    def from_schedule(schedule: RunSchedule | BlockMask, tile: int | None = None) -> TileWork:
-        return TileWork.of(schedule, tile=tile)
-
     @property
     def tiles(self) -> int:
         return -(-self.length // self.tile)

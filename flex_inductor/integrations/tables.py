@@ -23,8 +23,8 @@ def attend_tables(
     mask: Tensor | BlockMask | RunSchedule | None,  # a tensor of booleans
     biases: Sequence[Tensor],
     scale: float,
-    score_mod: Callable[..., Tensor] | None = None,
-    softmax: Softmax = Softmax(),  # noqa: B008 - it is constant
+    score_mod: Callable[..., Tensor] | None,
+    softmax: Softmax,
     lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The output, and the logsumexp if `lse`. The biases come after `score_mod`."""

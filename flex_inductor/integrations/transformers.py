@@ -211,7 +211,7 @@ def attend(
     mask: Any = attention_mask
     try:
         untraced(check_tensors, query, key, value, True, True)
-        Scales().check(query, key, value, (), ())
+        Scales().check(query, key, (), ())
         untraced(check_options, query, None, scaling, False, None, None)
         softmax = Softmax(s_aux, dropout)
         softmax.check(query)

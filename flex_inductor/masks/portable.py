@@ -49,11 +49,9 @@ def _function(text: str, captures: tuple[Tensor, ...]) -> Callable:
 
 def portable(mask_mod: Any, like: Tensor) -> Any:
     """`mask_mod`, or its graph if it is a closure or a lambda; `like` is on the device of the call."""
-    try:
+    with suppress(pickle.PicklingError, AttributeError, TypeError):
         pickle.dumps(mask_mod)
         return mask_mod
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
     return PortableMask(*_read(mask_mod, like))
 
 

@@ -24,6 +24,10 @@ def score_dtype(input_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if input_dtype == torch.float64 else torch.float32
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
 def number_dtype(value: Any, query: Tensor) -> torch.dtype | None:
     """The dtype of the 0-d tensor that stands for a number; None if it is no number."""
     if isinstance(value, (float, torch.SymFloat)):

@@ -7,12 +7,12 @@ every value of a lane is a single number, the same operations on tensors that br
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 
+from .arguments import is_number
 from .program import AXES, LaneProgram
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def along(axes: tuple[str, ...], tensor: Tensor) -> Tensor:
 def _computes_with_numbers(program: LaneProgram, graph: fx.Graph) -> bool:
     placeholders = graph.find_nodes(op="placeholder")
     numbers = set(placeholders[: len(program.lanes) + len(program.guards)])
-    numbers.update(node for node in placeholders if _is_0d(node.meta.get("val")))
+    numbers.update(node for node in placeholders if is_number(node.meta.get("val")))
     for node in graph.nodes:
         if node.op == "call_function" and _gives_number(node, numbers):
             numbers.add(node)
@@ -69,16 +69,12 @@ def _gives_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
         source, indices = node.args
         return (
             source.op in ("placeholder", "get_attr")
-            and _is_0d(node.meta["val"])
+            and is_number(node.meta["val"])
             and numbers.issuperset(indices)
         )
     if op in _LITERALS:
-        return _is_0d(node.meta["val"])
+        return is_number(node.meta["val"])
     return (torch.Tag.pointwise in op.tags or op in _ELEMENTWISE) and numbers.issuperset(node.all_input_nodes)
-
-
-def _is_0d(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _over_tiles(lane: fx.GraphModule) -> fx.GraphModule:

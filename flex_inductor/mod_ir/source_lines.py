@@ -42,16 +42,12 @@ class Frame(NamedTuple):
         return not self.path.startswith(_NOT_USERS)
 
 
-def _folder(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None, f"{module} is not installed"
-    return f"{Path(spec.origin).parent}/"
-
-
+_tools = find_spec("flex_inductor.tools")
+assert _tools is not None and _tools.origin is not None, "flex_inductor.tools is not installed"
 _OWN = Path(__file__).parent.parent
 _NOT_USERS = (
     f"{Path(torch.__file__).parent}/",
-    _folder("flex_inductor.tools"),
+    f"{Path(_tools.origin).parent}/",
     *(f"{_OWN}/{name}" for name in ("mod_ir/", "op/", "attention.py", "take_over.py")),
 )
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)\n(.*)$', flags=re.MULTILINE)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import compat
 from . import errors
 from .apart import apart_from_surrounding_trace
-from .arguments import JOINT_LANES, example_lanes
+from .arguments import JOINT_LANES, example_lanes, is_number
 from .indexing import LaneIndexing
 from .tracer import Tracer
 from .writes import storage_of, writes_to_views
@@ -125,23 +125,19 @@ def _out_of_place(target: Any) -> Any:
     return returning if pointwise else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
-
-
 def _tidy(graph: fx.Graph, root: torch.nn.Module, lanes: int) -> None:
     """Drop leftovers of tracing: copies, 0-d constants kept as attributes, writes to a lane's own values."""
     captures = [node for node in graph.nodes if node.op == "placeholder"][lanes:]
     for node in list(graph.nodes):
         if node.target in _COPIES or (
-            node.target is torch.ops.aten.clone.default and _is_number(node.meta["val"])
+            node.target is torch.ops.aten.clone.default and is_number(node.meta["val"])
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.op == "get_attr":
             constant = getattr(root, node.target)
             node.meta.setdefault("val", constant)
-            if not _is_number(constant):
+            if not is_number(constant):
                 continue
             with graph.inserting_before(node):
                 literal = graph.call_function(

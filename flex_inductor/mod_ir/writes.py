@@ -36,7 +36,7 @@ def writes_to_views(graph: fx.Graph) -> bool:
 
 
 def storage_of(node: Any) -> Any:
-    """The placeholder that `node` is a view of."""
+    """The node whose memory `node` has: what it is a view of, or itself."""
     while isinstance(node, fx.Node) and node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         if schema is None or not any(a.alias_info for a in schema.arguments):

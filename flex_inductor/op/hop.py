@@ -86,7 +86,7 @@ def _keys(device: torch.device) -> int:
 
 
 class Attention(_Op):
-    """(out, logsumexp, max_scores, and what options.more names); all but the first per row and in natural logarithm."""
+    """(out, logsumexp, max_scores, and what options.more names); the second and third per row, in natural logarithm."""
 
     def __init__(self) -> None:
         super().__init__("flex_inductor_attention", cacheable=True)
@@ -131,7 +131,10 @@ def _in_one_pass(call: AttentionCall) -> bool:
 
 @torch.no_grad()
 def _column_sums(call: AttentionCall, out: Tensor, lse: Tensor) -> Tensor:
-    """[B or 1, K, N] in fp32: the sum of each key's weights, as the gradient of values of one 1 for ones."""
+    """[B or 1, K, N] in fp32: the sum of each key's weights.
+
+    That is the gradient of values of one number each, where the gradient of every output is 1.
+    """
     query, key = (tensor.detach().to(out.dtype) for tensor in (call.query, call.key))  # as autocast has it
     if call.inputs.kv_scales:
         key = (key * call.inputs.kv_scales[0].unsqueeze(-1)).to(out.dtype)

@@ -153,7 +153,8 @@ def forward_jvp(
     wanted = wanted_gradients(joint, len(call.inputs.score_captures))
     along = _along((*call[:3], *_chosen(call.inputs.score_captures, wanted)),
                    (*tangents[:3], *_chosen(tangents.inputs.score_captures, wanted)))  # fmt: skip
-    of_out, of_lse = _apply("forward_jvp", source, _Given(_without_sinks(call), wanted, (lse,), along))
+    without_sinks = call.with_inputs(sinks=None)  # their weight is in lse
+    of_out, of_lse = _apply("forward_jvp", source, _Given(without_sinks, wanted, (lse,), along))
     sinks = call.inputs.sinks
     if sinks is not None and tangents.inputs.sinks is not None:
         of_lse = of_lse + weight_of_sinks(sinks, lse) * tangents.inputs.sinks.to(lse.dtype).unsqueeze(-1)
@@ -256,8 +257,3 @@ def _spread(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     """The other way round: None where nothing is wanted."""
     found = iter(values)
     return [next(found) if want else None for want in wanted]
-
-
-def _without_sinks(call: AttentionCall) -> AttentionCall:
-    """Their weight is in lse."""
-    return call.with_inputs(sinks=None)

@@ -92,7 +92,7 @@ def varlen_attention(
         options = (scale, return_lse, kernel_options, return_aux)
         untraced(check_call, query, first_key, first_value, enable_gqa, score_mod, *options)
         scales = Scales(q_scale, k_scale, v_scale)
-        scales.check(query, key, value, (key.size(1),), by_token)
+        scales.check(query, key, (key.size(1),), by_token)
         softmax = Softmax(sinks, dropout_p, rng_state, head_offset).drawn(query)
         softmax.check(query)
         _check_sequences(query, key, value, sequences, block_mask)

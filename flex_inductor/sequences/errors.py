@@ -21,8 +21,6 @@ class SequencesError(FlexValueError):
         They are the running sum of the lengths.
     """
 
-    pass
-
 
 def not_offsets(name: str, value: Any) -> FlexTypeError:
     return FlexTypeError(

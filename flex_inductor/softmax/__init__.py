@@ -1,6 +1,6 @@
 """Arguments beside mods: of the softmax itself, of narrow keys and values, and of what a call returns.
 
-Dynamo traces this room.
+Dynamo traces what is in this folder.
 """
 
 from .arguments import RngState, Softmax, gradient_of_sinks, weight_of_sinks, with_sinks

@@ -24,9 +24,7 @@ class Scales(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
-    def check(
-        self, query: Tensor, key: Tensor, value: Tensor, by_head: tuple[Any, ...], tokens: tuple[Any, ...]
-    ) -> None:
+    def check(self, query: Tensor, key: Tensor, by_head: tuple[Any, ...], tokens: tuple[Any, ...]) -> None:
         """Refuse what does not fit. `by_head` is the shape of a number for each KV head, `tokens` for each row."""
         if not is_narrow(key):
             for name, scale in zip(self._fields, self, strict=True):

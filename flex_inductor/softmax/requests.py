@@ -61,7 +61,7 @@ class AuxRequest(NamedTuple):
 
     @property
     def more(self) -> tuple[str, ...]:
-        """The op's further results for each row."""
+        """The op's further results."""
         if not (self.entropy or self.max_indices or self.column_sums):
             return ()  # what follows takes Dynamo half a millisecond
         return tuple(itertools.compress(MORE, (self.entropy, self.max_indices, self.column_sums)))

@@ -170,14 +170,13 @@ def _backward(*args: Any) -> list[Tensor]:
     if tile_map is not None:
         for name, tensor in got.items():
             _check_rest(call, name, tensor, tile_map.queries if name == "d_q" else tile_map.keys)
-    if leaves is None or not captured:
-        pass
-    elif all_of_it:
-        _compare_captured(call, captured, leaves)
-    elif tile_map is None:
-        _check_some_captured(call, parts[0].exact, leaves.joint, upstream, captured)
-    else:
-        _warn_of(call, captured)
+    if leaves is not None and captured:
+        if all_of_it:
+            _compare_captured(call, captured, leaves)
+        elif tile_map is None:
+            _check_some_captured(call, parts[0].exact, leaves.joint, upstream, captured)
+        else:
+            _warn_of(call, captured)
     return [grad.clone() for grad in grads]
 
 
@@ -299,10 +298,7 @@ def _additions(call: _Call, mod: Mod, i: int, spans: Sequence[slice]) -> Tensor:
 
 
 def _lanes(spans: Sequence[slice]) -> int:
-    total = 1
-    for span in spans:
-        total *= span.stop - span.start
-    return total
+    return math.prod(span.stop - span.start for span in spans)
 
 
 def _check_blocks(exact: Exact, region: Region) -> None:

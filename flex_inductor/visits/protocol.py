@@ -1,4 +1,4 @@
-"""The protocol of schedules, whatever the form of their data. Add a kind as a class with it, named in `KINDS`."""
+"""The protocol of schedules, whatever the form of their data. A kind is a class with them, named in `KINDS`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._inductor.lowering import full_like
 from torch._inductor.virtualized import V
 
@@ -13,7 +12,7 @@ from ..call import LoweredCall
 from ..decision import Choice
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, contiguous_layout, fixed_layout, inlinable, rendered, tiles, visited
+from .call import add_node, fixed_layout, fp32_layout, inlinable, rendered, tiles, visited
 
 PARTS = 8  # at least this many work items, if there are as many rows of tiles
 ITEMS_OF_PART = 8  # rows of tiles of a sequence that several parts share
@@ -87,7 +86,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
 
     fakes = [fake for fake in V.graph.current_node.meta["val"][:3] if fake is not None]
     layouts = [fixed_layout(fake) for fake in fakes]
-    layouts += [contiguous_layout(torch.float32, sizes) for sizes in leaf_sizes]
+    layouts += [fp32_layout(sizes) for sizes in leaf_sizes]
     results, choice = add_node("backward", problem, render, tensors, mod_tensors, layouts)
     found = dict(zip(wanted, results, strict=False))
     d_captures = (

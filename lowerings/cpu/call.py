@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch._inductor import ir
+from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 
 from flex_inductor.masks.analysis.window import MOST, limits_of
 from flex_inductor.mod_ir.split import Programs, with_guards
@@ -128,7 +129,7 @@ def rendered(
     given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
     return INCLUDES + template.source(name).render(
         name=kernel.kernel_name,  # names the namespace too: a package has all its kernels in one file
-        element=template.element_type(kernel.tensors[0]),
+        element=DTYPE_TO_CPP[kernel.tensors[0].get_dtype()],
         is_bf16=int(problem.dtype == torch.bfloat16),
         narrow=_NARROW.get(kernel.tensors[1].get_dtype(), 0),
         has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),
@@ -204,6 +205,8 @@ def fixed_layout(fake: torch.Tensor) -> ir.FixedLayout:
     return ir.FixedLayout(fake.device, fake.dtype, size, stride)
 
 
-def contiguous_layout(dtype: torch.dtype, size: Sequence[Any]) -> ir.FixedLayout:
+def fp32_layout(size: Sequence[Any]) -> ir.FixedLayout:
     size = [sympy.sympify(length) for length in size]
-    return ir.FixedLayout(torch.device("cpu"), dtype, size, ir.FlexibleLayout.contiguous_strides(size))
+    return ir.FixedLayout(
+        torch.device("cpu"), torch.float32, size, ir.FlexibleLayout.contiguous_strides(size)
+    )

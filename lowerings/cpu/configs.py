@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..choice import size_hint
 from ..problem import AttentionProblem
 
 
@@ -103,7 +104,7 @@ def estimate(kernel: str, config: Any, problem: AttentionProblem) -> str:
 
 def _working_set(kernel: str, config: Any, problem: AttentionProblem) -> tuple[int, int]:
     """Bytes of the innermost loops, and of the tile around them."""
-    width = _hint(problem.D) + _hint(problem.V)
+    width = size_hint(problem.D) + size_hint(problem.V)
     element = 2 if problem.dtype == torch.bfloat16 else 4  # as products read them
     if kernel == "decode":
         return 0, config.block_n * width * problem.dtype.itemsize
@@ -122,9 +123,3 @@ def misfit(kernel: str, config: Any) -> str | None:
         if size > 1 << 20:
             return f"{name} is {size}, and may be {1 << 20} at most"
     return None
-
-
-def _hint(size: Any) -> int:
-    from ..choice import size_hint
-
-    return size_hint(size)

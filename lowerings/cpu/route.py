@@ -13,7 +13,7 @@ from flex_inductor.visits import FORMS
 from ..call import LoweredCall
 from ..decision import Choice
 from ..hints import unused_hints, unused_splits, wide_indices
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, dtype_name
 from ..toolchain import missing_for_cpp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,8 +51,8 @@ class CpuRoute:
         if problem.device.type != "cpu":
             return False, f"for CPUs, not {problem.device.type}"
         if problem.dtype not in DTYPES:
-            names = ", ".join(_name(dtype) for dtype in DTYPES)
-            return False, f"no {_name(problem.dtype)}; {names} only"
+            names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
+            return False, f"no {dtype_name(problem.dtype)}; {names} only"
         if any(size == 0 for _, shape in (*problem.score_captures, *problem.mask_captures) for size in shape):
             return False, "a captured tensor has no elements to look up"
         usable, why = self.available()
@@ -87,7 +87,3 @@ class CpuRoute:
 
         lower = forward.lower if problem.direction == "forward" else backward.lower
         return lower(problem, call)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._inductor import ir
 from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
-from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
+from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.select_algorithm import PartialRender
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
@@ -135,7 +135,3 @@ def _environment() -> jinja2.Environment:
         name: (folder / f"{name}.h").read_text() for name in ("memory", "kernel", "decode", "dropout", "sums")
     }
     return environment
-
-
-def element_type(tensor: Any) -> str:
-    return DTYPE_TO_CPP[tensor.get_dtype()]

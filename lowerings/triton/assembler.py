@@ -1,8 +1,8 @@
 """Which of the assemblers at hand makes binaries for sm_90: the newest.
 
 ptxas 12.8 and 12.9 may reuse registers that a product still reads (triton#11781). On an H200 keys of 8 bits gave noise
-with 12.8, and the right numbers with 13.0. Triton takes them for Hopper until 3.8, unless torch brings its own. A newer
-one, for Blackwell, lies beside them.
+with 12.8, and the right numbers with 13.0. Until 3.8 Triton takes one of these for Hopper, unless torch brings its own.
+A newer one, for Blackwell, lies beside them.
 """
 
 from __future__ import annotations

@@ -130,7 +130,6 @@ def _dq(
         "wants": [] if d_query is None else ["d_query"],
         **builder.written({"d_query": d_query}),
         "sums": placed,
-        "H": builder.size(problem.H),
     }
     launched = builder.launch(queries, problem.H, batches, "m")
     measuring = any(total.how == "magnitude" for total in sums)
@@ -178,7 +177,6 @@ def _dkdv(
         written[name] = builder.tensor(name, outputs[name], written=True)
     values = {
         **builder.values(inlined, tensors, scaled=inlined.score is not None),
-        **{"d_key": None, "d_value": None},
         **written,
         "walks": builder.walks("queries"),
         "wants": list(written),

@@ -83,7 +83,6 @@ def lower(problem: AttentionProblem, call: LoweredCall, mods: Mods, outputs: dic
         "walks": builder.walks("keys", "0"),
         "heads": heads,
         "splits": count,
-        "H": builder.size(problem.H),
     }
     launched = builder.launch(count, int(problem.H) // heads, _batches(problem))
     choices = builder.add("decode.jinja", made, values, launched)
@@ -118,7 +117,6 @@ def _combine(
         **builder.written(outputs),
         "more": further(outputs),
         "splits": count,
-        "H": builder.size(problem.H),
         "to_natural": repr(LN_2),
     }
     launched = builder.launch(queries, problem.H, _batches(problem))

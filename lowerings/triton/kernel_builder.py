@@ -265,7 +265,7 @@ class Builder:
         shared = current_device(p.device).shared_operands
         before = scaled and exact and (padded(p.D) <= 64 if shared else "q_idx" in self.outer)
         blocks = p.blocks or (None, None)
-        sizes = {name: self.size(getattr(p, name)) for name in ("M", "N", "D", "V")}
+        sizes = {name: self.size(getattr(p, name)) for name in ("H", "M", "N", "D", "V")}
         values: dict[str, Any] = {
             **sizes,
             "head_rows": sizes["M"],

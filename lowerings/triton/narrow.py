@@ -11,7 +11,7 @@ from torch._inductor.virtualized import V
 
 from ..buffers import realized
 from ..call import LoweredCall
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, dtype_name
 from .configs import LARGEST_TILE, current_device
 from .kernel import Tensor
 
@@ -61,7 +61,7 @@ def of(problem: AttentionProblem, call: LoweredCall, tensor: Callable[..., Tenso
     )
     return Narrow(
         format=_FORMATS[problem.kv_dtype],
-        wide=str(problem.dtype).removeprefix("torch."),
+        wide=dtype_name(problem.dtype),
         by_bits=problem.kv_dtype == torch.float8_e4m3fn and not device.converts_e4m3,
         register={"amd": "v", "interpreter": None}.get(device.family, "r"),
         rows_from_memory=64 if device.shared_operands else LARGEST_TILE + 1,

@@ -11,7 +11,7 @@ from flex_inductor.visits import FORMS
 
 from ..call import LoweredCall
 from ..decision import Choice
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, dtype_name
 from ..toolchain import missing_for_triton
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -67,7 +67,7 @@ def _refusal(problem: AttentionProblem) -> str | None:
     if reason := missing_for_triton():
         return reason
     if problem.dtype not in _DTYPES:
-        return f"no {str(problem.dtype).removeprefix('torch.')}; float16, bfloat16 and float32 only"
+        return f"no {dtype_name(problem.dtype)}; float16, bfloat16 and float32 only"
     if 0 in (problem.B, problem.H, problem.M, problem.N, problem.D, problem.V):
         return "an empty tensor"
     if not all(getattr(size, "is_number", True) for size in (problem.H, problem.K, problem.D, problem.V)):

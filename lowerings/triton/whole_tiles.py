@@ -90,7 +90,7 @@ def whole(
     variable: CSEVariable,
     made: Mapping[str, Any],
     uniform: Callable[[str], bool],
-    lanes: Mapping[str, Range] = LANES,
+    lanes: Mapping[str, Range],
 ) -> str | None:
     """A scalar expression that holds only if `variable` does in every lane of the tile; None if there is none.
 

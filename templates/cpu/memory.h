@@ -1,6 +1,6 @@
-// Memory that a call leaves for the next one of its thread, of whichever kernel. What the system takes back comes again a
-// page fault for every 4 KiB, 1 ms for 5 MiB; whether malloc gives it back depends on where it lies. All libraries of a
-// process may share it, packaged ones of an older version too: another layout needs another name.
+// Memory that a call leaves for the next one of its thread, of whichever kernel. Memory that went back to the system costs
+// a page fault for every 4 KiB when it is taken again, 1 ms for 5 MiB; whether malloc gives it back depends on where it
+// lies. All libraries of a process may share it, packaged ones of an older version too: another layout needs another name.
 #ifndef FLEX_INDUCTOR_MEMORY
 #define FLEX_INDUCTOR_MEMORY
 namespace flex_inductor {

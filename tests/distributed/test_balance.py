@@ -205,7 +205,7 @@ def owner_by_torch(balancer, length, tile, ranks):
 def test_torchs_load_balancers():
     length, ranks = 4096, 4
     causal = create_block_mask(masks.causal(), None, None, length, length, "cpu")
-    work = TileWork.from_schedule(causal)
+    work = TileWork.of(causal)
     head_tail = _HeadTailLoadBalancer(length, ranks, "cpu")
     assert owners(head_tail, work, ranks) == owners("head_tail", work, ranks)
     for balancer in (

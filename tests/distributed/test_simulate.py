@@ -127,7 +127,7 @@ def test_bytes_are_those_that_run(name, method):
     layout = Layout(work.length, 128, 4, owner)
     sent = []
     for rank in range(4):
-        length = layout.local_length(rank)
+        length = layout.lengths[rank]
         query, key = (torch.empty(1, heads, length, 8, dtype=torch.bfloat16) for heads in (4, 2))
         sent.append(plan_mask(method, mask, layout, rank, Groups("nobody")).bytes_sent(query, key, key))
     forward, backward = map(max, zip(*sent, strict=True))

@@ -75,7 +75,7 @@ def test_masks_that_differ_by_head_or_batch(mask_mod, sizes):
     schedule = create_block_mask(mask_mod, *sizes, 1000, 1000, "cpu", 64, compact=True)
     assert schedule.grids == sizes
     read = dense.tiles_read(mask_mod, 1000, 64, sizes[1], sizes[0])
-    agrees(TileWork.from_schedule(schedule), read)
+    agrees(TileWork.of(schedule), read)
     agrees(TileWork.of(mask_mod, 1000, tile=64, batch=sizes[0], heads=sizes[1]), read)
 
 
@@ -84,13 +84,13 @@ def test_block_masks(separate):
     block_mask = create_block_mask(
         PLANE["documents"], 1, 1, dense.LENGTH, dense.LENGTH, "cpu", 64, separate_full_blocks=separate
     )
-    agrees(TileWork.from_schedule(block_mask), dense.tiles_read(PLANE["documents"], dense.LENGTH, 64))
+    agrees(TileWork.of(block_mask), dense.tiles_read(PLANE["documents"], dense.LENGTH, 64))
 
 
 def test_tiles_of_several_blocks():
     """Four blocks of queries and two of keys: work is that of the blocks visited, in tiles."""
     schedule = create_block_mask(PLANE["documents"], None, None, 1024, 1024, "cpu", (32, 64), compact=True)
-    work = TileWork.from_schedule(schedule, tile=128)
+    work = TileWork.of(schedule, tile=128)
     blocks = schedule.row_runs()
     assert float(work.cost.sum()) == float((blocks.stop - blocks.start).sum()) / 8
     read = dense.tiles_read(PLANE["documents"], 1024, 128)
@@ -98,7 +98,7 @@ def test_tiles_of_several_blocks():
     _, _, received, sent = dense.loads(read, owner, 3)
     found = work.loads(owner, 3)
     assert found.received[0].tolist() == received and found.sent[0].tolist() == sent
-    assert TileWork.from_schedule(schedule).tile == 64
+    assert TileWork.of(schedule).tile == 64
 
 
 def test_sequences():

@@ -47,7 +47,6 @@ class _Encoder:
         for name, size in sorted(module.shared.items(), key=lambda item: item[1] == 0):
             self.symbols[name] = offset
             offset += -(-size // 128) * 128
-        self.static_shared = offset - SHARED_BASE
         for instruction in kernel.instructions:
             self._instruction(instruction)
 

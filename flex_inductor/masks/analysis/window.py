@@ -57,7 +57,7 @@ class _Sum(NamedTuple):
     def less(self, number: int) -> _Sum:
         return self._replace(number=self.number - number)
 
-    def plus(self, other: _Sum, times: int = 1) -> _Sum | None:
+    def plus(self, other: _Sum, times: int) -> _Sum | None:
         entries = {part.entry for part in (self, other) if part.factor}
         if len(entries) > 1:
             return None
@@ -122,7 +122,7 @@ def seen(mask_mod: Callable, like: Tensor) -> Seen:
         return known.traces.graphs[_SEEN]._replace(captures=known.captures)
     mask = trace_mask(mask_mod, like.device)
     captures = tuple(mask.run.captures) if mask.run else ()
-    window = _window_of(mask, captures)
+    window = window_of(mask, captures)
     plain = window is None or all(isinstance(number, int | float | None) for number in window)
     found = Seen(
         window if plain else None,
@@ -137,18 +137,14 @@ def seen(mask_mod: Callable, like: Tensor) -> Seen:
     return found._replace(mask=mask)
 
 
-def window_of(mask: MaskGraph) -> Window | None:
-    """The window that the mask is whatever it captures, or None."""
-    return _window_of(mask, ())
-
-
 def limits_of(lane: fx.Graph) -> Window:
     """A window outside of which the mask of this lane graph is false."""
     (output,) = lane.output_node().args[0]
     return _Reader(lane, {}, at_most=True).window(output) or ALL
 
 
-def _window_of(mask: MaskGraph, captures: Sequence[Tensor]) -> Window | None:
+def window_of(mask: MaskGraph, captures: Sequence[Tensor] = ()) -> Window | None:
+    """The window that the mask is, whatever these tensors hold; None if it is none."""
     places = {id(tensor): place for place, tensor in enumerate(captures)}
     captured = {
         node: (places[id(tensor)], tensor) for node, tensor in mask.captures.items() if id(tensor) in places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -74,9 +75,7 @@ def neighborhood_order(shape: Sizes, tile: Sizes) -> Tensor:
         tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
     sizes, _, tiles = _grid("neighborhood_order", shape, 1, tile)
-    count = 1
-    for size in sizes:
-        count *= size
+    count = math.prod(sizes)
     order = torch.zeros(count, dtype=torch.int64)
     for coordinate, size in zip(_coordinates(torch.arange(count), sizes, tiles), sizes, strict=True):
         order = order * size + coordinate

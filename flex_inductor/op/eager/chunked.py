@@ -93,7 +93,7 @@ def forward(
 def _column_sums(
     query: Tensor, key: Tensor, lse: Tensor, inputs: Inputs, mods: Programs, scale: float
 ) -> Tensor:
-    """The sum of each key's weights, as the gradient of values of one 1 for ones."""
+    """The sum of each key's weights: the gradient of values of one number each, where that of every output is 1."""
     value, of_rows = key.new_ones((*key.shape[:3], 1)), query.new_ones((*query.shape[:3], 1))
     inputs = inputs._replace(in_blocks=False, dropout=None, partial=True)
     given = (query, key, value, of_rows, lse, of_rows, None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import compat
+from ...mod_ir.arguments import is_number
 from ...mod_ir.broadcast import along, broadcasting
 from ...mod_ir.program import AXES, LaneProgram, Leaf
 
@@ -27,7 +28,7 @@ def run_lanes(
     given = [lanes[name] for name in program.lanes] + [flags for flags, _ in guards]
     if function := broadcasting(program):
         placed = [along(axes, tensor) for axes, tensor in zip(varies, given, strict=True)]
-        numbers = [along((), x) if _is_number(x) else x for x in (*captures, *invariants)]
+        numbers = [along((), x) if is_number(x) else x for x in (*captures, *invariants)]
         shape = [lanes[axis].numel() for axis in AXES]
         return tuple(result.expand(shape) for result in function_of(function)(*placed, *numbers))
     fixed = (None,) * (len(captures) + len(invariants))
@@ -42,10 +43,6 @@ def run_lanes(
 def function_of(graph: fx.GraphModule | Callable) -> Callable:
     """Without a module's hooks: hooks set for all modules may expect those of a model."""
     return graph.forward if isinstance(graph, fx.GraphModule) else graph
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _guard(live: Tensor | None, axes: Sequence[str], device: torch.device) -> tuple[Tensor, tuple[str, ...]]:

@@ -526,23 +526,50 @@ inline void scale_rows(T* rows, int64_t ld, int64_t count, int64_t width, const 
     }
 }
 #endif
-inline __attribute__((noinline)) void write_scaled(const float* from, float scale, int64_t count, Element* to, int64_t stride) {
+
+// Results of LAST_CACHE bytes or more are gone from the caches before anyone reads them. They are written past these, which
+// would read each line before it is written.
+constexpr int64_t LAST_CACHE = 32 << 20;  // of some cores together, about
+#if defined(CPU_CAPABILITY_AVX512)
+template <typename Numbers>
+inline void stream(const Numbers& numbers, void* to) { _mm512_stream_si512((__m512i*)to, (const __m512i&)numbers); }
+inline void end_streams() { _mm_sfence(); }  // other threads may read what was written
+#elif defined(CPU_CAPABILITY_AVX2)
+template <typename Numbers>
+inline void stream(const Numbers& numbers, void* to) { _mm256_stream_si256((__m256i*)to, (const __m256i&)numbers); }
+inline void end_streams() { _mm_sfence(); }
+#else
+template <typename Numbers>
+inline void stream(const Numbers& numbers, void* to) { numbers.store(to); }
+inline void end_streams() {}
+#endif
+
+inline __attribute__((noinline)) void write_scaled(const float* from, float scale, int64_t count, Element* to, int64_t stride,
+                        bool streamed = false) {
   constexpr int64_t E = at::vec::Vectorized<Element>::size();
+  const bool past = streamed && reinterpret_cast<uintptr_t>(to) % sizeof(Vec) == 0;
   int64_t i = 0;
   for (; stride == 1 && i + E <= count; i += E) {
 #if FLEX_IS_FLOAT
-    (Vec::loadu(from + i) * Vec(scale)).store(to + i);
+    const auto numbers = Vec::loadu(from + i) * Vec(scale);
 #else
-    at::vec::convert_from_float<Element>(Vec::loadu(from + i) * Vec(scale), Vec::loadu(from + i + W) * Vec(scale)).store(to + i);
+    const auto numbers = at::vec::convert_from_float<Element>(Vec::loadu(from + i) * Vec(scale), Vec::loadu(from + i + W) * Vec(scale));
 #endif
+    past ? stream(numbers, to + i) : numbers.store(to + i);
   }
   for (; i < count; ++i) to[i * stride] = Element(from[i] * scale);
 }
 #if !FLEX_IS_FLOAT
-inline void write_scaled(const float* from, float scale, int64_t count, float* to, int64_t stride) {
+inline void write_scaled(const float* from, float scale, int64_t count, float* to, int64_t stride, bool = false) {
   for (int64_t i = 0; i < count; ++i) to[i * stride] = from[i] * scale;
 }
 #endif
+// A row among others `row_stride` apart.
+template <typename T>
+inline void write_row(const float* from, float scale, int64_t count, T* to, int64_t stride, int64_t row_stride, bool streamed) {
+  if (!streamed) fetch_row<true>(to + AHEAD * row_stride, count);
+  write_scaled(from, scale, count, to, stride, streamed);
+}
 
 // Rows of a matrix, zeros after the last one and after their last column. Not inlined: compiled once for many places.
 template <typename From, typename To>

@@ -111,15 +111,20 @@ bool register_blocks_are_products() {
 }
 
 bool results_are_scaled_and_rounded() {
-  auto from = numbers<float>(40);
-  for (const int64_t stride : {1, 3}) {
-    std::vector<Element> to(40 * 3, Element(HOLE));
-    write_scaled(from.data(), 0.5f, 37, to.data(), stride);
-    for (int64_t i = 0; i < 40 * 3; ++i) {
-      const bool written = i % stride == 0 && i / stride < 37;
-      EXPECT(float(to[i]) == float(Element(written ? from[i / stride] * 0.5f : HOLE)));
-    }
-  }
+  auto from = numbers<float>(300);
+  for (const int64_t stride : {1, 3})
+    for (const int64_t count : {37, 256})
+      for (const int64_t start : {0, 1, 32})
+        for (const bool streamed : {false, true}) {
+          const Scratch<Element> to(300 * 3);
+          std::fill_n(to.data, 300 * 3, Element(HOLE));
+          write_row(from.data(), 0.5f, count, to.data + start, stride, 0, streamed);
+          end_streams();
+          for (int64_t i = 0; i < 300 * 3 - start; ++i) {
+            const bool written = i % stride == 0 && i / stride < count;
+            EXPECT(float(to[start + i]) == float(Element(written ? from[i / stride] * 0.5f : HOLE)));
+          }
+        }
   return true;
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_fw_bw_and_get_code
 
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import create_block_mask, flex_attention, masks
 from flex_inductor.lowerings.cpu import backward
 from tests.lowerings.cpu.helpers import fused
 from tests.support import Sizes, attention_of, causal, dense_of, judge
@@ -150,3 +150,21 @@ def test_what_is_not_wanted_is_not_computed(wanted):
     (alone,) = gradients(fused(attend), [wanted])
     expected = gradients(attend, range(4))[wanted]
     torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_results_larger_than_the_caches():
+    """They are written past the caches where a row begins with a line of these; those of a quarter are not."""
+    attend = fused(lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask), dynamic=True)
+    mask = create_block_mask(masks.sliding_window(16), None, None, 4096, 4096, device="cpu")
+
+    def step(*given):
+        inputs = [tensor.detach().requires_grad_() for tensor in given[:3]]
+        out = attend(*inputs, mask)
+        return out.detach(), *torch.autograd.grad(out, inputs, given[3])
+
+    given = [torch.randn(8, 4, 4096, 72) for _ in range(4)]
+    whole = step(*given)
+    quarters = [step(*tensors) for tensors in zip(*(tensor.split(2) for tensor in given), strict=True)]
+    assert whole[0].nbytes >= 32 << 20 > sum(tensor.nbytes for tensor in quarters[0][1:])
+    for result, *parts in zip(whole, *quarters, strict=True):
+        torch.testing.assert_close(result, torch.cat(parts))

@@ -263,6 +263,21 @@ def _largest(tensor: Tensor) -> float:
 MADE = 48
 
 
+def of_converted_positions(table):
+    """A score_mod that takes positions for truth values and for numbers of fewer bits; the table has 128 entries."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        apart, product = q_idx - kv_idx, q_idx * kv_idx * 30
+        score = torch.where(apart.bool(), score, 0.5 * score) + 0.01 * product.to(torch.int8)
+        score = score + 0.01 * apart.to(torch.uint8) + 1e-4 * product.to(torch.int16)
+        score = score + torch.logical_not(apart) + torch.logical_and(apart, q_idx % 3).to(torch.int32)
+        score = score + 1e-9 * (product.long() * 2**31 + kv_idx).int()
+        # Of these indices some are negative, and count from the end.
+        return score + table[product.to(torch.int8).long()] + table[(product.long() * 2**24).int() // 2**24]
+
+    return score_mod
+
+
 def makes_tables():
     """A score_mod for two heads and MADE tokens, which captures nothing."""
 

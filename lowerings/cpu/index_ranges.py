@@ -21,6 +21,7 @@ LONGEST = 2**31 - 1  # indices have 32 bits
 FOUND = "range"  # in a node's meta: the range of what it loads from a table, if known
 # All others need operands that have not wrapped around.
 _MODULAR = ("add", "mul", "neg", "sub")
+_OF_TRUTH = ("logical_and", "logical_not", "logical_or", "logical_xor")
 
 
 class NoMore(NamedTuple):
@@ -62,6 +63,18 @@ def may_wrap(node: fx.Node, bounds: dict[str, Range]) -> bool:
     2^30, so that distances with a number added are not."""
     found = _walk(bounds).range(node) if operation(node.target) in _MODULAR else None
     return found is not None and not _fits(found, node.meta["val"].dtype, 2**30)
+
+
+def shortened(node: fx.Node, bounds: dict[str, Range]) -> list[fx.Node]:
+    """The indices that an operation takes for truth values, for numbers of fewer bits or for rounded ones."""
+    name, to = operation(node.target), getattr(node.meta.get("val"), "dtype", None)
+    if name not in _OF_TRUTH and (name != "_to_copy" or to in (torch.int64, torch.float32, torch.float64)):
+        return []
+    given = [x for x in node.args if isinstance(x, fx.Node) and x.meta["val"].dtype in _INTEGERS]
+    if to != torch.int32:
+        return given
+    ranges = [(x, _walk(bounds).range(x)) for x in given]
+    return [x for x, found in ranges if found is None or not _fits(found, to, 2**30)]
 
 
 def _walk(bounds: dict[str, Range]) -> Walk:

@@ -38,7 +38,7 @@ from flex_inductor.mod_ir.ranges import Range, all_known
 from .. import lanes
 from ..lanes import LaneLowering, Mod, conversions, graph
 from . import differences
-from .index_ranges import LONGEST, NoMore, bounds_of, may_wrap, needed
+from .index_ranges import LONGEST, NoMore, bounds_of, may_wrap, needed, shortened
 from .side_by_side import with_one_access
 from .template import NamedSizes, TemplateKernel
 
@@ -68,7 +68,40 @@ def _index_in_range(value: ir.TensorBox, indices: Sequence[ir.TensorBox]) -> ir.
     )
 
 
-_LOWERINGS: dict[Any, Callable] = {**conversions(_constant), aten._unsafe_index.Tensor: _index_in_range}
+def _remainder(value: ir.TensorBox, divisor: Any) -> ir.TensorBox:
+    """Vectors may reach beyond the tile, where a divisor may be 0: C++ would raise."""
+    if _is_integer(divisor):
+        rows, columns = (_tile(_is_before(at, end), torch.bool) for at, end in enumerate((_ROWS, _COLUMNS)))
+        divisor = _or_one(lowerings[aten.logical_and](rows, columns), divisor)
+    return lowerings[aten.remainder.Tensor](value, divisor)
+
+
+def _quotient(value: ir.TensorBox, divisor: Any, rounding_mode: str | None = None) -> ir.TensorBox:
+    """C++ would end the process where it divides an integer by 0."""
+    if rounding_mode == "trunc" and _is_integer(divisor):
+        is_0 = to_dtype(lowerings[aten.eq.Scalar](divisor, 0), divisor.get_dtype())
+        divisor = lowerings[aten.bitwise_or](divisor, is_0)
+    return lowerings[aten.div.Tensor_mode](value, divisor, rounding_mode=rounding_mode)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, ir.TensorBox) and not value.get_dtype().is_floating_point
+
+
+def _or_one(condition: ir.TensorBox, divisor: ir.TensorBox) -> ir.TensorBox:
+    return lowerings[aten.where.self](condition, divisor, _constant(1, divisor.get_dtype()))
+
+
+def _is_before(at: int, end: sympy.Symbol) -> Callable:
+    return lambda i: ops.lt(ops.index_expr(i[at], INDEX_DTYPE), ops.index_expr(end, INDEX_DTYPE))
+
+
+_LOWERINGS: dict[Any, Callable] = {
+    **conversions(_constant),
+    aten._unsafe_index.Tensor: _index_in_range,
+    aten.remainder.Tensor: _remainder,
+    aten.div.Tensor_mode: _quotient,
+}
 
 
 def refusal(program: LaneProgram) -> str | None:
@@ -172,16 +205,26 @@ class Lanes:
         lane.eliminate_dead_code()
 
     def _wrap_around(self) -> None:
-        """Inductor computes with indices as exact integers, up to the first operation that it cannot."""
+        """Inductor computes with indices as exact integers, up to the first operation that it cannot.
+
+        Conversions are no such operation: it would leave them out.
+        """
         lane = graph(self.mod.program.lane)
         bounds = self.bounds if self.sizes else dict.fromkeys(_BOUNDS_IN_TILE, _MAPPED)
         for node in list(lane.nodes):
-            if not may_wrap(node, bounds):
-                continue
-            with lane.inserting_after(node):
-                wrapped = lane.call_function(aten.bitwise_or.Scalar, (node, 0))
-            wrapped.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(wrapped, lambda user, wrapped=wrapped: user is not wrapped)
+            for index in shortened(node, bounds):
+                node.replace_input_with(index, _computed(index))
+            if may_wrap(node, bounds):
+                wrapped = _computed(node)
+                node.replace_all_uses_with(wrapped, lambda user, wrapped=wrapped: user is not wrapped)
+
+
+def _computed(index: fx.Node) -> fx.Node:
+    """The same number, by an operation that is no expression of indices."""
+    with index.graph.inserting_after(index):
+        made = index.graph.call_function(aten.bitwise_or.Scalar, (index, 0))
+    made.meta["val"] = index.meta["val"]
+    return made
 
 
 def _lane_at(i: Sequence[Any]) -> sympy.Expr:

@@ -163,6 +163,14 @@ def _in_a_mantissa(x: CSEVariable) -> bool:
     return x.dtype == torch.int32 and x.bounds.lower >= 0 and x.bounds.upper < 2**23
 
 
+def _fits(found: ValueRanges, dtype: torch.dtype) -> bool:
+    """Whether no number of this range wraps around."""
+    if found.is_bool or dtype == torch.bool or dtype.is_floating_point:
+        return True
+    info = torch.iinfo(dtype)
+    return bool(found.lower >= info.min and found.upper <= info.max)
+
+
 _BOUNDED = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "constant", "to_dtype"}
 
 
@@ -184,7 +192,9 @@ class LaneOps(CSEProxy):
         if name == "constant" and not isinstance(args[0], int):
             return ValueRanges.unknown()
         bounds = [a.bounds if isinstance(a, CSEVariable) else a for a in args]
-        return getattr(self.vr_analysis, name)(*bounds)
+        found = getattr(self.vr_analysis, name)(*bounds)
+        own = args[1:] if name in ("to_dtype", "constant") else [v.dtype for v in variables]
+        return found if _fits(found, functools.reduce(torch.promote_types, own)) else ValueRanges.unknown()
 
     def indirect_indexing(
         self, var: CSEVariable, size: Any, check: bool = True, wrap_neg: bool = True

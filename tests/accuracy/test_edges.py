@@ -14,7 +14,16 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 from flex_inductor import BlockMask, create_block_mask, flex_attention
 from flex_inductor.backend import flex_inductor
 from flex_inductor.op.eager import tiles
-from tests.support import Sizes, attention_of, causal, dense_of, judge, run, served_by
+from tests.support import (
+    Sizes,
+    attention_of,
+    causal,
+    dense_of,
+    judge,
+    of_converted_positions,
+    run,
+    served_by,
+)
 
 SMALL = Sizes(batch=1, heads=2, kv_heads=2, queries=24, keys=24, head_dim=8, value_dim=8)
 
@@ -101,6 +110,49 @@ def test_what_32_bits_may_not_hold_is_computed_in_64(create, way):
 
     mask = create(mask_mod, None, None, SMALL.queries, SMALL.keys, device="cpu", BLOCK_SIZE=8)
     judge(way.compiled(attention_of(build)), dense_of(build), SMALL.inputs(way.dtype), block_mask=mask)
+
+
+def test_positions_become_other_types(way):
+    judge(
+        way.compiled(attention_of(of_converted_positions)),
+        dense_of(of_converted_positions),
+        SMALL.inputs(way.dtype),
+        [normal(128)],
+        mask_of(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx - 2).bool()),
+    )
+
+
+def test_positions_are_rounded_to_16_bits(way):
+    def build():
+        return lambda score, b, h, q_idx, kv_idx: (
+            score + 0.01 * (q_idx * kv_idx * 30).to(torch.bfloat16).to(score.dtype)
+        )
+
+    judge(way.compiled(attention_of(build)), dense_of(build), SMALL.inputs(way.dtype))
+
+
+def test_a_divisor_is_0_behind_the_last_key(way):
+    """Vectors of 24 keys reach beyond them."""
+
+    def build():
+        return lambda score, b, h, q_idx, kv_idx: score + 0.1 * (q_idx % (SMALL.keys - kv_idx))
+
+    mask = mask_of(lambda b, h, q_idx, kv_idx: (q_idx - 30) % (kv_idx - SMALL.keys) > -9)
+    judge(way.compiled(attention_of(build)), dense_of(build), SMALL.inputs(way.dtype), block_mask=mask)
+
+
+def test_a_quotient_by_0_does_not_end_the_process():
+    inputs = SMALL.inputs(FUSED.dtype)
+
+    def attend(divisors):
+        return flex_attention(
+            *inputs, lambda score, b, h, q, kv: score + torch.div(kv, divisors[h], rounding_mode="trunc")
+        )
+
+    with served_by("cpu"):
+        compiled = FUSED.compiled(attend)
+        got, want = (compiled(torch.tensor(divisors))[:, 0] for divisors in ([2, 0], [2, 1]))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_mask_mod_reads_only_where_its_block_is_visited(way):

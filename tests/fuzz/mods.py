@@ -150,10 +150,15 @@ INDICES = st.recursive(
         _joined("({0} {1} {2})", inner, st.sampled_from("+-*"), inner),
         _joined("({0} {1} {2})", inner, st.sampled_from(["+", "-", "//"]), st.integers(1, 5).map(str)),
         _joined("torch.{1}({0}, {2})", inner, st.sampled_from(["maximum", "minimum"]), inner),
+        _joined("({0}).to(torch.{1}).int()", inner, st.sampled_from(["bool", "int8", "int16", "uint8"])),
     ),
     max_leaves=3,
 )
-CONDITIONS = _joined("({0} {1} {2})", INDICES, st.sampled_from([">=", "<", "==", "!="]), INDICES)
+CONDITIONS = st.one_of(
+    _joined("({0} {1} {2})", INDICES, st.sampled_from([">=", "<", "==", "!="]), INDICES),
+    _joined("({0}).bool()", INDICES),
+    _joined("torch.logical_{1}({0}, {2})", INDICES, st.sampled_from(["and", "or", "xor"]), INDICES),
+)
 # What is computed without a score is exact, or in fp32. Rounded to 16 bits it would be most of every side's error, of
 # which a single one is luck: exp(2.5) may be off by 0.004, and so may a logsumexp of it, unless dense attention rounds
 # that back; and sigmoid(number), off by as much, may be the other one of a maximum.

@@ -150,6 +150,8 @@ def test_block_mask_equals_torchs(name):
     [
         (lambda: library.sliding_window(0), "sliding_window: size: expected an integer of at least 1, got 0"),
         (lambda: library.document(), "exactly one of ids, lengths and cu_seqlens, got 0"),
+        (lambda: library.document([0, 0, 1]), "ids: expected an integer tensor, got a list"),
+        (lambda: library.document(cu_seqlens=[0, 2]), "cu_seqlens: expected an integer tensor, got a list"),
         (lambda: library.document(IDS, lengths=[6]), "exactly one of ids, lengths and cu_seqlens, got 2"),
         (lambda: library.document(lengths=[3, -1]), r"got \[3, -1\]"),
         (lambda: library.document(IDS[None, None]), "ids: expected"),

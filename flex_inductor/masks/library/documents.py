@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...errors import described
 from ..errors import MaskArgumentError
 from ..ordinary import ordinary_tensors
 from .algebra import MaskMod
@@ -37,7 +38,7 @@ def document(
         causal: False sees later tokens of the document too.
 
     Raises:
-        MaskArgumentError: not exactly one of the three is given, or it has another shape or negative lengths.
+        MaskArgumentError: not exactly one of the three is given, or it has another type or shape, or negative lengths.
 
     Example:
         >>> mask_mod = masks.document(lengths=[2, 1, 3])
@@ -55,6 +56,9 @@ def document(
         raise MaskArgumentError(
             f"document: expected exactly one of ids, lengths and cu_seqlens, got {sum(given)} of them."
         )
+    for name, tensor in (("ids", ids), ("cu_seqlens", cu_seqlens)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise MaskArgumentError(f"document: {name}: expected an integer tensor, got {described(tensor)}.")
     if ids is None:
         if cu_seqlens is not None:
             counts = torch.diff(cu_seqlens)

@@ -152,7 +152,10 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         return make_attr(tx, _installed(tx.output, name, graph, alone=not captures)), captures
 
     def _lane_args(self, tx, query, key, lanes) -> list:
-        """Lanes as Dynamo's tensors. It keeps an autograd.Function only where an argument requires grad."""
+        """Lanes as Dynamo's tensors. It keeps an autograd.Function only where an argument requires grad.
+
+        A score that requires grad is no leaf, so that a mod may change it in place.
+        """
         example: Tensor = example_of(query)
         needs_grad = any(tensor.requires_grad is not False for tensor in (query, key))
         apart = fx.Graph()  # the mod's graph gets placeholders of its own
@@ -162,8 +165,9 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         def lane(name: str) -> Any:
             value = index
             if name == "score":
-                with tx.fake_mode:
+                with tx.fake_mode, torch.enable_grad():
                     value = example.new_zeros((), dtype=score_dtype(example.dtype), requires_grad=needs_grad)
+                    value = value.clone()
             node = apart.placeholder(name)
             node.meta["example_value"] = value
             return wrap_fx_proxy(tx=tx, proxy=fx.Proxy(node, tx.output.current_tracer), example_value=value)

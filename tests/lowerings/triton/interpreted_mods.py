@@ -3,7 +3,19 @@
 import pytest
 import torch
 from marks import slow_but
-from support import MADE, MASKS, MODS, Mod, Sizes, attention_of, dense_of, judge, makes_tables, served_by
+from support import (
+    MADE,
+    MASKS,
+    MODS,
+    Mod,
+    Sizes,
+    attention_of,
+    dense_of,
+    judge,
+    makes_tables,
+    of_converted_positions,
+    served_by,
+)
 
 from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
 from flex_inductor.tools import interpret
@@ -114,6 +126,12 @@ def test_indices_are_divided_as_eagerly():
         return lambda s, b, h, q, kv: s + table[((q - kv + 100).float() / 41).to(torch.int64)] / (1 + s.abs())
 
     judge_interpreted(bucketed, sizes, (torch.randn(5, dtype=torch.float64),), None, torch.float16)
+
+
+def test_positions_become_other_types():
+    mask = create_block_mask(lambda b, h, q, kv: (q - kv - 2).bool(), None, None, 40, 40, "cpu")
+    table = torch.randn(128, dtype=torch.float64)
+    judge_interpreted(of_converted_positions, Sizes(batch=1, queries=40, keys=40), (table,), mask)
 
 
 def test_indices_of_64_bits():

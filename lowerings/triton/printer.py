@@ -193,7 +193,7 @@ class LaneOps(CSEProxy):
             return ValueRanges.unknown()
         bounds = [a.bounds if isinstance(a, CSEVariable) else a for a in args]
         found = getattr(self.vr_analysis, name)(*bounds)
-        own = [args[1]] if name in ("to_dtype", "constant") else [v.dtype for v in variables]
+        own: list[Any] = [args[1]] if name in ("to_dtype", "constant") else [v.dtype for v in variables]
         return found if _fits(found, functools.reduce(torch.promote_types, own)) else ValueRanges.unknown()
 
     def indirect_indexing(

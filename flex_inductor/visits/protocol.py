@@ -1,4 +1,4 @@
-"""The protocol of schedules, whatever the form of their data. A kind is a class with them, named in `KINDS`."""
+"""What every schedule answers, whatever the form of its data. A new kind is a class that `KINDS` names too."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def _remainder(value: ir.TensorBox, divisor: Any) -> ir.TensorBox:
     """Vectors may reach beyond the tile, where a divisor may be 0: C++ would raise."""
     if _is_integer(divisor):
         rows, columns = (_tile(_is_before(at, end), torch.bool) for at, end in enumerate((_ROWS, _COLUMNS)))
-        divisor = _or_one(lowerings[aten.logical_and](rows, columns), divisor)
+        inside, one = lowerings[aten.logical_and](rows, columns), _constant(1, divisor.get_dtype())
+        divisor = lowerings[aten.where.self](inside, divisor, one)
     return lowerings[aten.remainder.Tensor](value, divisor)
 
 
@@ -86,10 +87,6 @@ def _quotient(value: ir.TensorBox, divisor: Any, rounding_mode: str | None = Non
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, ir.TensorBox) and not value.get_dtype().is_floating_point
-
-
-def _or_one(condition: ir.TensorBox, divisor: ir.TensorBox) -> ir.TensorBox:
-    return lowerings[aten.where.self](condition, divisor, _constant(1, divisor.get_dtype()))
 
 
 def _is_before(at: int, end: sympy.Symbol) -> Callable:

@@ -132,7 +132,7 @@ def test_positions_are_rounded_to_16_bits(way):
 
 
 def test_a_divisor_is_0_behind_the_last_key(way):
-    """Vectors of 24 keys reach beyond them."""
+    """The last vector of 24 keys reaches beyond them."""
 
     def build():
         return lambda score, b, h, q_idx, kv_idx: score + 0.1 * (q_idx % (SMALL.keys - kv_idx))

@@ -73,6 +73,10 @@ def draw_mask(
             f"draw_mask: path: expected a name ending in .png or .svg, got {str(path)!r}."
         )
     schedule = _schedule_of(mask, B, H, Q_LEN, KV_LEN, BLOCK_SIZE, device)
+    if 0 in schedule.seq_lengths:
+        raise MaskArgumentError(
+            f"draw_mask: mask: expected queries and keys to draw, got {' x '.join(map(str, schedule.seq_lengths))}."
+        )
     for name, index, size in (("b", b, schedule.batch), ("h", h, schedule.heads)):
         if not 0 <= index < size:
             raise MaskArgumentError(f"draw_mask: {name}: expected 0 to {size - 1}, got {index}.")
@@ -90,7 +94,10 @@ def draw_mask(
 
 def to_html(mask: BlockMask | RunSchedule) -> str:
     """What a notebook shows of a block mask: its drawing, or its text where matplotlib is missing."""
-    if find_spec("matplotlib") is None:
+    nothing = 0 in mask.seq_lengths
+    if nothing and isinstance(mask, BlockMask):
+        mask = RunSchedule.from_block_mask(mask)  # torch has no text of an empty BlockMask
+    if nothing or find_spec("matplotlib") is None:
         return f"<pre style='line-height:1'>{mask}</pre>"
     picture = io.StringIO()
     save(load_pyplot(), draw_mask(mask), picture, "svg")

@@ -413,7 +413,7 @@ def runs_of_block_mask(block_mask: BlockMask) -> tuple[Runs, tuple[int, int]]:
         indices = indices.view(*shapes[0], *indices.shape[-2:])[: grids[0], : grids[1], :rows, :columns]
         used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         kinds.scatter_(-1, torch.where(used, indices, columns).long(), kind)
-    return from_grid(kinds[..., :columns].reshape(-1, columns)), (grids[0], grids[1])
+    return from_grid(kinds[..., :columns].flatten(0, 2)), (grids[0], grids[1])
 
 
 _CONTEXT = ("batch", "heads", "seq_lengths", "BLOCK_SIZE", "mask_mod", "separate_full_blocks")

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -203,6 +207,12 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
                 result = mod(*lanes)
         except DataDependentOutputException as error:
             raise errors.needs_a_value(name, line_raising(error)) from None
+        except DynamicOutputShapeException as error:
+            raise errors.size_from_values(name, line_raising(error)) from None
+        except RuntimeError as error:
+            if ".numpy() is not supported" in str(error):
+                raise errors.numpy_array(name, line_raising(error)) from None
+            raise
         if isinstance(result, Tensor):
             record.capture(result)
     captures = tuple(record.captures.values())

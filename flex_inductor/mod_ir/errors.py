@@ -147,13 +147,31 @@ def cannot_be_called(name: str, lanes: Sequence[str], error: TypeError) -> FlexT
 
 
 def needs_a_value(name: str, line: Any) -> FlexTypeError:
-    """`line` is where, a source_lines.Line, if that is known."""
-    where = f", at {line} ({line.text})" if line else ""
     return FlexTypeError(
-        f"{name} needs the value of a tensor in Python{where}: for `if`, `and`, `not`, `int()`, `.item()` or the index "
-        f"of a list. A mod is traced once for all scores, when tensors have no values. Choose with torch.where, join "
-        f"conditions with &, | and ~, index a captured tensor rather than a list, and use 0-d tensors as they are."
+        f"{name} needs the value of a tensor in Python{_at(line)}: for `if`, `and`, `not`, `int()`, `.item()` or the "
+        f"index of a list. A mod is traced once for all scores, when tensors have no values. Choose with torch.where, "
+        f"join conditions with &, | and ~, index a captured tensor rather than a list, and use 0-d tensors as they are."
     )
+
+
+def size_from_values(name: str, line: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name} makes a tensor of a size that depends on values{_at(line)}, as w[w > 0] and torch.unique do. A mod is "
+        f"traced once for all scores, when tensors have no values. Make that tensor before the call, or keep the size: "
+        f"torch.where(w > 0, w, 0.0)."
+    )
+
+
+def numpy_array(name: str, line: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name} computes with a tensor and a NumPy array{_at(line)}. Make the array a tensor before the call: "
+        f"torch.from_numpy(array)."
+    )
+
+
+def _at(line: Any) -> str:
+    """`line` is a source_lines.Line, if it is known."""
+    return f", at {line} ({line.text})" if line else ""
 
 
 _warned_of_int32: set[str] = set()
@@ -236,10 +254,8 @@ def dtensor_in_compiled_mod(name: str) -> FlexNotImplementedError:
 
 
 def parameter_mutated(mod: str, line: Any) -> FlexRuntimeError:
-    """`line` is where, a source_lines.Line, if that is known."""
-    where = f", at {line} ({line.text})" if line else ""
     return FlexRuntimeError(
-        f"{mod} changes a captured tensor that requires grad in place{where}. It runs once for every score, in any "
+        f"{mod} changes a captured tensor that requires grad in place{_at(line)}. It runs once for every score, in any "
         f"order, so it may only read what it captures. Use the out-of-place form, or make the change before the call."
     )
 
@@ -260,11 +276,9 @@ def function_bound_before(capture: str, function: str) -> FlexRuntimeError:
 
 
 def assigns_outside(mod: str, line: Any) -> FlexRuntimeError:
-    """`line` is where, a source_lines.Line, if that is known."""
-    where = f", at {line} ({line.text})" if line else ""
     return FlexRuntimeError(
-        f"{mod} changes something outside of it{where}. It is traced once for all scores, so it may only read what it "
-        f"finds outside. Make the change before the call."
+        f"{mod} changes something outside of it{_at(line)}. It is traced once for all scores, so it may only read what "
+        f"it finds outside. Make the change before the call."
     )
 
 

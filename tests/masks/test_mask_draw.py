@@ -82,6 +82,15 @@ def test_refused(kwargs, message):
         draw_mask(schedule_of(library.causal()), **kwargs)
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 5), (5, 0)])
+def test_nothing_to_draw(queries, keys, compact):
+    mask = create_block_mask(library.causal(), None, None, queries, keys, "cpu", compact=compact)
+    with pytest.raises(MaskArgumentError, match=f"expected queries and keys to draw, got {queries} x {keys}"):
+        draw_mask(mask)
+    assert f"shape=(1, 1, {queries}, {keys})" in draw.to_html(mask)
+
+
 def test_a_function_needs_lengths():
     with pytest.raises(MaskArgumentError, match="also needs Q_LEN and KV_LEN"):
         draw_mask(library.causal())

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from op.calls import check, draw, parameter, qkv
@@ -398,6 +399,32 @@ def test_the_value_of_a_lane_in_a_mask(how):
     mask = mask_of(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx and h == 0)
     refused(
         how, TypeError, "mask_mod needs the value of a tensor in Python, at test_bad_mods.py", block_mask=mask
+    )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_tensor_whose_size_depends_on_values(how):
+    table = torch.tensor([1.0, -1.0, 2.0])
+
+    def positive(score, b, h, q_idx, kv_idx):
+        return score * table[table > 0].sum()
+
+    refused(
+        how,
+        TypeError,
+        r"score_mod makes a tensor of a size that depends on values, at test_bad_mods.py:\d+ \(.*table > 0.*\), .* "
+        "keep the size: torch.where",
+        positive,
+    )
+
+
+def test_a_numpy_array():
+    slopes = np.array([1.0, 2.0])
+    refused(
+        "eager",
+        TypeError,
+        r"score_mod computes with a tensor and a NumPy array, at test_bad_mods.py:\d+ \(.*slopes.*torch.from_numpy",
+        lambda score, b, h, q_idx, kv_idx: score * slopes[h],
     )
 
 

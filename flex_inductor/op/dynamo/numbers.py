@@ -19,6 +19,7 @@ from torch._dynamo import config
 from torch._dynamo.utils import is_int_specialization_case
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._guards import GuardSource
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ... import compat
@@ -227,6 +228,19 @@ def number_of_a_lane(graph: fx.Graph, lanes: int) -> fx.Node | None:
             if node.op != "output" and _has_numbers(node):
                 return node
             differ.add(node)
+    return None
+
+
+def tensor_sized_by_values(graph: fx.Graph) -> fx.Node | None:
+    """The first tensor in the mod whose size is known only once it has run."""
+
+    def unknown(node: fx.Node) -> set:
+        example = node.meta.get("example_value")
+        return free_unbacked_symbols(tuple(example.shape)) if isinstance(example, Tensor) else set()
+
+    for node in graph.nodes:
+        if node.op != "placeholder" and not unknown(node) <= set().union(*map(unknown, node.all_input_nodes)):
+            return node
     return None
 
 

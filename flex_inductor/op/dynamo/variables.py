@@ -49,6 +49,7 @@ from .numbers import (
     float_to_tensor,
     number_of_a_lane,
     numbers_outside,
+    tensor_sized_by_values,
 )
 from .refusals import check, refuse
 
@@ -244,6 +245,8 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
     if (node := number_of_a_lane(graph, lanes)) is not None:
         raise mod_errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
+    if (node := tensor_sized_by_values(graph)) is not None:
+        raise mod_errors.size_from_values(name, last_line(node.meta.get("stack_trace") or ""))
 
 
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:

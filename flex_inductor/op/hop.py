@@ -34,6 +34,9 @@ class _Op(HigherOrderOperator):
         """By `called`; of proxies, as where a graph is read from a cache, by torch."""
         return super().__call__(*args) if isinstance(args[0], fx.Proxy) else self.called(*args)
 
+    # Where Dynamo gave up the whole function, it would compile frames inside, and traces of mods would run these.
+    compat.compile_no_frame_of(__call__, calls=True)
+
     def called(self, *args: Any) -> Any:
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ import torch
 from op.calls import close, draw, leaf
 from torch.func import grad, vmap
 
-from flex_inductor import AuxRequest, create_block_mask, flex_attention
+from flex_inductor import AuxRequest, Sequences, create_block_mask, flex_attention, varlen_attention
 from flex_inductor.masks.schedule import schedule_parts
 from flex_inductor.op import Inputs, attention
 from flex_inductor.reference import reference
@@ -215,3 +215,25 @@ def test_compiled_with_a_scale_that_changes():
         torch.testing.assert_close(found, right)
         grads = (torch.autograd.grad(out.sin().sum(), qkv) for out in (found, right))
         torch.testing.assert_close(*grads)
+
+
+def test_a_compiled_function_runs_as_it_is_inside_of_a_transform():
+    """Dynamo gives up the function there, and could still compile what it calls: traces of mods among it."""
+    slopes, two = draw(2), Sequences.from_lengths([3, 3])
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * slopes[h]
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, score_mod)
+
+    def packed(x):
+        return varlen_attention(x, x, x, two, score_mod=score_mod).sin().sum()
+
+    q, k, v = draw(EXAMPLES, 2, 2, 6, 4), draw(2, 2, 6, 4), draw(2, 2, 6, 4)
+    dims = (0, None, None)
+    compiled = torch.compile(attend, backend="flex_inductor")
+    expected = one_by_one(lambda *qkv: reference(*qkv, score_mod)[0], dims, q, k, v)
+    close(vmap(compiled, dims)(q, k, v), expected)
+    x = draw(6, 2, 4)
+    close(grad(torch.compile(packed, backend="flex_inductor"))(x), grad(packed)(x))

@@ -375,6 +375,13 @@ def forward_over_forward() -> FlexNotImplementedError:
     )
 
 
+def tangent_in_graph() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention inside of torch.autograd.forward_ad.dual_level is not served in a compiled function, which would "
+        "lose its tangent. Use torch.func.jvp there, or call the function without compiling."
+    )
+
+
 def derivative_of_narrow() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "attention to keys and values of 8 bits has no derivatives (torch.func.jvp, grad). Convert them to the query's "

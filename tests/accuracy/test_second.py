@@ -407,3 +407,22 @@ def test_torch_refuses_a_second_derivative_from_outside_a_compiled_function():
     (grad,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_dual_level_inside_of_a_compiled_function_is_refused(fullgraph):
+    def along(q, to):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(flex_attention(forward_ad.make_dual(q, to), q, q)).tangent
+
+    def without_tangents(q):
+        with forward_ad.dual_level():
+            return flex_attention(q, q, q)
+
+    q, to = torch.randn(2, 1, 2, 5, 4)
+    with pytest.raises(
+        FlexError, match=r"^attention inside of .*dual_level is not served .* Use torch.func.jvp"
+    ):
+        torch.compile(along, backend="flex_inductor", fullgraph=fullgraph)(q, to)
+    out = torch.compile(without_tangents, backend="flex_inductor", fullgraph=fullgraph)(q)
+    torch.testing.assert_close(out, flex_attention(q, q, q))

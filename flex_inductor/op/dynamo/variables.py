@@ -37,7 +37,7 @@ from ...mod_ir.names import CAPTURE_NAME, readable_name
 from ...mod_ir.source_lines import last_line, line_raising
 from ...mod_ir.trace import trace_value
 from ...options import CallOptions
-from ..autograd import only_shapes
+from ..autograd import has_tangent, only_shapes
 from ..call import AttentionCall, Inputs, read_options
 from ..hop import attention, attention_backward
 from . import untraced  # noqa: F401 - its variable registers itself
@@ -89,11 +89,16 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
         known_good = given.sharded is None and all(map(only_computes, graphs))
         try:
             with only_shapes() if known_good else contextlib.nullcontext():
-                return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
+                outputs = wrap_fx_proxy(tx=tx, proxy=proxy, example_value=None)
         except Exception as error:
             if ours := errors.own_error_in(error):
                 refuse(tx, ours)
             raise
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if not in_transform and has_tangent(proxy.node.meta["example_value"][0]):
+            # Where the graph is traced again, levels are not known. A graph break would lose the tangent too.
+            raise compat.out_of_dynamo(tx, errors.tangent_in_graph())
+        return outputs
 
     def _subgraph(self, tx, query, key, mod, name, lanes, given) -> tuple[Any, tuple]:
         if mod.is_python_constant() and mod.as_python_constant() is None:

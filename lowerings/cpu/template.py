@@ -132,6 +132,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.globals["headers"] = {
-        name: (folder / f"{name}.h").read_text() for name in ("memory", "kernel", "decode", "dropout", "sums")
+        path.name.removesuffix(".h"): path.read_text()
+        for path in folder.iterdir()
+        if path.name.endswith(".h")
     }
     return environment

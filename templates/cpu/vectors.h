@@ -1,0 +1,220 @@
+// Vectors of numbers: in memory as kernels pack them, what is not finite, exp and tanh, tables.
+
+inline void store_packed(Vec numbers, float* to) { numbers.store(to); }
+#if FLEX_BF16_PAIRS
+inline void store_packed(Vec numbers, Packed* to) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
+}
+#endif
+
+inline Vec load_packed(const float* from) { return Vec::loadu(from); }
+#if FLEX_BF16_PAIRS
+inline Vec load_packed(const Packed* from) {
+  return Vec((__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+#endif
+
+inline float sum_lanes(Vec numbers) {
+  return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, numbers);
+}
+
+inline bool is_finite(float x) { return x - x == 0.f; }
+
+// Whether `count` numbers, whole vectors of them, are all finite: 0 times another is NaN.
+inline bool all_finite(const float* numbers, int64_t count) {
+  Vec sum(0.f);
+  for (int64_t i = 0; i < count; i += W) sum = at::vec::fmadd(Vec::loadu(numbers + i), Vec(0.f), sum);
+  return is_finite(sum_lanes(sum));
+}
+#if FLEX_BF16_PAIRS
+inline bool all_finite(const Packed* numbers, int64_t count) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += PANEL)
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(numbers + i), (__m512bh)_mm512_setzero_si512());
+  return is_finite(sum_lanes(Vec(sum)));
+}
+#endif
+
+// What follows is rarely called, and kept out of the way of the rest. This puts zeros for what is not finite.
+inline __attribute__((noinline, cold)) void drop_not_finite(Packed* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (!is_finite(float(numbers[i]))) numbers[i] = Packed(0);
+}
+
+template <typename T>
+inline __attribute__((noinline, cold)) void copy_to(std::vector<T>& copy, const T* from, int64_t count) {
+  copy.assign(from, from + count);
+}
+
+// targets[i] += weights[i] * x for every x in the row that is not finite, in lanes whose score is not -inf: a lane that
+// is not attended to has no part in it, though its weight, 0, times x is NaN.
+template <typename T, typename Weight>
+inline __attribute__((noinline, cold)) void add_not_finite(
+    const T* row, int64_t stride, int64_t columns, const float* scores, int64_t scores_step, const Weight* weights,
+    int64_t weights_step, int64_t lanes, float* targets, int64_t targets_ld) {
+  bool finite = true;
+  for (int64_t c = 0; c < columns; ++c) finite &= is_finite(float(row[c * stride]));
+  for (int64_t i = 0; !finite && i < lanes; ++i)
+    for (int64_t c = 0; scores[i * scores_step] != -INF && c < columns; ++c)
+      if (const float x = float(row[c * stride]); !is_finite(x)) targets[i * targets_ld + c] += float(weights[i * weights_step]) * x;
+}
+
+// x, or 0 in lanes whose score is -inf.
+inline Vec where_live(Vec scores, Vec x) {
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(scores, _mm512_set1_ps(-INF), _CMP_NEQ_UQ), x);
+#else
+  return x & (scores != Vec(-INF));
+#endif
+}
+
+// The larger of two scores. One that is NaN may be lost with AVX, where at::vec::maximum takes three or four
+// instructions: exponentials keep it.
+inline Vec larger(Vec x, Vec y) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_max_ps(x, y);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_max_ps(x, y);
+#else
+  return at::vec::maximum(x, y);
+#endif
+}
+
+// 2^f for |f| <= 0.5. Weights that are rounded to bf16 need one term less: 2.8e-6 relative, else 9.1e-8.
+inline Vec exp2_of_part(Vec f) {
+#if FLEX_BF16_PAIRS
+  Vec p = at::vec::fmadd(Vec(0.00958285306f), f, Vec(0.0559064247f));
+  p = at::vec::fmadd(p, f, Vec(0.240240986f));
+  p = at::vec::fmadd(p, f, Vec(0.693124193f));
+#else
+  Vec p = at::vec::fmadd(Vec(0.00132647273f), f, Vec(0.00967151299f));
+  p = at::vec::fmadd(p, f, Vec(0.0555073358f));
+  p = at::vec::fmadd(p, f, Vec(0.240222424f));
+  p = at::vec::fmadd(p, f, Vec(0.693147004f));
+#endif
+  return at::vec::fmadd(p, f, Vec(1.f));
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^t for t <= 0 (rounding may put it a little above), 0 where that is no normal number. Of NaN it is NaN with AVX, else
+// anything.
+inline Vec exp2_nonpositive(Vec t) {
+  // The whole part of t as an exponent, and a polynomial for what rounding leaves. Lanes that underflow, as those of masked
+  // scores do, are left out: Intel's processors take over a hundred cycles for one.
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 p = exp2_of_part(_mm512_sub_ps(t, whole));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ), p, whole);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256 whole = _mm256_round_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 p = exp2_of_part(_mm256_sub_ps(t, whole));
+  // NaN as an integer has no bits left once it is shifted.
+  const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
+  const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+  return _mm256_and_ps(power, _mm256_cmp_ps(t, _mm256_set1_ps(-125.5f), _CMP_NLT_UQ));
+#else
+  return (t * Vec(1.f / LOG2_E)).exp_u20();
+#endif
+}
+
+// exp(x), as exp2_nonpositive.
+inline Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * Vec(LOG2_E)); }
+
+// tanh as score_mods use it: three times as fast as the vector library's, good to a few units in the last place.
+template <typename T>
+inline T hyperbolic_tangent(T x) { return x.tanh(); }
+inline Vec hyperbolic_tangent(Vec x) {
+#ifdef CPU_CAPABILITY_AVX512
+  // -m / (m + 2) for m = exp(-2|x|) - 1 = 2^whole * (2^part - 1) + 2^whole - 1, which keeps its digits near 0.
+  const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.f)), one = _mm512_set1_ps(1.f);
+  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-126.f), _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.88539008f)));
+  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_sub_ps(t, whole), power = _mm512_scalef_ps(one, whole);
+  __m512 p = _mm512_set1_ps(0.000154035151f);
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.00133907353f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.00961823761f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.0555035733f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.240226492f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(0.693147182f));
+  const __m512 m = _mm512_fmadd_ps(_mm512_mul_ps(p, part), power, _mm512_sub_ps(power, one));
+  const __m512 below = _mm512_add_ps(m, _mm512_set1_ps(2.f)), guess = _mm512_rcp14_ps(below);
+  const __m512 inverse = _mm512_mul_ps(guess, _mm512_fnmadd_ps(below, guess, _mm512_set1_ps(2.f)));
+  return _mm512_or_ps(_mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), m), inverse), sign);
+#else
+  const Vec size = x.abs(), square = x * x;
+  Vec series = at::vec::fmadd(square, Vec(62.f / 2835), Vec(-17.f / 315));
+  series = at::vec::fmadd(square, series, Vec(2.f / 15));
+  series = at::vec::fmadd(square, series, Vec(-1.f / 3));
+  const Vec small = at::vec::fmadd(x * square, series, x);
+  const Vec decay = exp_nonpositive(size * Vec(-2.f));
+  const Vec large = (Vec(1.f) - decay) / (Vec(1.f) + decay);
+  const Vec result = Vec::blendv(Vec::blendv(large, large.neg(), x < Vec(0.f)), small, size < Vec(0.3f));
+  return Vec::blendv(result, x, x != x);
+#endif
+}
+
+// The numbers base, base + step, ... of a vector. Inductor's own spelling inserts them one by one.
+template <typename V, typename T, typename S>
+inline V progression(T base, S step) {
+  return V(base) + V::arange(T(0), step);
+}
+
+// 1 or -1 if each lane's place is one more or less than that of the lane before, else 0.
+using Places = at::vec::Vectorized<int32_t>;
+inline int64_t direction(Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i after = _mm512_sub_epi32(places, _mm512_broadcastd_epi32(_mm512_castsi512_si128(places)));
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  if (_mm512_cmpneq_epi32_mask(after, _mm512_sub_epi32(_mm512_setzero_si512(), lanes)) == 0) return -1;
+  return _mm512_cmpneq_epi32_mask(after, lanes) == 0 ? 1 : 0;
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i after = _mm256_sub_epi32(places, _mm256_broadcastd_epi32(_mm256_castsi256_si128(places)));
+  const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+  const auto all = [](__m256i x, __m256i y) { return _mm256_movemask_epi8(_mm256_cmpeq_epi32(x, y)) == -1; };
+  if (all(after, _mm256_sub_epi32(_mm256_setzero_si256(), lanes))) return -1;
+  return all(after, lanes) ? 1 : 0;
+#else
+  return 0;
+#endif
+}
+struct EachPlace {
+  int32_t lanes[W];
+  explicit EachPlace(Places places) { places.store(lanes); }
+};
+// The least place of lanes in this direction.
+inline int64_t least(Places places, int64_t direction) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const int64_t first = _mm_cvtsi128_si32(_mm512_castsi512_si128(places));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const int64_t first = _mm_cvtsi128_si32(_mm256_castsi256_si128(places));
+#else
+  const int64_t first = EachPlace(places).lanes[0];
+#endif
+  return direction > 0 ? first : first - (W - 1);
+}
+
+// from[places], and to[places] += numbers.
+inline Vec look_up(const float* from, Places places) {
+  if (const int64_t by = direction(places)) {
+    const Vec found = Vec::loadu(from + least(places, by));
+    return by > 0 ? found : at::vec::flip(found);
+  }
+  const EachPlace each(places);
+  float found[W];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) found[i] = from[each.lanes[i]];
+  return Vec::loadu(found);
+}
+inline void add_each(Vec numbers, float* to, Places places) {
+  if (const int64_t by = direction(places)) {
+    float* const first = to + least(places, by);
+    (Vec::loadu(first) + (by > 0 ? numbers : at::vec::flip(numbers))).store(first);
+    return;
+  }
+  const EachPlace each(places);
+  float added[W];
+  numbers.store(added);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) to[each.lanes[i]] += added[i];
+}

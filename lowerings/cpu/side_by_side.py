@@ -16,7 +16,7 @@ _ARRAY = re.compile(
     rf"(?P<vector>\w+)\.store\(tmpbuf\.data\(\), {_LANES}\);\s*return tmpbuf;\s*\}}\s*\(\)\s*;"
 )
 _LOOP = (
-    r"\s*(?:#pragma GCC unroll \d+\s*)?for \(long (?P<lane>\w+) = 0; (?P=lane) < "
+    r"\s*(?:#pragma (?:GCC )?unroll \d+\s*)?for \(long (?P<lane>\w+) = 0; (?P=lane) < "
     + _LANES
     + r"; (?P=lane)\+\+\)\s*\{\s*"
 )

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
 from torch._inductor.utils import run_and_get_code
 
 from flex_inductor import create_block_mask, flex_attention, mods
@@ -158,7 +159,10 @@ def test_biases_of_an_image(width, dtype):
     judge(fused(attention_of(build)), dense_of(build), SIZES.inputs(dtype), [table], mask)
 
 
-def test_places_in_an_image_are_loaded_and_added_to_at_once():
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_places_in_an_image_are_loaded_and_added_to_at_once(compiler, monkeypatch):
+    # Inductor puts other pragmas before loops.
+    monkeypatch.setattr(cpp_builder, "is_gcc", lambda: compiler == "gcc")
     table = torch.randn(2, 23, 15, requires_grad=True)
     query, key, value = (torch.randn(1, 2, 90, 16, requires_grad=True) for _ in range(3))
 
@@ -168,8 +172,10 @@ def test_places_in_an_image_are_loaded_and_added_to_at_once():
         )
         return torch.autograd.grad(out.sum(), [query, table])
 
-    _, code = run_and_get_code(step)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, code = run_and_get_code(step)
     forward, backward = (text[text.index("TILE_Q") :] for text in code if "TILE_Q" in text)
+    assert ("#pragma GCC ivdep" in forward) is (compiler == "gcc")
     assert "look_up(" in forward and "out of bounds" not in forward
     assert "look_up(" in backward and "add_each(" in backward and "out of bounds" not in backward
     # Row and column are one place, of which a table has what is of the key.

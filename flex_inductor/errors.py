@@ -364,7 +364,8 @@ def tile_map_without_runs(form: str) -> FlexValueError:
 def third_derivative() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "flex_attention has no third derivative: a derivative of a second derivative was asked for. Detach the second "
-        "derivative before using it, or write the attention in plain torch operations."
+        "derivative before using it, or write the attention in plain torch operations. For products with the Hessian, "
+        "take torch.autograd.functional.vhp or torch.func.jvp of torch.func.grad in place of functional.hvp."
     )
 
 
@@ -372,6 +373,13 @@ def forward_over_forward() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "flex_attention has no forward-mode derivative of a forward-mode derivative (jvp of jvp, jacfwd of jacfwd). "
         "Use reverse mode inside or outside: jvp of grad, jacfwd of jacrev, or grad of jvp."
+    )
+
+
+def batched_gradients() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "attention has no batched gradients outside of torch.func (is_grads_batched=True, or vectorize=True of "
+        "torch.autograd.functional). Use torch.func.jacrev, jacfwd, hessian, or vmap of what torch.func.vjp returns."
     )
 
 

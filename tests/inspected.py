@@ -2,7 +2,7 @@
 
 import torch
 
-from flex_inductor import create_block_mask, flex_attention
+from flex_inductor import Sequences, create_block_mask, flash, flex_attention, varlen_attention
 
 LENGTH = 256
 
@@ -101,3 +101,20 @@ def two_devices():
     return flex_attention, tuple(
         torch.zeros(1, 1, 16, 16, device=device) for device in ("cpu", "meta", "cpu")
     )
+
+
+SLOPES = torch.tensor([0.5, 0.25])
+
+
+def packed():
+    two = Sequences.from_lengths([100, 156])
+
+    def attend(x):
+        made_here = lambda score, b, h, q_idx, kv_idx: score * SLOPES[h]  # noqa: E731
+        return varlen_attention(x, x, x, two, score_mod=made_here)
+
+    return attend, (torch.zeros(LENGTH, 2, 32),)
+
+
+def by_flash():
+    return lambda x: flash.flash_attn_func(x, x, x, causal=True), (torch.zeros(1, LENGTH, 2, 32),)

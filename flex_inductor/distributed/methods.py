@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 
 from ..checks import refused
 from ..compat import mark_changing
-from ..errors import FlexError, derivative_of_shards
+from ..errors import FlexError, derivative_of_shards, planned_in_vmap
 from ..masks import planned, portable
 from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
 from ..op import Inputs
 from ..op.autograd import has_tangent
 from ..op.ring import Ring
+from ..op.vmap import in_vmap
 from ..softmax import AuxRequest, Softmax
 from ..visits import BlockRuns
 from . import errors
@@ -129,6 +130,8 @@ class PlannedMask(planned.PlannedMask):
         like_query: Callable[[Any], Any] = _itself
         captures: tuple[Any, ...] = ()
         try:
+            if not torch.compiler.is_dynamo_compiling() and in_vmap():
+                raise planned_in_vmap()
             if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
                 query, key, value, like_query, head = local_tensors(
                     query, key, value, self.cp_group.name, self.heads, self.layout.length

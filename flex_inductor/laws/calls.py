@@ -6,7 +6,6 @@ import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..mod_ir.capture import LiftedMod
 from ..mod_ir.names import capture_names
-from ..mod_ir.source_lines import frames_in
+from ..mod_ir.source_lines import calling_line, frames_in
 from ..op import AttentionCall, Inputs, attention
 from ..op.prepare import with_score_graph
 from ..options import call_options
@@ -25,7 +24,6 @@ from . import errors
 from .compare import is_float
 
 MOST_LANES = 1 << 25  # of a call that is checked: laws look at every pair
-_HERE = str(Path(__file__).parent)
 
 
 @dataclass(eq=False)
@@ -213,13 +211,8 @@ class _Captures(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is attention:
-            users = [
-                frame.line
-                for frame in frames_in("".join(traceback.format_stack()))
-                if frame.is_users and not frame.path.startswith(_HERE)
-            ]
-            where = str(users[-1]) if users else ""
-            self.calls.append(Call.of(len(self.calls), where, AttentionCall.read(*args)))
+            line = calling_line(frames_in("".join(traceback.format_stack())))
+            self.calls.append(Call.of(len(self.calls), str(line or ""), AttentionCall.read(*args)))
         return func(*args, **(kwargs or {}))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -31,15 +32,20 @@ class Frame(NamedTuple):
 
     @property
     def is_wrapper(self) -> bool:
-        """Whether this is flex_attention itself, ours or torch's."""
+        """Whether this is flex_attention itself, ours or torch's, or varlen_attention."""
         named = (
             self.line.file in ("attention.py", "flex_attention.py") and "flex_attention" in self.line.function
         )
-        return named or self.path == f"{_OWN}/attention.py"
+        return named or self.path in (f"{_OWN}/attention.py", f"{_OWN}/sequences/attention.py")
 
     @property
     def is_users(self) -> bool:
         return not self.path.startswith(_NOT_USERS)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether it is the user's, and no function of ours that calls attention for him."""
+        return self.is_users and not self.path.startswith(_CALLERS)
 
 
 _tools = find_spec("flex_inductor.tools")
@@ -50,6 +56,7 @@ _NOT_USERS = (
     f"{Path(_tools.origin).parent}/",
     *(f"{_OWN}/{name}" for name in ("mod_ir/", "op/", "attention.py", "take_over.py")),
 )
+_CALLERS = tuple(f"{_OWN}/{name}/" for name in ("sequences", "flash", "distributed", "integrations", "laws"))
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (.+)\n(.*)$', flags=re.MULTILINE)
 
 
@@ -75,7 +82,12 @@ def call_line(node: fx.Node) -> Line | None:
     """Where the user calls attention."""
     found = frames(node)
     wrapper = next((i for i, frame in enumerate(found) if frame.is_wrapper), len(found))
-    return next((frame.line for frame in reversed(found[:wrapper]) if frame.is_users), None)
+    return calling_line(found[:wrapper])
+
+
+def calling_line(found: Sequence[Frame]) -> Line | None:
+    """The last of `found` where a user may call attention."""
+    return next((frame.line for frame in reversed(found) if frame.may_call), None)
 
 
 def line_raising(error: BaseException) -> Line | None:

@@ -49,6 +49,8 @@ class _Op(HigherOrderOperator):
                 return self.given(tree_map_only(Tensor, _functorch.unwrap_if_dead, call))
             if not _functorch.peek_interpreter_stack() and any(map(_functorch.is_batchedtensor, tensors)):
                 raise errors.example_of_ended_vmap()
+            if any(map(_functorch.is_legacy_batchedtensor, tensors)):
+                raise errors.batched_gradients()
             return super().__call__(*call.wire())
         if _has_derivatives(tensors):
             return self.py_kernels[DispatchKey.Autograd](*call)

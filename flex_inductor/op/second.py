@@ -66,6 +66,8 @@ class _Second(torch.autograd.Function):
 
     @staticmethod
     def forward(name, source, rest, *tensors):
+        if any(map(torch._C._functorch.is_legacy_batchedtensor, tensors)):
+            raise errors.batched_gradients()
         with torch._C._DisableAutocast():
             return tuple(_computed(name, source, filled(rest, tensors)))
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from .. import errors
 from ..mod_ir.arguments import INDEX_DTYPE, JOINT_LANES, MASK_LANES, SCORE_LANES
@@ -21,6 +23,11 @@ from ..softmax.errors import dropout_in_vmap
 from .call import AttentionCall, BackwardCall, Inputs, wanted_gradients
 
 aten = torch.ops.aten
+
+
+def in_vmap() -> bool:
+    """Whether torch.func.vmap is around, also for a transform such as jacrev."""
+    return any(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
 def fold_forward(
@@ -84,11 +91,14 @@ class _FoldedMods:
         self.inputs = Inputs(self.score.captures, self.mask.captures, schedule, partial=inputs.partial)
         if inputs.sinks is not None:
             self.inputs = self.inputs._replace(sinks=fold.rows(inputs.sinks, dims.sinks))
+        if inputs.kv_scales:
+            scales = map(fold.tensor, inputs.kv_scales, dims.kv_scales)
+            self.inputs = self.inputs._replace(kv_scales=tuple(scales))
         if inputs.grad_mean is not None:
             self.inputs = self.inputs._replace(grad_mean=fold.tensor(inputs.grad_mean, dims.grad_mean))
 
 
-_FOLDED = {"score_captures", "mask_captures", "schedule", "partial", "sinks", "grad_mean"}
+_FOLDED = {"score_captures", "mask_captures", "schedule", "partial", "sinks", "kv_scales", "grad_mean"}
 
 
 class _Fold:

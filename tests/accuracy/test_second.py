@@ -426,3 +426,17 @@ def test_a_dual_level_inside_of_a_compiled_function_is_refused(fullgraph):
         torch.compile(along, backend="flex_inductor", fullgraph=fullgraph)(q, to)
     out = torch.compile(without_tangents, backend="flex_inductor", fullgraph=fullgraph)(q)
     torch.testing.assert_close(out, flex_attention(q, q, q))
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+        lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+        lambda f, x: torch.autograd.functional.hessian(lambda x: f(x).sin().sum(), x, vectorize=True),
+    ],
+    ids=["reverse", "forward", "second"],
+)
+def test_batched_gradients_outside_of_transforms_are_refused(differentiate):
+    with pytest.raises(FlexError, match=r"^attention has no batched gradients .* Use torch.func.jacrev"):
+        differentiate(lambda x: flex_attention(x, x, x, lambda s, *_: s.tanh()), numbers(1, 1, 3, 2))

@@ -147,10 +147,14 @@ def differentiated_twice(group, method):
     with forward_ad.dual_level(), pytest.raises(FlexNotImplementedError, match="over the shards"):
         dual = forward_ad.make_dual(query, query)
         flex_attention(dual, query, query, block_mask=mask)
+    with pytest.raises(
+        FlexNotImplementedError, match="a mask that context_parallel has planned is not served"
+    ):
+        torch.func.vmap(lambda q: flex_attention(q, query, query, block_mask=mask))(query[None])
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
-def test_second_derivatives_are_refused(group, method):
+@pytest.mark.parametrize("method", ["all_gather", "cast", "ulysses", "ring"])
+def test_second_derivatives_and_vmap_are_refused(group, method):
     group.run(differentiated_twice, method, ranks=2)
 
 

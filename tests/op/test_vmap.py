@@ -182,6 +182,20 @@ def test_block_mask_of_each_example(form):
     close(ours, torch.stack(expected))
 
 
+@pytest.mark.parametrize("dims", [(0, 0, 0, 0), (0, None, None, 0), (None, None, 0, None)])
+def test_keys_of_8_bits(dims):
+    q = torch.randn(*[EXAMPLES] * (dims[0] == 0), 2, 2, 6, 16)
+    kv = torch.randn(*[EXAMPLES] * (dims[1] == 0), 2, 2, 7, 16).to(torch.float8_e4m3fn)
+    of_heads = torch.rand(*[EXAMPLES] * (dims[2] == 0), 2, 2) + 0.5
+    of_rows = torch.rand(*[EXAMPLES] * (dims[3] == 0), 2, 2, 7) + 0.5
+
+    def attend(q, kv, of_heads, of_rows):
+        return flex_attention(q, kv, kv, lambda s, *_: s.tanh(), k_scale=of_heads, v_scale=of_rows)
+
+    given = (q, kv, of_heads, of_rows)
+    close(vmap(attend, dims)(*given), one_by_one(attend, dims, *given))
+
+
 def test_nested():
     q, k, v = (draw(2, EXAMPLES, 2, 2, 6, 4) for _ in range(3))
     slopes, table = draw(2, 2), draw(EXAMPLES, 2, 6)

@@ -10,6 +10,7 @@ import torch
 
 import flex_inductor
 from flex_inductor import FlexError, flex_attention
+from flex_inductor.laws.calls import capture
 from flex_inductor.tools.inspector.page import page
 from flex_inductor.tools.inspector.webpage import webpage
 from tests import inspected
@@ -404,6 +405,17 @@ def test_torchs_function_is_shown_as_ours():
     assert call.facts.where.text == "return torchs(q, q, q, cap)"
     assert call.facts.score_mod.name == "cap"
     assert call.facts.score_mod.lines[0].text == "return 20 * torch.tanh(score / 20)"
+
+
+def test_calls_by_other_functions_are_those_of_the_users():
+    call = report("packed", "cpu", backward=False).calls[0].facts
+    assert call.where.text == "return varlen_attention(x, x, x, two, score_mod=made_here)"
+    assert [line.text.partition(" = ")[0] for line in call.score_mod.lines] == ["made_here"]
+    assert [capture.name for capture in call.score_mod.captures] == ["SLOPES"]
+    call = report("by_flash", "cpu", backward=False).calls[0].facts
+    assert "flash.flash_attn_func(x, x, x, causal=True)" in call.where.text
+    _, (checked,) = capture(*inspected.by_flash(), {})
+    assert checked.where == str(call.where)
 
 
 def test_a_mask_made_in_the_graph_is_shown():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import trace_rules
 from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     FlexAttentionHigherOrderVariable,
@@ -244,7 +245,13 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     grapharg = capture.node.meta.get("grapharg")
     if grapharg is None:
         return readable_name(capture.node.name)
-    return known.get(id(grapharg.example)) or readable_name(capture.node.name)
+    source = grapharg.source
+    of_module = isinstance(source, AttrSource) and isinstance(
+        source.base, GlobalSource
+    )  # not in the frame's own file
+    return known.get(id(grapharg.example)) or (
+        source.member if of_module else readable_name(capture.node.name)
+    )
 
 
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:

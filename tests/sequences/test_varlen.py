@@ -343,11 +343,16 @@ def test_export(strict):
     torch.testing.assert_close(
         ours, varlen_attention(*given, other, None, other.mask(causal), enable_gqa=True)
     )
+    bounds = {"max_q": 12, "max_k": 12, "total_q": 14, "total_k": 14}
+    few = Sequences.from_lengths([2, 3], device="cpu")
+    first, then = (Sequences.unchecked(s.cu_q, s.cu_k, **bounds) for s in (sequences, few))
     saved = io.BytesIO()
-    torch.export.save(torch.export.export(Layer(), (*given, sequences), strict=strict), saved)
+    torch.export.save(torch.export.export(Layer(), (*given, first), strict=strict), saved)
     saved.seek(0)
-    ours = torch.export.load(saved).module()(*given, sequences)
-    torch.testing.assert_close(ours, varlen_attention(*given, sequences, enable_gqa=True))
+    loaded = torch.export.load(saved).module()
+    for made, packed, tokens in ((first, sequences, 14), (then, few, 5)):
+        expected = varlen_attention(*(t[:tokens] for t in given), packed, enable_gqa=True)
+        torch.testing.assert_close(loaded(*given, made)[:tokens], expected)
 
 
 def test_used_lengths_leave_the_rest_out():

@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
     @property
     def may_call(self) -> bool:
-        """Whether it is the user's, and no function of ours that calls attention for him."""
+        """Whether users call attention there, and no function of ours does it for them."""
         return self.is_users and not self.path.startswith(_CALLERS)
 
 
@@ -86,7 +86,7 @@ def call_line(node: fx.Node) -> Line | None:
 
 
 def calling_line(found: Sequence[Frame]) -> Line | None:
-    """The last of `found` where a user may call attention."""
+    """The last of `found` where users may call attention."""
     return next((frame.line for frame in reversed(found) if frame.may_call), None)
 
 

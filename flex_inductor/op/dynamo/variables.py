@@ -245,13 +245,11 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     grapharg = capture.node.meta.get("grapharg")
     if grapharg is None:
         return readable_name(capture.node.name)
-    source = grapharg.source
-    of_module = isinstance(source, AttrSource) and isinstance(
-        source.base, GlobalSource
-    )  # not in the frame's own file
-    return known.get(id(grapharg.example)) or (
-        source.member if of_module else readable_name(capture.node.name)
-    )
+    name, source = readable_name(capture.node.name), grapharg.source
+    base = source.base if isinstance(source, AttrSource) else None
+    if isinstance(base, GlobalSource) and base.global_name.startswith("__import_"):
+        name = source.member  # a global of another file
+    return known.get(id(grapharg.example)) or name
 
 
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:

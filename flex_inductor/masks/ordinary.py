@@ -36,7 +36,8 @@ def ordinary_tensors(function: Callable[P, R]) -> Callable[P, R]:
         with torch.inference_mode(False), torch.no_grad(), _outside_transforms():
             return function(*args, **kwargs)
 
-    compat.compile_no_frame_of(run, calls=True)  # where Dynamo gave up the whole function
+    # Where Dynamo gave up the whole function, it would compile frames inside.
+    compat.compile_no_frame_of(run, calls=True)
     return run
 
 

@@ -95,8 +95,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
             if ours := errors.own_error_in(error):
                 refuse(tx, ours)
             raise
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if not in_transform and has_tangent(proxy.node.meta["example_value"][0]):
+        if has_tangent(proxy.node.meta["example_value"][0]) and not _in_transform():
             # Where the graph is traced again, levels are not known. A graph break would lose the tangent too.
             raise compat.out_of_dynamo(tx, errors.tangent_in_graph())
         return outputs
@@ -183,8 +182,7 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
     def _functions_kept(self, name) -> Any:
         """Inside torch.func's transforms Dynamo takes an autograd.Function's forward alone: that is refused."""
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if name == "mask_mod" or not in_transform or not torch.is_grad_enabled():
+        if name == "mask_mod" or not _in_transform() or not torch.is_grad_enabled():
             return contextlib.nullcontext()
 
         def refuse_function(function, *_):
@@ -236,6 +234,11 @@ def _no_hooks(name: str) -> Any:
     return unittest.mock.patch.object(TensorVariable, "_method_register_hook", refuse_hook)
 
 
+def _in_transform() -> bool:
+    """Whether one of torch.func's transforms is around."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
     """What the author of `mod` calls a captured tensor."""
     for name, argument in getattr(mod, "keywords", {}).items():
@@ -253,10 +256,12 @@ def _name_of(capture: fx.Proxy, mod: Any, function: Any) -> str:
 
 
 def _check_values(name: str, graph: fx.Graph, lanes: int) -> None:
-    if (node := number_of_a_lane(graph, lanes)) is not None:
-        raise mod_errors.needs_a_value(name, last_line(node.meta.get("stack_trace") or ""))
-    if (node := tensor_sized_by_values(graph)) is not None:
-        raise mod_errors.size_from_values(name, last_line(node.meta.get("stack_trace") or ""))
+    for node, error in (
+        (number_of_a_lane(graph, lanes), mod_errors.needs_a_value),
+        (tensor_sized_by_values(graph), mod_errors.size_from_values),
+    ):
+        if node is not None:
+            raise error(name, last_line(node.meta.get("stack_trace") or ""))
 
 
 def _check_captures(name: str, graph: fx.Graph, lanes: int, query: Tensor) -> None:

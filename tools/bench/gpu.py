@@ -112,7 +112,7 @@ class Bench:
 
     def __exit__(self, *exception: Any) -> None:
         for worker in (self.timer, *self.workers):
-            worker.stop()
+            worker.end()
 
     def _job(self, function: Callable, seconds: float, *arguments: Any) -> Job:
         patience = 10 if self.setting.device == "cpu" else 1  # Triton's interpreter is slow

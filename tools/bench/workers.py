@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from .harness import in_one_line
 
 
+GRACE = 10.0  # seconds until a process that does not end by itself is killed
+
+
 class Failed(Exception):
     """A job that gave no result, and why in one line."""
 
@@ -87,11 +90,18 @@ class Worker:
             self.pipe.close()
             self.process = None
 
+    def end(self) -> None:
+        """Lets the process end by itself: a killed one leaves semaphores behind, which Python warns of."""
+        if self.process is not None:
+            self.pipe.close()
+            self.process.join(GRACE)
+        self.stop()
+
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.stop()
+        self.end()
 
 
 def run_all(workers: Sequence[Worker], jobs: Iterable[Job], deadline: Deadline) -> Iterator[tuple[Job, Any]]:

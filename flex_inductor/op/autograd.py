@@ -18,7 +18,7 @@ from .. import errors
 from ..mod_ir.arguments import score_dtype
 from ..mod_ir.capture import LiftedMod
 from ..mod_ir.checks import joint_graph
-from ..softmax import gradient_of_sinks
+from ..softmax import NARROW, gradient_of_sinks
 from ..softmax.errors import derivative_of_entropy
 from . import second
 from .call import QKV, AttentionCall, BackwardCall, filled, parts, rows_of, tensors_of
@@ -220,8 +220,9 @@ def _backward_transform(interpreter, *args):
 def _autocast(device_type: str, *args):
     call = AttentionCall.read(*args)
     dtype = torch.get_autocast_dtype(device_type)
+    stays = torch.float64, *NARROW  # keys of 8 bits come with their scales
     q, k, v = (
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+        t.to(dtype) if t.is_floating_point() and t.dtype not in stays else t
         for t in (call.query, call.key, call.value)
     )
     with torch._C._DisableAutocast():

@@ -219,3 +219,18 @@ def test_over_ranks_they_and_their_scales_are_refused_by_name():
     for given in ((narrow, narrow), (query, query)):
         with pytest.raises(FlexError, match="keys and values of 8 bits, and their scales, are not served"):
             flex_attention(query, *given, block_mask=planned, k_scale=torch.ones(()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_leaves_keys_and_values_as_they_are(compiled):
+    (query, key, value), scales = given(70, torch.bfloat16, E4M3), SCALES["head"]
+
+    def call(query):
+        return flex_attention(query, key, value, nearer, enable_gqa=True, k_scale=scales[0], v_scale=scales[1])
+
+    run = torch.compile(call, backend="flex_inductor", fullgraph=True) if compiled else call
+    want = run(query)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(query.float())
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

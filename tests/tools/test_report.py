@@ -314,6 +314,23 @@ def test_cost_on_named_devices(learnable_bias):
         call.cost("K80")
 
 
+def test_cost_on_each_target(learnable_bias, monkeypatch):
+    from flex_inductor.tools.inspector import KNOWN_TARGETS, cost
+
+    (call,) = learnable_bias.calls
+    lowered = call.lowered["forward"]
+
+    def on(target):
+        return cost.cost_of(call.facts, "forward", lowered, target)
+
+    assert all(on(target).seconds for target in KNOWN_TARGETS)
+    assert (on("sm_90").device, on("sm_86").device) == ("H100", "RTX 3090")
+    assert (on("sm_75").device, on("sm_75").seconds) == ("sm_75", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert (on("sm_90").device, on("sm_86").device) == ("H200", "RTX 3090")
+
+
 def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
     import torch._inductor.lowering  # noqa: F401 - its circles of imports must be entered here
     from torch._inductor import config
@@ -324,7 +341,7 @@ def test_share_of_the_floor_where_kernels_were_timed(monkeypatch):
 
     monkeypatch.setattr(tuner, "times", lambda *given: [2e-3 + i * 1e-3 for i in range(len(given[-1]))])
     monkeypatch.setattr(winners, "keep", lambda winner: None)
-    monkeypatch.setattr(cost, "this_cpu", lambda: cost.Device("this CPU", {"float16": 1e10}, 1e9))
+    monkeypatch.setattr(cost, "this_cpu", lambda threads: cost.Device("this CPU", {"float16": 1e10}, 1e9))
     with config.patch(max_autotune=True):
         found = inspected_anew("plain_causal", "cpu")
     (call,) = found.calls

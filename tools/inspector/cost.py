@@ -30,31 +30,23 @@ class Device(NamedTuple):
 
 
 # 1e12 operations a second in 16 bits and in fp32, with tensor cores where it uses them as tf32, and 1e9 bytes a second.
+# The first of a target stands for it.
 _PEAKS = {
-    "A100": (312, 156, 2039),
-    "A10": (125, 62.5, 600),
-    "RTX 3090": (71, 35.6, 936),
-    "RTX 4090": (165, 82.6, 1008),
-    "RTX 5090": (210, 104.8, 1792),
-    "L40S": (362, 183, 864),
-    "H100": (989, 494, 3350),
-    "H200": (989, 494, 4800),
-    "B200": (2250, 1125, 8000),
-    "MI300X": (1307, 163, 5300),
+    "sm_80": {"A100": (312, 156, 2039)},
+    "sm_86": {"RTX 3090": (71, 35.6, 936), "A10": (125, 62.5, 600)},
+    "sm_89": {"RTX 4090": (165, 82.6, 1008), "L40S": (362, 183, 864)},
+    "sm_90": {"H100": (989, 494, 3350), "H200": (989, 494, 4800)},
+    "sm_100": {"B200": (2250, 1125, 8000)},
+    "sm_120": {"RTX 5090": (210, 104.8, 1792)},
+    "gfx942": {"MI300X": (1307, 163, 5300)},
+    "gfx950": {"MI355X": (2517, 157, 8000)},
 }
 DEVICES = {
     name: Device(
         name, {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12}, gigabytes * 1e9
     )
-    for name, (half, single, gigabytes) in _PEAKS.items()
-}
-_OF_TARGET = {
-    "sm_80": "A100",
-    "sm_86": "RTX 3090",
-    "sm_90": "H100",
-    "sm_100": "B200",
-    "sm_120": "RTX 5090",
-    "gfx942": "MI300X",
+    for cards in _PEAKS.values()
+    for name, (half, single, gigabytes) in cards.items()
 }
 
 
@@ -118,18 +110,24 @@ def _bytes(facts: CallFacts, forward: bool) -> int:
 
 def _device(name: str | None, target: str) -> Device:
     if name is None:
-        return this_cpu() if target == "cpu" else DEVICES[_OF_TARGET[target]]
+        return this_cpu(torch.get_num_threads()) if target == "cpu" else _card(target)
     if name not in DEVICES:
         raise errors.bad_option("cost", "device", name, f"one of {', '.join(DEVICES)}")
     return DEVICES[name]
 
 
+def _card(target: str) -> Device:
+    """This machine's card where it is one of the target, without peaks for a target that has none here."""
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    names = sorted(_PEAKS.get(target, ()), key=lambda name: name not in here)
+    return DEVICES[names[0]] if names else Device(target, {}, 0.0)
+
+
 @cache
-def this_cpu() -> Device:
-    """This machine, measured once and kept in the cache folder."""
+def this_cpu(threads: int) -> Device:
+    """This machine with so many threads, measured once and kept in the cache folder."""
     from ..env import cpu_name
 
-    threads = torch.get_num_threads()
     path = cache_folder.folder() / "cpu_peaks.json"
     key = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, torch {torch.__version__}"
     known = _kept(path)

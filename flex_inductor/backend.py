@@ -48,7 +48,7 @@ def flex_inductor(
     if _has_exchanges(module):
         config = {**config, **upward.exchange().patches(config)}
     if config.get("max_autotune", torch._inductor.config.max_autotune):
-        tell_tuner(module, example_inputs)
+        tell_tuner(module, calls, example_inputs)
     inner = _with_own_errors(compile_fx_inner if inner_compile is None else inner_compile, calls)
     try:
         with upward.compilation(calls):

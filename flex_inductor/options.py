@@ -30,7 +30,7 @@ def split_options(options: dict[str, Any] | None) -> tuple[BackendOptions, dict[
         if name in BackendOptions._fields:
             own[name] = value
         elif name.replace("-", "_") in known:
-            inductors[name] = value
+            inductors[name.replace("-", "_")] = value
         else:
             raise errors.unknown_option(
                 'torch.compile(backend="flex_inductor", options=...)',

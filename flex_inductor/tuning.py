@@ -10,23 +10,24 @@ import torch
 from torch import fx
 
 from . import upward
-from .op import AttentionCall, attention
+from .op import AttentionCall
 from .options import tuning_options
 from .visits import TileMap
 
 _LEAST_SHARE = 2.0**-12
 
 
-def tell_tuner(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Complete the options of each call in a Dynamo graph."""
+def tell_tuner(module: fx.GraphModule, calls: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
+    """Complete the options of the calls in a Dynamo graph and in those inside it, whose inputs are not known."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     values = dict(zip(placeholders, inputs, strict=True))
     imported = upward.imported_tuning()
-    for node in module.graph.find_nodes(op="call_function", target=attention):
+    for node in calls:
         call = AttentionCall.read(*node.args)
         shares = _visited(call, values)
         node.args = call._replace(options=tuning_options(call.options, imported, shares)).wire()
-    module.recompile()
+    for graph in {node.graph for node in calls}:
+        graph.owning_module.recompile()
 
 
 def _visited(call: AttentionCall, values: Mapping[Any, Any]) -> tuple[float, float] | None:

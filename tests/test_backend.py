@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
-from flex_inductor import FlexError, flex_attention, mods
+from flex_inductor import FlexError, flex_attention, mods, upward
+from flex_inductor.backend import attention_nodes
 from flex_inductor.errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
 from flex_inductor.lowerings import registry
 from flex_inductor.lowerings.registry import decide
+from flex_inductor.op import AttentionCall
+from flex_inductor.options import split_options
+from flex_inductor.tuning import tell_tuner
 
 
 def without_attention(x):
@@ -49,6 +54,29 @@ import torch, flex_inductor
 attend = torch.compile(flex_inductor.flex_attention, backend="flex_inductor", options={"route": "chunked"})
 attend(*(torch.randn(1, 3, 27, 4) for _ in range(3)))
 """
+
+
+def test_options_are_spelled_as_inductor_allows():
+    _, inductors = split_options({"max-autotune": True, "verify": True})
+    assert inductors == {"max_autotune": True}
+
+
+def test_the_tuner_is_told_of_calls_inside_of_checkpoints(monkeypatch):
+    found = []
+
+    def look(module, inputs):
+        calls = attention_nodes(module)
+        tell_tuner(module, calls, inputs)
+        found.extend(AttentionCall.read(*call.args).options for call in calls)
+        return module
+
+    def attend(query):
+        outer = flex_attention(query, query, query)
+        return checkpoint(flex_attention, outer, outer, outer, use_reentrant=False)
+
+    monkeypatch.setattr(upward, "imported_tuning", lambda: "a file")
+    torch.compile(attend, backend=look, fullgraph=True)(torch.randn(1, 1, 4, 8, requires_grad=True))
+    assert [options.imported for options in found] == ["a file", "a file"]
 
 
 def test_torch_logs_and_structured_trace_carry_the_decision(tmp_path):

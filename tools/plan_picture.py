@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_inductor.masks.draw import EMPTY_COLOUR, MOST_CELLS, load_pyplot, save
+from flex_inductor.masks.draw import EMPTY_COLOUR, MOST_CELLS, load_matplotlib, save
 from flex_inductor.masks.runs import FULL, Runs, density
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def draw(title: str, work: TileWork, owner: Sequence[int], facts: dict[str, list[float]], path: str) -> None:
     """`facts` has the work of each rank, and the bytes that it receives and sends."""
-    pyplot = load_pyplot()
     colours = rank_colours(len(facts["work"]))
     columns = len(work.masks) + 1
-    figure, axes = pyplot.subplots(1, columns, figsize=(5.6 * columns - 1.2, 5.2))
+    figure = load_matplotlib().figure.Figure(figsize=(5.6 * columns - 1.2, 5.2))
+    axes = figure.subplots(1, columns)
     for axis, mask in zip(axes, work.masks, strict=False):
         picture = image(work, mask, owner, colours).numpy()
         extent = (0, work.length, work.length, 0)
@@ -30,7 +30,7 @@ def draw(title: str, work: TileWork, owner: Sequence[int], facts: dict[str, list
     axes[0].set_title(title, fontsize=9)
     _bars(axes[-1], facts, colours)
     figure.tight_layout()
-    save(pyplot, figure, path, Path(path).suffix[1:])
+    save(figure, path, Path(path).suffix[1:])
 
 
 def _bars(axis: Any, facts: dict[str, list[float]], colours: Tensor) -> None:

@@ -117,9 +117,7 @@ class ContextParallel:
             name: schedule_of(name, mask, length, batch, heads, block, device)
             for name, mask in ((f"masks{pytree.keystr(path)}", mask) for path, mask in paths)
         }
-        counts = [1] * len(found) if weights is None else pytree.tree_leaves(weights)
-        if len(counts) != len(found):
-            raise errors.other_form("plan: weights", len(counts), len(found))
+        counts = [1] * len(found) if weights is None else _in_form("plan: weights", weights, masks)
         work = TileWork.of(found, length, weights=dict(zip(found, counts, strict=True)))
         owner = owners(
             self.balance, work, self.ranks, model, "cast" if self.method == "auto" else self.method
@@ -152,9 +150,7 @@ class ContextParallel:
         """
         own = self._layout("shard", layout)
         leaves, spec = pytree.tree_flatten(tensors)
-        given = [dims] * len(leaves) if isinstance(dims, int) else pytree.tree_leaves(dims)
-        if len(given) != len(leaves):
-            raise errors.other_form("shard: dims", len(given), len(leaves))
+        given = [dims] * len(leaves) if isinstance(dims, int) else _in_form("shard: dims", dims, tensors)
         positions = own.positions(self.rank)
         parts = []
         for i, (tensor, dim) in enumerate(zip(leaves, given, strict=True)):
@@ -377,6 +373,15 @@ def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") ->
 
 def _group_of(mesh: DeviceMesh, dim: int) -> CpGroup:
     return CpGroup(mesh.get_group(dim).group_name, mesh.get_local_rank(dim), mesh.size(dim))
+
+
+def _in_form(name: str, given: Any, of: Any) -> list[Any]:
+    """The leaves of `given`, in the order of those of `of`."""
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(of, is_leaf=_is_mask)[0]]
+    found = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(given)[0]}
+    if found.keys() != set(paths):
+        raise errors.other_form(name, found, paths)
+    return [found[path] for path in paths]
 
 
 def _is_mask(value: Any) -> bool:

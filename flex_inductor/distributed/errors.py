@@ -190,8 +190,12 @@ def other_lse(lse: Tensor, out: Tensor) -> ContextParallelError:
     )
 
 
-def other_form(name: str, count: int, expected: int) -> ContextParallelError:
-    return ContextParallelError(f"{name}: expected one for each of {expected}, got {count}.")
+def other_form(name: str, given: Iterable[str], expected: Iterable[str]) -> ContextParallelError:
+    """Of places such as "['causal']"; that of a single one is empty."""
+    places, wanted = (
+        ", ".join(place or "a single one" for place in of) or "none" for of in (given, expected)
+    )
+    return ContextParallelError(f"{name}: expected {wanted}, got {places}.")
 
 
 def no_masks() -> ContextParallelError:

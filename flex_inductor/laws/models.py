@@ -53,7 +53,7 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
     """
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         raise errors.not_a_model(model)
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[]), take_over():  # torch's flex_attention has no gradients on a CPU
         try:
             watched = _Model(model.eval(), batch)
@@ -71,7 +71,8 @@ def check_model(model: Any, batch: Mapping[str, Any], *, laws: Iterable[str] | N
             subject = f"{type(model).__name__}, {implementation}"
             return judged(subject, {name: found[name] for name in LAWS}, laws)
         finally:
-            model.train(training)
+            for module, mode in training.items():
+                module.training = mode
 
 
 RESULTS = ("logits", "gradient of the embeddings")

@@ -67,7 +67,7 @@ def draw_mask(
         causal: 512 x 512, tiles of 128 x 128, sparsity 37.50%
         tile (1, 1): 8256 of 16384 pairs
     """
-    pyplot = load_pyplot()
+    matplotlib = load_matplotlib()
     if path is not None and Path(path).suffix not in FORMATS:
         raise MaskArgumentError(
             f"draw_mask: path: expected a name ending in .png or .svg, got {str(path)!r}."
@@ -80,27 +80,32 @@ def draw_mask(
     for name, index, size in (("b", b, schedule.batch), ("h", h, schedule.heads)):
         if not 0 <= index < size:
             raise MaskArgumentError(f"draw_mask: {name}: expected 0 to {size - 1}, got {index}.")
-    figure, axes = pyplot.subplots(
-        1, 1 if zoom is None else 2, figsize=(6 if zoom is None else 11, 5.6), squeeze=False, layout="tight"
-    )
+    if path is None:
+        from matplotlib import pyplot
+
+        return _drawn(pyplot.figure, schedule, b, h, zoom)  # for pyplot.show() and notebooks
+    save(_drawn(matplotlib.figure.Figure, schedule, b, h, zoom), path, Path(path).suffix[1:])
+    return None
+
+
+def _drawn(new_figure: Callable, schedule: RunSchedule, b: int, h: int, zoom: tuple[int, int] | None) -> Any:
+    figure = new_figure(figsize=(6 if zoom is None else 11, 5.6), layout="tight")
+    axes = figure.subplots(1, 1 if zoom is None else 2, squeeze=False)
     _draw_tiles(axes[0][0], schedule, b, h)
     if zoom is not None:
         _draw_tokens(axes[0][1], axes[0][0], schedule, b, h, zoom)
-    if path is None:
-        return figure
-    save(pyplot, figure, path, Path(path).suffix[1:])
-    return None
+    return figure
 
 
 def to_html(mask: BlockMask | RunSchedule) -> str:
     """What a notebook shows of a block mask: its drawing, or its text where matplotlib is missing."""
     nothing = 0 in mask.seq_lengths
-    if nothing and isinstance(mask, BlockMask):
-        mask = RunSchedule.from_block_mask(mask)  # torch has no text of an empty BlockMask
+    # torch has no text of an empty BlockMask.
+    schedule = RunSchedule.from_block_mask(mask) if isinstance(mask, BlockMask) else mask
     if nothing or find_spec("matplotlib") is None:
-        return f"<pre style='line-height:1'>{mask}</pre>"
+        return f"<pre style='line-height:1'>{schedule if nothing else mask}</pre>"
     picture = io.StringIO()
-    save(load_pyplot(), draw_mask(mask), picture, "svg")
+    save(_drawn(load_matplotlib().figure.Figure, schedule, 0, 0, None), picture, "svg")
     return picture.getvalue()[picture.getvalue().index("<svg") :]
 
 
@@ -126,22 +131,18 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython.display_formatter.formatters["text/html"].for_type(BlockMask, to_html)
 
 
-def save(pyplot: Any, figure: Any, to: Any, form: str) -> None:
+def save(figure: Any, to: Any, form: str) -> None:
     # A fixed salt and no date make the same mask the same file; text stays text.
-    with pyplot.rc_context({"svg.hashsalt": "flex_inductor", "svg.fonttype": "none"}):
+    with load_matplotlib().rc_context({"svg.hashsalt": "flex_inductor", "svg.fonttype": "none"}):
         figure.savefig(to, format=form, metadata={"Date": None} if form == "svg" else None, dpi=150)
-    pyplot.close(figure)
 
 
-def load_pyplot() -> Any:
+def load_matplotlib() -> Any:
     try:
-        import matplotlib
-
-        matplotlib.use("Agg", force=False)
-        from matplotlib import pyplot
+        import matplotlib.figure
     except ImportError as error:
         raise FlexError("A picture needs matplotlib: pip install 'flex-inductor[draw]'.") from error
-    return pyplot
+    return matplotlib
 
 
 def _schedule_of(mask: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, block: Any, device: Any) -> RunSchedule:

@@ -10,8 +10,7 @@ that they hold leads to a place outside of the cache.
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,7 +80,7 @@ def append(
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, Q_MOVES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    d = tl.arange(0, D_PAD)[None, :]
+    d = tl.arange(0, D_PAD)[None, :].to(tl.int64)
     if program < tokens:
         token = program
         found = sequence_of(starts, token, sequences)
@@ -103,7 +102,7 @@ def append(
         else:
             row, place = sequence.to(tl.int64), position
         there = there & (row >= 0) & (row < cache_rows)
-        head = tl.arange(0, HEADS_PAD)[:, None]
+        head = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)
         inside = (head < HEADS) & (d < D) & there
         from_k = k + token.to(tl.int64) * k_new_token
         if R > 0:
@@ -113,7 +112,7 @@ def append(
             new = loaded(from_k, k_new_head, head, d, inside)
         at_k = k_cache + row * k_row + place * k_place + head * k_head + d * k_dim
         tl.store(at_k, new.to(k_cache.dtype.element_ty), mask=inside)
-        dv = tl.arange(0, V_PAD)[None, :]
+        dv = tl.arange(0, V_PAD)[None, :].to(tl.int64)
         inside_v = (head < HEADS) & (dv < V) & there
         new_v = loaded(v + token.to(tl.int64) * v_new_token, v_new_head, head, dv, inside_v)
         tl.store(v_cache + row * v_row + place * v_place + head * v_head + dv * v_dim, new_v, mask=inside_v)
@@ -124,7 +123,7 @@ def append(
         if Q_MOVES:
             position += token - tl.load(q_starts + sequence)
         position = tl.minimum(tl.maximum(position, 0), positions - 1)
-        head_q = tl.arange(0, Q_HEADS_PAD)[:, None]
+        head_q = tl.arange(0, Q_HEADS_PAD)[:, None].to(tl.int64)
         inside_q = (head_q < Q_HEADS) & (d < D)
         from_q = q + token.to(tl.int64) * q_token
         new_q = rotated(from_q, q_head, head_q, d, inside_q, cos, sin, position, R, INTERLEAVED, WIDE)
@@ -177,25 +176,23 @@ def launch(
             f"{name}_PAD": triton.next_power_of_2(n)
             for name, n in {"HEADS": heads, "Q_HEADS": q_heads, "D": d, "V": width}.items()
         }
-        append[(programs,)](
-            *arguments,
-            HEADS=heads,
-            Q_HEADS=q_heads,
-            D=d,
-            V=width,
-            R=0 if cos is None else cos.size(1),
-            PAGE=length,
-            INTERLEAVED=interleaved,
-            Q_MOVES=q_moves,
-            WIDE=_WIDE.get(str(k.dtype), tl.float32),
-            **padded,
-        )
+        with torch.cuda.device_of(k_cache):  # Triton launches on the current device
+            append[(programs,)](
+                *arguments,
+                HEADS=heads,
+                Q_HEADS=q_heads,
+                D=d,
+                V=width,
+                R=0 if cos is None else cos.size(1),
+                PAGE=length,
+                INTERLEAVED=interleaved,
+                Q_MOVES=q_moves,
+                WIDE=tl.float64 if k.dtype == torch.float64 else tl.float32,
+                **padded,
+            )
     elif q is not None:
         turned.copy_(q)
     return turned
-
-
-_WIDE: dict[str, Any] = {"torch.float64": tl.float64}
 
 
 def _lies_close(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +22,10 @@ class Caches(NamedTuple):
     def of_this_machine(cls) -> Caches:
         found = {1: 32 << 10, 2: 512 << 10}  # the usual sizes, if the system gives none
         for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
-            if kind != "Instruction" and size.endswith("K"):
-                found[int(level)] = int(size[:-1]) << 10
+            with contextlib.suppress(OSError):  # virtual machines may hide some of it
+                level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+                if kind != "Instruction" and size.endswith("K"):
+                    found[int(level)] = int(size[:-1]) << 10
         return cls(found[1], found[2])
 
 

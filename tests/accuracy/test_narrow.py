@@ -226,7 +226,9 @@ def test_autocast_leaves_keys_and_values_as_they_are(compiled):
     (query, key, value), scales = given(70, torch.bfloat16, E4M3), SCALES["head"]
 
     def call(query):
-        return flex_attention(query, key, value, nearer, enable_gqa=True, k_scale=scales[0], v_scale=scales[1])
+        return flex_attention(
+            query, key, value, nearer, enable_gqa=True, k_scale=scales[0], v_scale=scales[1]
+        )
 
     run = torch.compile(call, backend="flex_inductor", fullgraph=True) if compiled else call
     want = run(query)

@@ -47,6 +47,8 @@ def planned(group):
     tokens, positions = cp.shard((whole, torch.arange(LENGTH)), (1, 0))
     assert torch.equal(positions, cp.layout.positions(cp.rank).long())
     assert torch.equal(whole[:, positions], tokens)
+    named = cp.shard({"tokens": whole, "positions": torch.arange(LENGTH)}, {"positions": 0, "tokens": 1})
+    assert torch.equal(named["tokens"], tokens) and torch.equal(named["positions"], positions)
     part = tokens.clone().requires_grad_()
     back = cp.unshard(part, 1)
     assert torch.equal(back, whole)
@@ -222,6 +224,10 @@ def refused(group, what):
             cp.plan([causal(), create_block_mask(causal(), None, None, 64, 64, "cpu", 32)], LENGTH)
         elif what == "no length":
             cp.plan(causal())
+        elif what == "weights":
+            cp.plan(masks(), weights={"causal": 1, "windows": 2})
+        elif what == "dims":
+            cp.shard([query, key], [2])
         elif what == "no plan":
             context_parallel(group).shard(query, 2)
         elif what == "whole length":
@@ -270,6 +276,8 @@ def refused(group, what):
         ("planned twice", r"masks\['a'\] is planned already"),
         ("lengths", r"masks\[1\]: expected 300 queries and keys, one length for all masks, got 64 x 64"),
         ("no length", "does not say how long the sequence is. Pass length="),
+        ("weights", r"plan: weights: expected \['causal'\], \['window'\], got \['causal'\], \['windows'\]"),
+        ("dims", r"shard: dims: expected \[0\], \[1\], got \[0\]"),
         ("no plan", "shard: nothing is planned yet"),
         ("whole length", "shard: tensor 0: expected 300 in dimension 2, the whole sequence"),
         ("method", "method: expected one of auto, cast, .*, got 'rings'"),

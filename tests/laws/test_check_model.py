@@ -156,9 +156,10 @@ def test_embeddings_instead_of_tokens():
 def test_nothing_of_the_users_changes():
     model, batch = models.right()
     model.train()
+    frozen = model.get_input_embeddings().eval()
     before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
     check((model, batch), "masked", "documents", "batch")
-    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert model.training and not frozen.training and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not model.get_input_embeddings()._forward_hooks

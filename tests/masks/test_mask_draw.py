@@ -60,6 +60,17 @@ def test_png_and_block_masks(tmp_path):
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_users_backend_stays(tmp_path):
+    before = matplotlib.get_backend()
+    matplotlib.use("svg")
+    draw_mask(library.causal(), tmp_path / "mask.png", Q_LEN=256, KV_LEN=256)
+    figure = draw_mask(library.causal(), Q_LEN=256, KV_LEN=256)
+    assert matplotlib.get_backend() == "svg"
+    assert matplotlib.pyplot.figure(figure.number) is figure, "pyplot would not show it"
+    matplotlib.pyplot.close(figure)
+    matplotlib.use(before)
+
+
 def test_figure_without_a_path():
     figure = draw_mask(schedule_of(library.causal(), 512))
     image = figure.axes[0].images[0].get_array()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_inductor.masks.draw import load_pyplot, save
+from flex_inductor.masks.draw import load_matplotlib, save
 
 from ..options import count, file
 
@@ -85,7 +85,7 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
     if not chosen:
         return 2
     drawn = getattr(arguments, "plot", None)
-    pyplot: Any = load_pyplot() if drawn else None
+    figure = load_matplotlib().figure.Figure(layout="tight") if drawn else None
     quiet = arguments.json == "-"
     table = Table(bench.COLUMNS, max(len(case.title) for case in chosen))
     results: list[Result] = []
@@ -108,11 +108,11 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
             print(json.dumps(found, indent=2), file=to)
     if getattr(arguments, "page", None):
         Path(arguments.page).write_text(bench.page(results, arguments))
-    if drawn:
-        figure, axis = pyplot.subplots(layout="tight")
+    if figure is not None:
+        axis = figure.subplots()
         bench.plot(axis, results, arguments)
         axis.legend()
-        save(pyplot, figure, drawn, Path(drawn).suffix[1:])
+        save(figure, drawn, Path(drawn).suffix[1:])
     return 0
 
 

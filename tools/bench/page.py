@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flex_inductor.masks.draw import load_pyplot
+from flex_inductor.masks.draw import load_matplotlib
 
 from ..options import to_write
 from .harness import Result, Spread
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser, kinds: list[str]) -> None:
 
 
 def run(kinds: dict[str, Any], arguments: argparse.Namespace) -> int:
-    load_pyplot()  # says what to install before anything is measured
+    load_matplotlib()  # says what to install before anything is measured
     folder = Path(arguments.results)
     folder.mkdir(parents=True, exist_ok=True)
     sections = []
@@ -86,14 +86,14 @@ def read(result: dict[str, Any]) -> Result:
 
 def picture(kind: Any, results: list[Result], options: dict[str, Any]) -> str:
     """The plot as SVG with text, whose black is the page's colour."""
-    pyplot = load_pyplot()
-    figure, axis = pyplot.subplots(layout="tight")
-    with pyplot.rc_context({"svg.fonttype": "none"}):
+    matplotlib = load_matplotlib()
+    figure = matplotlib.figure.Figure(layout="tight")
+    axis = figure.subplots()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
         kind.plot(axis, results, argparse.Namespace(**options))
         axis.legend(frameon=False)
         to = io.StringIO()
         figure.savefig(to, format="svg", transparent=True)
-    pyplot.close(figure)
     return to.getvalue()[to.getvalue().index("<svg") :].replace("#000000", "currentColor")
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from .harness import in_one_line
 
-
 GRACE = 10.0  # seconds until a process that does not end by itself is killed
 
 

@@ -84,6 +84,10 @@ class FlexRuntimeError(FlexError, RuntimeError):
     """
 
 
+class TooManyKernels(FlexRuntimeError):
+    """A class of eager calls has kernels enough, and none for this call."""
+
+
 def cannot_compile(reason: str) -> FlexRuntimeError:
     return FlexRuntimeError(
         f"A graph with attention cannot be compiled here: {reason}. `flex-inductor env` shows what there is."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 from . import compat, errors, fingerprint
@@ -63,12 +64,14 @@ def check_kernel_options(kernel_options: dict[str, Any] | None) -> None:
         return
     if not isinstance(kernel_options, dict):
         raise errors.no_options(kernel_options)
-    for name in kernel_options:
+    for name, value in kernel_options.items():
         if (
             not isinstance(name, str)
             or name.removeprefix("fwd_").removeprefix("bwd_") not in compat.KERNEL_HINTS
         ) and name != NUM_SPLITS:
             raise errors.unknown_option("kernel_options", name, {NUM_SPLITS, *compat.KERNEL_HINTS})
+        if name not in ("BACKEND", NUM_SPLITS) and not isinstance(value, numbers.Integral | None):
+            raise errors.bad_option("kernel_options", name, value, "a whole number, True or False")
     splits = kernel_options.get(NUM_SPLITS, 0)
     if type(splits) is not int or not 0 <= splits <= _MOST_SPLITS:
         raise errors.bad_option("kernel_options", NUM_SPLITS, splits, f"an integer from 0 to {_MOST_SPLITS}")

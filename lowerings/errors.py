@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flex_inductor.errors import FlexRuntimeError, FlexValueError
+from flex_inductor.errors import FlexRuntimeError, FlexValueError, TooManyKernels
 
 
-def too_many_layouts(limit: int) -> FlexRuntimeError:
-    return FlexRuntimeError(
+def too_many_layouts(limit: int) -> TooManyKernels:
+    return TooManyKernels(
         f"{limit} kernels were compiled for calls that differ only in how their tensors lie in memory. Pass tensors of "
         "one layout, for example with .contiguous()."
     )

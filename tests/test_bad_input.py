@@ -59,6 +59,7 @@ CASES = {
     "sliced mask": (lambda: {"block_mask": mask()[:, :, :1]}, RuntimeError),
     "kernel options": (lambda: {"kernel_options": 64}, TypeError),
     "kernel option": (lambda: {"kernel_options": {"BLOCK_Q": 64}}, ValueError),
+    "kernel option's value": (lambda: {"kernel_options": {"fwd_BLOCK_M": "64 rows"}}, ValueError),
     "backend option": (lambda: {"kernel_options": {"BACKEND": "CUTLASS"}}, ValueError),
 }
 
@@ -177,6 +178,8 @@ kernel options:
   kernel_options must be a dict of hints, or None, but is a int.
 kernel option:
   kernel_options has no option 'BLOCK_Q'. Known: BACKEND, BLOCKS_ARE_CONTIGUOUS, BLOCK_M, BLOCK_M1, BLOCK_M2, BLOCK_N, BLOCK_N1, BLOCK_N2, FORCE_USE_FLEX_ATTENTION, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, WRITE_DQ, kpack, matrix_instr_nonkdim, num_splits, num_stages, num_warps, waves_per_eu.
+kernel option's value:
+  kernel_options['fwd_BLOCK_M'] is '64 rows'; expected a whole number, True or False.
 backend option:
   kernel_options['BACKEND'] is 'CUTLASS'; expected one of AUTO, TRITON, TRITON_DECODE, FLASH.""",
         )

@@ -18,7 +18,17 @@ from ..sequences.sequences import check_numbers, check_offsets, check_table
 from ..visits.window import ALL
 from . import errors
 from .descales import Descales
-from .functions import MaskMod, check, one_table, score_mod_of, splits_option, window_of
+from .functions import (
+    PACKED,
+    PADDED,
+    MaskMod,
+    check_layout,
+    check_window,
+    one_table,
+    score_mod_of,
+    splits_option,
+    window_of,
+)
 
 
 def flash_attn_with_kvcache(
@@ -102,7 +112,8 @@ def flash_attn_with_kvcache(
         [[0, 3], [1, 9]]
     """
     packed = cu_seqlens_q is not None
-    check(q, 3 if packed else 4, window_size, attention_chunk)
+    check_layout("q", q, PACKED if packed else PADDED)
+    check_window(window_size, attention_chunk)
     table = one_table(block_table, page_table)
     given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     caches = {"k_cache": k_cache, "v_cache": v_cache}
@@ -232,8 +243,8 @@ def _used(cache_seqlens: int | Tensor | None, room: int, new: int, starts: Tenso
         check_numbers("cache_seqlens", cache_seqlens, starts)
         return cache_seqlens
     length = room if cache_seqlens is None else cache_seqlens
-    if type(length) is not int:
+    if type(length) is not int or length < 0:
         raise errors.not_lengths("cache_seqlens", length, starts.numel() - 1)
-    if not 0 <= length <= room - new:
+    if length > room - new:
         raise errors.too_long("cache_seqlens", length + new, room)
     return torch.full((starts.numel() - 1,), length, dtype=torch.int32, device=starts.device)

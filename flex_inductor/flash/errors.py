@@ -63,10 +63,9 @@ def too_long(name: str, tokens: int, room: int) -> FlexValueError:
 
 
 def not_lengths(name: str, value: Any, count: int) -> FlexTypeError:
-    found = (
-        f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return FlexTypeError(
+        f"{name}: expected an int32 tensor of {count} entries, or an integer from 0 on, got {value!r}."
     )
-    return FlexTypeError(f"{name}: expected an int32 tensor of {count} entries, got {found}.")
 
 
 def other_batch(name: str, tensor: Tensor, batch: int) -> FlexValueError:
@@ -108,10 +107,10 @@ def other_rank(name: str, tensor: Tensor, q: Tensor) -> FlexValueError:
     )
 
 
-def flash_rank(q: Tensor, rank: int) -> FlexValueError:
-    layout = "[batch, length, heads, head_dim]" if rank == 4 else "[tokens, heads, head_dim]"
+def other_layout(name: str, tensor: Tensor, layout: str) -> FlexValueError:
     return FlexValueError(
-        f"q: expected {layout}, got shape {list(q.shape)}. flex_attention has heads before length."
+        f"{name}: expected {layout}, got shape {list(tensor.shape)}. flex_attention has heads before length, and "
+        "unpad(tensor, mask) packs tokens."
     )
 
 

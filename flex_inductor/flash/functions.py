@@ -25,6 +25,9 @@ from ..visits.window import ALL, Window
 from . import errors
 from .descales import Descales
 
+PADDED, PACKED = "[batch, length, heads, head_dim]", "[tokens, heads, head_dim]"
+PAGES = "[pages, page_size, heads, head_dim]"
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -92,7 +95,9 @@ def flash_attn_func(
         >>> lse[0, 0].exp().round()  # of equal scores, how many keys each query sees
         tensor([5., 6.])
     """
-    check(q, 4, window_size, attention_chunk)
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        check_layout(name, tensor, PADDED)
+    check_window(window_size, attention_chunk)
     descales = Descales(q_descale, k_descale, v_descale)
     descales.check(q, k, q.size(0))
     q = descales.on_queries(q, None)
@@ -141,6 +146,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
         >>> flash.flash_attn_qkvpacked_func(torch.randn(2, 10, 3, 4, 8), causal=True).shape
         torch.Size([2, 10, 4, 8])
     """
+    check_layout("qkv", qkv, "[batch, length, 3, heads, head_dim]")
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -161,6 +167,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -
         >>> flash.flash_attn_kvpacked_func(q, kv).shape
         torch.Size([2, 3, 4, 8])
     """
+    check_layout("kv", kv, "[batch, length, 2, heads, head_dim]")
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -234,9 +241,12 @@ def flash_attn_varlen_func(
         >>> flash.flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, causal=True).shape
         torch.Size([10, 2, 8])
     """
-    check(q, 3, window_size, attention_chunk)
     table = one_table(block_table, page_table)
     check_packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table)
+    of_keys = PACKED if table is None else PAGES
+    for name, tensor, layout in (("q", q, PACKED), ("k", k, of_keys), ("v", v, of_keys)):
+        check_layout(name, tensor, layout)
+    check_window(window_size, attention_chunk)
     descales = Descales(q_descale, k_descale, v_descale)
     descales.check(q, k, cu_seqlens_q.size(0) - 1)
     q = descales.on_queries(q, cu_seqlens_q)
@@ -313,6 +323,7 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash.flash_attn_varlen_qkvpacked_func(qkv, cu, 7, causal=True).shape
         torch.Size([10, 2, 8])
     """
+    check_layout("qkv", qkv, "[tokens, 3, heads, head_dim]")
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
@@ -347,24 +358,28 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 7, 7).shape
         torch.Size([10, 4, 8])
     """
+    check_layout("kv", kv, "[tokens, 2, heads, head_dim]")
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs
     )
 
 
-def check(q: Tensor, rank: int, window_size: Any, attention_chunk: Any) -> None:
-    try:
-        if not isinstance(q, Tensor):
-            raise call_errors.not_a_tensor("q", q)
-        if q.dim() != rank:
-            raise errors.flash_rank(q, rank)
-        if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-            raise errors.bad_window(window_size)
-        if type(attention_chunk) is not int or attention_chunk < 0:
-            raise errors.bad_chunk(attention_chunk)
-    except call_errors.FlexError as error:
-        refused(error)
+def check_layout(name: str, tensor: Any, layout: str) -> None:
+    """`layout` names the dimensions; a number there is a size."""
+    if not isinstance(tensor, Tensor):
+        refused(call_errors.not_a_tensor(name, tensor))
+    expected = layout.strip("[]").split(", ")
+    sizes = zip(tensor.shape, expected, strict=False)
+    if tensor.dim() != len(expected) or any(e.isdigit() and size != int(e) for size, e in sizes):
+        refused(errors.other_layout(name, tensor, layout))
+
+
+def check_window(window_size: Any, attention_chunk: Any) -> None:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        refused(errors.bad_window(window_size))
+    if type(attention_chunk) is not int or attention_chunk < 0:
+        refused(errors.bad_chunk(attention_chunk))
 
 
 def check_packed(

@@ -235,7 +235,10 @@ def names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
         yield from _names_of("self", mod.__self__)
         yield from names_in(mod.__func__, seen)
     elif isinstance(mod, types.FunctionType):
-        variables = inspect.getclosurevars(mod)
+        try:
+            variables = inspect.getclosurevars(mod)
+        except ValueError:  # a variable of the function around it has no value yet
+            return
         defaults = {name: p.default for name, p in inspect.signature(mod).parameters.items()}
         for name, value in {**variables.globals, **variables.nonlocals, **defaults}.items():
             yield from _names_of(name, value)
@@ -246,16 +249,16 @@ def names_in(mod: Any, seen: tuple = ()) -> Iterator[tuple[int, str]]:
         yield from _names_of("self", mod)
 
 
-def _names_of(name: str, value: Any) -> Iterator[tuple[int, str]]:
+def _names_of(name: str, value: Any, around: tuple = ()) -> Iterator[tuple[int, str]]:
     """The same for one variable: a tensor, a container of tensors, or an object with tensors."""
     if isinstance(value, Tensor):
         yield id(value), name
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _names_of(f"{name}[{i}]", item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _names_of(f"{name}[{key!r}]", item)
+    elif isinstance(value, (list, tuple, dict)):
+        if any(value is other for other in around):
+            return
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if not isinstance(item, (int, float, str)):
+                yield from _names_of(f"{name}[{key!r}]", item, (*around, value))
     elif not isinstance(value, (type, types.ModuleType)):
         if isinstance(value, torch.nn.Module):
             yield from (

@@ -83,11 +83,11 @@ def sizes_at_positions(graph: fx.GraphModule, count: int) -> Iterator[tuple[int,
                         yield captures.index(source), size
 
 
-def _clamp(tensor, min=None, max=None):
+def _clamp(input, min=None, max=None, **more):
     # A number that was lifted is a 0-d tensor by now; torch takes two numbers or two tensors.
     if isinstance(min, Tensor) != isinstance(max, Tensor) and min is not None and max is not None:
-        min, max = (torch.as_tensor(bound, device=tensor.device) for bound in (min, max))
-    return torch.clamp(tensor, min, max)
+        min, max = (torch.as_tensor(bound, device=input.device) for bound in (min, max))
+    return torch.clamp(input, min, max, **more)
 
 
 def _rows(input: Tensor, index: Tensor) -> Tensor:

@@ -164,7 +164,19 @@ def test_block_mask_equals_torchs(name):
         (lambda: library.neighborhood((2, 2, 2, 2), 1), "expected one to three axes"),
         (lambda: library.tree([0]), "expected node 0's parent to come before it"),
         (lambda: library.tree([]), "expected at least one node"),
-        (lambda: library.ragged([3]), r"ragged: q_lengths: expected a \[batch\] tensor, got \[3\]"),
+        (lambda: library.ragged([3]), r"ragged: q_lengths: expected an integer tensor \[batch\], got \[3\]"),
+        (
+            lambda: library.ragged(torch.ones(2)),
+            r"q_lengths: expected an integer tensor \[batch\], got tensor",
+        ),
+        (
+            lambda: library.document(torch.ones(4)),
+            "ids: expected an integer tensor, got a tensor .* torch.float32",
+        ),
+        (lambda: library.document(lengths=[1.5, 2]), r"lengths: expected integers, got \[1.5, 2\]"),
+        (lambda: library.document(lengths="two"), "lengths: expected integers, got 'two'"),
+        (lambda: library.document(cu_seqlens=IDS + 1), "cu_seqlens: expected ascending ends from 0 on, got"),
+        (lambda: library.document(cu_seqlens=torch.tensor(3)), "ascending ends from 0 on, got 3"),
     ],
 )
 def test_wrong_arguments_of_a_mask(call, message):

@@ -7,8 +7,9 @@ import torch
 
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, flex_attention, set_eager_kernels, upward
+from flex_inductor.errors import FlexRuntimeError
 from flex_inductor.lowerings import compiled
-from flex_inductor.op.eager import kernels
+from flex_inductor.op.eager import kernels, known
 from flex_inductor.reference import reference
 
 
@@ -128,6 +129,22 @@ def test_what_cannot_be_compiled_goes_on_in_chunks_or_says_so(monkeypatch, caplo
     set_eager_kernels("always")
     with pytest.raises(RuntimeError, match="no compiler"):
         Attention().run()
+
+
+def test_a_layout_too_many_leaves_the_kernels_that_a_class_has(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "ENOUGH", 1)
+    monkeypatch.setattr(compiled, "MOST_LAYOUTS", 1)
+    ran, run = [], compiled._run
+    monkeypatch.setattr(compiled, "_run", lambda *args: ran.append(True) or run(*args))
+    query, lies_otherwise = torch.randn(1, 2, 24, 20), torch.randn(1, 2, 20, 24).mT
+    for given, in_kernels in ((query, 1), (lies_otherwise, 1), (query + 1, 2)):
+        known.forget()
+        flex_attention(given, given, given)
+        assert len(ran) == in_kernels
+    assert "could not be made" not in caplog.text
+    set_eager_kernels("always")
+    with pytest.raises(FlexRuntimeError, match="1 kernels were compiled for calls that differ only in how"):
+        flex_attention(lies_otherwise, lies_otherwise, lies_otherwise)
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])

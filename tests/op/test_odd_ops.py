@@ -40,3 +40,30 @@ def test_forward_and_backward(score_mod, route):
         torch.autograd.grad(out.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs)
     )
     assert [decision.chosen for decision in flex_inductor.decisions()] == [route] * 2
+
+
+def test_bounds_by_keyword():
+    query, key, value = (t.detach() for t in qkv())
+    bounded = flex_attention(query, key, value, lambda score, *_: torch.clamp(input=score, min=0.25))
+    torch.testing.assert_close(bounded, reference(query, key, value, lambda score, *_: score.clamp(0.25))[0])
+
+
+def test_containers_that_contain_themselves():
+    tables = [torch.randn(3)]
+    tables.append(tables)
+    found = {"tables": tables}
+    found["found"] = found
+    query, key, value = (t.detach() for t in qkv())
+    shifted = flex_attention(
+        query, key, value, lambda score, *_: score + tables[0][1] + found["tables"][0][0]
+    )
+    torch.testing.assert_close(shifted, reference(query, key, value)[0])  # the same for all of a row
+
+
+def test_a_variable_without_a_value():
+    def mod(score, b, h, q_idx, kv_idx):
+        return score if score.dim() == 0 else score + later
+
+    query, key, value = (t.detach() for t in qkv())
+    torch.testing.assert_close(flex_attention(query, key, value, mod), reference(query, key, value)[0])
+    later = 1

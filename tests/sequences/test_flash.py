@@ -211,3 +211,24 @@ def test_wrong_calls():
     cu = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(FlexError, match=r"^q: expected \[tokens, heads, head_dim\]"):
         flash.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5)
+    for call, text in (
+        (lambda: flash.flash_attn_func(q, None, v), "^k must be a torch.Tensor, but is a NoneType"),
+        (
+            lambda: flash.flash_attn_func(q, k, v[0]),
+            r"^v: expected \[batch, length, heads, head_dim\], got shape",
+        ),
+        (
+            lambda: flash.flash_attn_varlen_func(q[0], k, v, cu, cu, 5, 5),
+            r"^k: expected \[tokens, heads, head_dim",
+        ),
+        (
+            lambda: flash.flash_attn_qkvpacked_func(q),
+            r"^qkv: expected \[batch, length, 3, heads, head_dim\], got",
+        ),
+        (
+            lambda: flash.flash_attn_kvpacked_func(q, q[:, :, None]),
+            r"^kv: expected \[batch, length, 2, heads, hea",
+        ),
+    ):
+        with pytest.raises(FlexError, match=text):
+            call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,13 +58,17 @@ def document(
             f"document: expected exactly one of ids, lengths and cu_seqlens, got {sum(given)} of them."
         )
     for name, tensor in (("ids", ids), ("cu_seqlens", cu_seqlens)):
-        if tensor is not None and not isinstance(tensor, Tensor):
+        if tensor is not None and not _of_integers(tensor):
             raise MaskArgumentError(f"document: {name}: expected an integer tensor, got {described(tensor)}.")
     if ids is None:
         if cu_seqlens is not None:
+            if cu_seqlens.dim() != 1 or cu_seqlens[:1].tolist() != [0]:
+                raise MaskArgumentError(
+                    f"document: cu_seqlens: expected ascending ends from 0 on, got {cu_seqlens.tolist()}."
+                )
             counts = torch.diff(cu_seqlens)
         else:
-            counts = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+            counts = _lengths(lengths)
         if counts.dim() != 1 or bool((counts < 0).any()):
             raise MaskArgumentError(
                 "document: lengths: expected a 1-d list of lengths (cu_seqlens: ascending ends from 0 on), "
@@ -80,6 +85,20 @@ def document(
         return same & (q_idx >= kv_idx) if causal else same
 
     return document
+
+
+def _lengths(given: Any) -> Tensor:
+    try:
+        counts = given if isinstance(given, Tensor) else torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        counts = None
+    if counts is None or not (_of_integers(counts) or counts.numel() == 0):
+        raise MaskArgumentError(f"document: lengths: expected integers, got {given!r}.")
+    return counts.long()
+
+
+def _of_integers(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def ragged(q_lengths: Tensor, kv_lengths: Tensor | None = None) -> MaskMod:
@@ -107,8 +126,8 @@ def ragged(q_lengths: Tensor, kv_lengths: Tensor | None = None) -> MaskMod:
     """
     kv_lengths = q_lengths if kv_lengths is None else kv_lengths
     for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        if not isinstance(lengths, Tensor) or lengths.dim() != 1:
-            raise MaskArgumentError(f"ragged: {name}: expected a [batch] tensor, got {lengths!r}.")
+        if not _of_integers(lengths) or lengths.dim() != 1:
+            raise MaskArgumentError(f"ragged: {name}: expected an integer tensor [batch], got {lengths!r}.")
 
     def ragged(b, h, q_idx, kv_idx):
         return (q_idx < q_lengths[b]) & (kv_idx < kv_lengths[b])

@@ -79,6 +79,8 @@ def run(call: AttentionCall | BackwardCall, chunked: Callable[[], Any]) -> Any:
     except Exception as error:
         if _mode == "always":
             raise
+        if isinstance(error, errors.TooManyKernels):
+            return chunked()
         _computed.put(key, _FAILED)
         log.warning("an eager call's kernel could not be made, it goes on in chunks: %s", error)
         return chunked()

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import sympy
+import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.virtualized import V
 
-from flex_inductor import fingerprint
+from flex_inductor import compat, fingerprint
 
 from . import winners
 from .decision import Choice, config_text
@@ -121,20 +122,31 @@ def _line(config: Any, remark: str) -> tuple[str, str]:
     return config_text(config._asdict()), remark
 
 
+_TIMED_APART = (
+    "scattered",
+    "dropout",
+    "sinks",
+    "partial",
+    "kv_scales",
+    "grad_mean",
+)  # inputs that change kernels
+
+
 def problem_class(problem: AttentionProblem, kernel: str) -> str:
     """What decides the fastest config, in a line: lengths to a power of two, mods by a hash of their text."""
     p = problem
     dims = f"D{p.D}/{p.V} " + " ".join(f"{name}{_bucket(getattr(p, name))}" for name in ("B", "M", "N"))
     blocks = "" if p.blocks is None else f" {p.schedule} of {p.blocks[0]}x{p.blocks[1]}"
     blocks += "" if p.map_tiles is None else " mapped " + ":".join(str(_bucket(n)) for n in p.map_tiles)
-    blocks += " scattered" if p.scattered else ""
-    blocks += " dropout" if "dropout" in p.inputs else ""
+    more = "".join(f" {name}" for name in _TIMED_APART if name in p.inputs)
+    more += "" if p.aligned else " unaligned"
+    more += " tf32" if p.dtype == torch.float32 and p.device.type == "cuda" and compat.allows_tf32() else ""
     visited = "".join(f" {share:.3g}" for share in p.options.visited or ())
     outputs = ",".join(p.outputs)
     mods = hashlib.sha256(p.programs.text().encode()).hexdigest()[:16]
     dtypes = dict.fromkeys((p.dtype, p.kv_dtype))
     dtype = "/".join(map(dtype_name, dtypes))
-    return f"{kernel} {dtype} H{p.H}:{p.K} {dims}{blocks}{visited} [{outputs}] mods {mods}"
+    return f"{kernel} {dtype} H{p.H}:{p.K} {dims}{blocks}{more}{visited} [{outputs}] mods {mods}"
 
 
 def size_hint(size: Any) -> int:

@@ -95,6 +95,6 @@ def _is_asked_for(kernel: Any, name: str | None) -> bool:
 def _saved(path: str) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text())
-        return {name: data[name] for name in ("target", "versions", "calls", "kernels")}
+        return {name: data[name] for name in ("target", "versions", "calls", "kernels", "plans")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"--against {path}: not a report saved with --json ({error})") from None

@@ -186,10 +186,10 @@ class Metadata:
         self._steps: dict[Any, Step] = {}
 
     def step(self, layer: Layer, keys: Tensor, values: Tensor) -> Step:
-        """One for each window and mask_mod."""
+        """One for each window, mask_mod and number of heads."""
         causal = self.causal and layer.mods.causal
         right = 0 if causal and self.sequences.max_q > 1 else math.inf  # a single query is the last token
-        key = layer.left, right, layer.mods.mask_mod
+        key = layer.left, right, layer.mods.mask_mod, layer.num_heads
         found = self._steps.get(key)
         if found is None:
             window = Window(layer.left, right)

@@ -118,7 +118,7 @@ def _range(name: str, operands: Sequence[Any], kwargs: dict[str, Any], order: Or
         right = ARITHMETIC["mul"](order, right, Range(kwargs.get("alpha", 1), kwargs.get("alpha", 1)))
         return ARITHMETIC["add" if name == "add" else "sub"](order, left, right)
     if name in ARITHMETIC:
-        return ARITHMETIC[name](order, *operands, **{k: _operand(v, {}) for k, v in kwargs.items()})
+        return ARITHMETIC[name](order, *operands)
     if name in ("div", "floor_divide"):
         most = absolute(order, operands[0]).most
         return Range(-most, most)

@@ -137,6 +137,7 @@ class Repeated:
             or last.k_cache is not k_cache
             or last.v_cache is not v_cache
             or last.shape != query.shape
+            or last.queries.dtype != query.dtype
         ):
             last = self._last = self._known(query, k_cache, v_cache, step)
         last.queries.copy_(query)

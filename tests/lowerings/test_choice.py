@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def choose(seconds=None, **options):
+def choose(seconds=None, of_call=None, **options):
     """What is chosen, where timing gives `seconds`, and without them where nothing may be timed."""
 
     def time(configs):
@@ -38,9 +38,10 @@ def choose(seconds=None, **options):
         return [seconds[config] for config in configs]
 
     problem = SimpleNamespace(
-        dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64), map_tiles=None, scattered=False, inputs=(), kv_dtype=torch.float32,
-        outputs=("lse",), options=CallOptions(**options), programs=Programs(),
+        dtype=torch.float32, B=2, H=8, K=2, M=100, N=300, D=64, V=32, schedule="lists", blocks=(128, 64), map_tiles=None, inputs=(), kv_dtype=torch.float32,
+        outputs=("lse",), options=CallOptions(**options), programs=Programs(), aligned=True, device=torch.device("cpu"),
     )  # fmt: skip
+    vars(problem).update(of_call or {})
     (config,), made = choice.choose(
         problem, "forward", FITTING, REJECTED, "cpu AVX2", time, lambda c: f"takes {c.block_m}"
     )
@@ -119,6 +120,16 @@ chosen:   cpu (fused)
 config:   forward block_m=128 block_n=64 (first of 3 that fit; not timed)
 note:     a note""",
         )
+
+
+def test_calls_with_other_kernels_are_timed_apart():
+    others = dict(zip(FITTING, (0.001, 0.002, 0.003), strict=True))
+    with inductor_config.patch(max_autotune=True):
+        choose(SECONDS)
+        choose(others, {"inputs": ("sinks",)})
+        choose(others, {"aligned": False})
+        assert choose().config == {"block_m": 64, "block_n": 64}
+        assert choose(None, {"inputs": ("sinks",)}).config == {"block_m": 128, "block_n": 64}
 
 
 def test_a_winner_that_no_longer_fits_is_timed_again():

@@ -53,10 +53,16 @@ def test_against_a_saved_report(capsys, tmp_path):
         "mul", "div"
     )
     before["kernels"][0]["config"]["block_m"] = 65
+    before["calls"][0]["score_mod"]["captures"][0]["dtype"] = "float64"
+    before["plans"] = [{"chosen": "ring"}]
     saved.write_text(json.dumps(before))
     _, out, _ = run(capsys, f"{SCRIPT}:alibi_documents", "--against", str(saved))
     lines = [line.strip() for line in out.splitlines()]
     assert lines[0] == "call 0" and "forward chosen: chunked -> cpu" in lines
+    assert any(
+        line.startswith("score_mod ") and line.endswith(" dtype: float64 -> float32") for line in lines
+    )
+    assert "plan 0: gone" in lines
     assert any(line.startswith("config block_m: 65 -> ") for line in lines)
     assert any(line.startswith("+    mul = aten.mul(") for line in lines)
 

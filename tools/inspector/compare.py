@@ -29,16 +29,24 @@ def _sections(report: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"": {"target": report["target"], **report["versions"]}}
     for number, call in enumerate(report["calls"]):
         found[f"call {number}"] = {
-            **{tensor["name"]: tensor for tensor in call["tensors"]},
+            **{tensor["name"]: tensor for tensor in [*call["tensors"], *_captures(call)]},
             **{name: {**decision, "call": "", "kernels": ()} for name, decision in call["decisions"].items()},
             **call["graphs"],
             "schedule": call["schedule"] or {},
         }
+    for number, plan in enumerate(report["plans"]):
+        found[f"plan {number}"] = plan
     for kernel in report["kernels"]:
         number = sum(title.startswith(f"kernel {kernel['kind']} ") for title in found)
         kept = ("config", "resources", "built_with", "source")
         found[f"kernel {kernel['kind']} {number}"] = {name: kernel[name] for name in kept}
     return found
+
+
+def _captures(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for mod in ("score_mod", "mask_mod"):
+        for capture in call[mod]["captures"] if call[mod] else ():
+            yield {**capture, "name": f"{mod} {capture['name']}"}
 
 
 def _changed(name: str, old: Any, new: Any) -> Iterator[str]:

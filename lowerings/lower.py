@@ -45,7 +45,7 @@ def _backward(*args: Any) -> Any:
 
 
 def _lower(op_call: AttentionCall | BackwardCall, direction: str, outputs: tuple[str, ...]) -> Any:
-    from .buffers import realized  # it imports what imports this module
+    from .buffers import realized  # imports Inductor's lowerings, which import this module
 
     given = {name: getattr(op_call, name, None) for name in ("query", "key", "value", "grad_out")}
     tensors = {name: realized(tensor) for name, tensor in given.items() if tensor is not None}

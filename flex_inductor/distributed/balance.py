@@ -235,7 +235,7 @@ def _dealt(cost: list[float], part: list[int], order: list[int], room: list[int]
 def _turn(
     cost: list[float], part: list[int], order: list[int], sums: list[float], end: int, high: int
 ) -> None:
-    """A document begins before `end`: swap its tiles up to there for its last ones, whose rows read less."""
+    """Where `end` cuts a document in two, swap its tiles before the cut for its last ones, whose rows read less."""
     opens = closes = end
     while part[order[opens - 1]] == part[order[end]]:
         opens -= 1
@@ -293,15 +293,15 @@ def _even(some: list[int], cost: list[float], held: list[list[int]], load: list[
         changed = False
         for at, heavy in enumerate(above):
             lighter = by_load[at % step : len(some) - len(above) : step]
-            changed |= any(_change(heavy, light, cost, held, load, most) for light in lighter)
+            changed |= any(_swapped(heavy, light, cost, held, load, most) for light in lighter)
         if not changed:
             break
 
 
-def _change(
+def _swapped(
     heavy: int, light: int, cost: list[float], held: list[list[int]], load: list[float], most: float
 ) -> bool:
-    """The two tiles to swap: those that make the ranks most alike, or the cheapest that make them alike enough."""
+    """Swap two tiles if that makes the ranks more alike: the cheapest of those that do enough, else the best two."""
     offered = [cost[tile] for tile in held[light]]
     middle = (load[heavy] - load[light]) / 2
     close = most - (load[heavy] + load[light]) / 2

@@ -256,7 +256,7 @@ def _round(compute: Tensor, reads: Tensor, moving: Tensor, returning: Tensor, mo
 
 
 def _after(phase: Phase, size: float, model: CostModel) -> Phase:
-    """The phase with an exchange before or after it that nothing hides."""
+    """The phase with one more exchange, which nothing overlaps."""
     seconds = size / model.bandwidth
     return phase._replace(
         exchange=phase.exchange + seconds,

@@ -39,7 +39,7 @@ def not_a_group(value: Any) -> FlexTypeError:
 
 def mesh_without_names() -> ContextParallelError:
     return ContextParallelError(
-        "context_parallel: the dimensions of the mesh have no names, and torch makes one of two only where they have. "
+        "context_parallel: the dimensions of the mesh have no names, and torch joins only dimensions with names. "
         'Pass mesh_dim_names=("ring", "heads") where the mesh is made.'
     )
 
@@ -69,8 +69,8 @@ def capture_length(got: int, expected: int, rank: int) -> ContextParallelError:
 
 def sharded_parameter(placements: Any) -> ContextParallelError:
     return ContextParallelError(
-        f"score_mod: looks up a parameter with placements {tuple(placements)}, of which torch gives each rank the next "
-        "chunk; the plan's layout gives it other tokens. Redistribute it to Replicate() before the call, or make it "
+        f"score_mod: looks up a parameter with placements {tuple(placements)}, which torch cuts into consecutive "
+        "chunks; the plan gives this rank other tokens. Redistribute it to Replicate() before the call, or make it "
         "Replicate()."
     )
 
@@ -84,7 +84,7 @@ def not_a_dtensor(name: str) -> FlexTypeError:
 
 def heads_under_tp(heads: int) -> ContextParallelError:
     return ContextParallelError(
-        f"block_mask: planned for {heads} heads, of which tensor parallelism gives this rank some. "
+        f"block_mask: planned for {heads} heads, but tensor parallelism leaves this rank only some of them. "
         "Plan a mask that is the same for all heads, or plan those of this rank."
     )
 
@@ -188,6 +188,10 @@ def other_lse(lse: Tensor, out: Tensor) -> ContextParallelError:
         f"merge: lse: expected shape {list(out.shape[:-1])}, that of out without its last dimension, got "
         f"{list(lse.shape)}. Transpose it."
     )
+
+
+def other_count(name: str, count: int, expected: int) -> ContextParallelError:
+    return ContextParallelError(f"{name}: expected one for each of {expected}, got {count}.")
 
 
 def other_form(name: str, given: Iterable[str], expected: Iterable[str]) -> ContextParallelError:

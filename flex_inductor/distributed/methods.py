@@ -63,7 +63,10 @@ class Sent(NamedTuple):
 
 @dataclass(eq=False)
 class PlannedMask(planned.PlannedMask):
-    """Facts that compiled code guards on. What changes with the mask is in tensors instead."""
+    """One rank's part of a mask.
+
+    Compiled code guards on the plain fields. What differs between masks of one shape is in tensors.
+    """
 
     part: Part
     plan: Tensor  # int64 [2]: the plan's number, the same on all ranks, and one for each time that it is made

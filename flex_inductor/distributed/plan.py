@@ -55,7 +55,7 @@ class Side(NamedTuple):
         return torch.empty_like(within).index_copy_(0, order, within * self.block)
 
     def lines(self, blocks: Tensor, rows: Tensor, count: int) -> Tensor:
-        """`count` of a tile map for these blocks, which begin at these rows, and for none."""
+        """`count` lines of a tile map: one for each block, which begins at its row, then empty ones."""
         zero = torch.zeros_like(blocks)
         lines = torch.stack([zero, rows, zero, zero, blocks * self.block, self.tokens()[blocks]], 1)
         return torch.nn.functional.pad(lines, (0, 0, 0, count - blocks.numel())).to(torch.int32)
@@ -89,7 +89,7 @@ class Part(NamedTuple):
 
 
 def cast_keys(side: Side, needs: Tensor, rank: int) -> tuple[Cast, Tensor]:
-    """The blocks of keys that come to a rank and its own that go to others; the rows at which those that come begin.
+    """What a rank receives and sends, and the row at which each block of keys that it receives begins.
 
     `needs` has a flag for each rank and block; a rank needs its own blocks too.
     """

@@ -198,7 +198,7 @@ def _merged(one: Outputs, other: Outputs, more: Sequence[str]) -> Outputs:
     """Attention to the keys of both; changes the output of the first."""
     (out, lse, peak, *rows), (part, part_lse, part_peak, *part_rows) = one, other
     total = torch.logaddexp(lse, part_lse)
-    # Of the difference alone: what rounding makes of a large lse would be multiplied by the mean score.
+    # The difference is small: exp(lse - total) would carry the rounding of a large lse, times the mean score.
     ahead = torch.where(total == -math.inf, 0.0, part_lse - lse)
     weight, part_weight = torch.sigmoid(-ahead), torch.sigmoid(ahead)
     further = {

@@ -47,7 +47,7 @@ def sharded_buffers(
     At the end they hold the whole again, but for `no_restore_buffers`. Without a plan, one is made for a causal mask.
     """
     if len(buffers) != len(buffer_seq_dims):
-        raise errors.other_form("sharded_buffers: buffer_seq_dims", len(buffer_seq_dims), len(buffers))
+        raise errors.other_count("sharded_buffers: buffer_seq_dims", len(buffer_seq_dims), len(buffers))
     if cp.layout is None and buffers:
         cp.plan(causal(), buffers[0].size(buffer_seq_dims[0]), device=buffers[0].device)
     kept: list[Any] = []

@@ -42,7 +42,8 @@ def half_of_rotary(name: str) -> FlexValueError:
 
 def rotary_without_new() -> FlexValueError:
     return FlexValueError(
-        "rotary_cos: expected new keys k and v with it; those in the cache are rotated. Give them, or rotate q before."
+        "rotary_cos: expected new keys k and v with it; those in the cache count as rotated. Give them, or rotate q "
+        "before."
     )
 
 

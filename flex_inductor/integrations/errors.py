@@ -49,7 +49,7 @@ def no_weights(module: str) -> FlexNotImplementedError:
 def mask_shape(argument: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> FlexValueError:
     return FlexValueError(
         f"{argument}: expected a mask that broadcasts to [batch, heads, queries, keys] = {list(wanted)}, got "
-        f"{list(given)}. A mask of 4 dimensions is for the keys in the cache too."
+        f"{list(given)}. A mask of 4 dimensions also covers the keys in the cache."
     )
 
 

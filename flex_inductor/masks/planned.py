@@ -23,9 +23,9 @@ class PlannedMask:
         wanted: Any,
         softmax: Any,
     ) -> Any:
-        """(out, logsumexp, max_scores) for this process's part; of the last two those that `wanted` asks for.
+        """Give (out, logsumexp, max_scores) for this process's part; the last two only if `wanted` asks for them.
 
-        By `call(query, key, value, score_mod, mask_mod, inputs)`, once `checks(query, key, value)` has refused nothing.
+        Run `checks(query, key, value)` first, then `call(query, key, value, score_mod, mask_mod, inputs)`.
         """
         raise NotImplementedError
 
@@ -50,5 +50,5 @@ def needs_plan() -> bool:
     return _entered.depth > 0
 
 
-# Its result is a constant to Dynamo. Entering also changes the thread's modes, and compiled code guards on those.
+# Dynamo takes its result for a constant. Compiled code guards on the thread's modes, which entering changes too.
 needs_plan._dynamo_marked_constant = True  # type: ignore[attr-defined]

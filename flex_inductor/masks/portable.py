@@ -1,4 +1,4 @@
-"""mask_mods that another process can read: as graphs if pickle cannot name them. And keys that tell them apart."""
+"""mask_mods in a form that another process can read, a graph where pickle cannot name one, and keys of them."""
 
 from __future__ import annotations
 

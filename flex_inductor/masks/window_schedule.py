@@ -24,7 +24,7 @@ BLOCK = 128
 
 
 def bounds_of(window: Window, block: tuple[int, int], shift: int | None) -> Bounds:
-    """Kernels add to these numbers in int32: no place lies as far off as MOST."""
+    """Kernels add to these numbers in int32, so what is as far off as MOST has no end. No position lies there."""
     left, right = (
         None if isinstance(end, float) or (isinstance(end, int) and end >= MOST) else end
         for end in (window.left, window.right)

@@ -60,7 +60,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 @contextlib.contextmanager
 def inside(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Puts back those of `modes` that are popped: a mode is, while it handles a call such as that of the op."""
+    """Push those of `modes` that are popped. A mode is popped while it handles a call."""
     present = _get_current_function_mode_stack()
     away = [mode for mode in modes if not any(mode is other for other in present)]
     for mode in away:

@@ -81,7 +81,7 @@ def _over_tiles(lane: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(lane.graph, {}))
     for node in graph.nodes:
-        if node.target in _LITERALS:  # as many dimensions as the rest: they decide the dtype of results
+        if node.target in _LITERALS:  # get the others' dimensions, which torch's type promotion depends on
             value = node.args[-1]
             node.target = aten.full.default
             node.args = ([1] * len(AXES), value)

@@ -118,7 +118,7 @@ class _Exchange(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == _REQUIRES_GRAD and self.instead_of(args[0]) is not args[0]:
-            # The value and its derivative are traced with different tensors, so this differs.
+            # Ask the mod's own tensor: stand-ins require a gradient in one trace and none in the other.
             return func(*args)
         given, named = tree_map_only(_CAPTURED, self.instead_of, (args, kwargs or {}))
         return _returned(func(*given, **named), given, args)

@@ -109,8 +109,10 @@ def _gradient(of: Sequence[Tensor], x: Sequence[Tensor], grads: Sequence[Any]) -
 
 
 def _is_marked(gradient: Tensor) -> bool:
-    """Whether the backward of a Function made it that is marked once_differentiable. Autograd raises only if it passes
-    the mark on its way, which leads to none of `x`."""
+    """Whether the backward of a Function marked once_differentiable made it.
+
+    Autograd raises only on a path through the marked node, and no path from there leads to `x`.
+    """
     seen, waiting = set(), [gradient.grad_fn]
     while waiting:
         node = waiting.pop()

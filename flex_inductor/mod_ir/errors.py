@@ -262,7 +262,7 @@ def parameter_mutated(mod: str, line: Any) -> FlexRuntimeError:
 
 def hook_in_mod(mod: str) -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        f"{mod} registers a hook on a tensor (register_hook), which would run while the mod is traced, for no score. "
+        f"{mod} registers a hook on a tensor (register_hook), which would run once, while the mod is traced. "
         f"Apply a torch.autograd.Function whose backward changes the gradient."
     )
 

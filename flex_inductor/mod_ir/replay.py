@@ -57,7 +57,7 @@ class Traces:
 
 
 class Replayed(NamedTuple):
-    """A mod's run as far as it is known without computing."""
+    """What is known of a mod's run without computing anything."""
 
     captures: tuple[Tensor, ...]
     traces: Traces
@@ -147,8 +147,8 @@ _CONSTANTS = (
     torch.memory_format,
 )
 
-# Called in every run. Their results follow from what is known of a tensor, and change a run only by what it then calls.
-# The settings that they switch are part of each recorded call.
+# Called in every run, and never recorded: their results follow from what the key says of a tensor. The settings that
+# they switch are recorded with each call.
 _ALWAYS_CALLED = frozenset(
     {
         torch._C._set_grad_enabled,

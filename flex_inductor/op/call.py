@@ -36,7 +36,9 @@ class Inputs(NamedTuple):
     sharded: tuple[Any, Any] | None = None  # tokens here, and how many mods see; only checked
     sinks: Tensor | None = None  # [B or 1, H]: a score of each row that takes weight and has no value
     dropout: Tensor | None = None  # int64 [4]: seed, offset, head_offset, weights of 65536 that are left out
-    in_blocks: bool = False  # for dropout: whether mods see a map's tiles begin at multiples of their block
+    in_blocks: bool = (
+        False  # for dropout: whether a map's tiles begin at multiples of their block, as mods see them
+    )
     kv_scales: tuple[Tensor, ...] = ()  # [B or 1, K, N] in fp32: what multiplies narrow keys and values
     grad_mean: Tensor | None = None  # [B, H, M], backward: the gradient of each row's mean score
 
@@ -204,11 +206,11 @@ def is_guarded(mask_mod: Any, inputs: Inputs) -> bool:
 def has_few_queries(
     queries: Any, heads: Any, kv_heads: Any, q_block: Any, inputs: Container[str], at_most: Callable
 ) -> bool:
-    """Whether so few queries read each KV head on a CPU that packing its keys would not pay, or so few are of a query
-    head that its blocks of rows would be half empty.
+    """Whether the CPU kernel for few queries is the better one.
 
-    A map does not say how many tiles of queries read a key. Blocks for few queries are taken to mean one.
-    `at_most(x, y)` says what is known of sizes.
+    It is where packing a KV head's keys would not pay, or a query head would fill less than half a block of rows. A map
+    does not say how many tiles of queries read a key: with blocks for few queries, one. `at_most(x, y)` says what is
+    known of sizes.
     """
     if "dropout" in inputs:  # the kernel for few queries has none
         return False

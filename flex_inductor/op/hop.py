@@ -31,7 +31,7 @@ _functorch: Any = torch._C._functorch  # its stubs are not complete
 
 class _Op(HigherOrderOperator):
     def __call__(self, *args: Any) -> Any:
-        """By `called`; of proxies, as where a graph is read from a cache, by torch."""
+        """Run `called`. Proxies, with which a graph is read from a cache, go to torch."""
         return super().__call__(*args) if isinstance(args[0], fx.Proxy) else self.called(*args)
 
     # Where Dynamo gave up the whole function, it would compile frames inside, and traces of mods would run these.

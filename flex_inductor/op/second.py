@@ -41,7 +41,7 @@ class Source(NamedTuple):
     """What the further derivatives of a call are made from."""
 
     score_mod: Callable | None  # as for the joint graph: the call's own has lost what it detaches
-    of_shards: bool = False  # has none: what ranks send each other has no second derivative
+    of_shards: bool = False  # of a part of the sequence: exchanges between ranks have no second derivative
 
 
 def of_shards(inputs: Inputs) -> bool:
@@ -223,7 +223,7 @@ def backward(call: BackwardCall, source: Source) -> tuple[Tensor | None, Tensor 
 
 
 def _given(call: BackwardCall, along: Sequence[Tensor | None]) -> _Given:
-    """The call's derivative along a direction, of whose parts those that are None are 0."""
+    """What the derivative along a direction needs. None in `along` means zero."""
     wanted = _wanted(call)
     inputs, grad_out = call.inputs, call.grad_out
     forward = AttentionCall(*call[:3], call.score_mod, call.mask_mod, call.scale, inputs, call.options)

@@ -254,7 +254,7 @@ def _fake(k_cache, v_cache, k, v, q, *_):
 
 
 def _noting_the_change(op, keys, k_cache, v_cache, *rest):
-    """What autograd saved of a cache is no longer there."""
+    """Count the caches' versions up, so that autograd notices if it saved one."""
     torch.autograd.graph.increment_version((k_cache, v_cache))
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, k_cache, v_cache, *rest)

@@ -161,7 +161,7 @@ def mask_in_graph() -> SequencesError:
 
 def block_beyond_page(block: int, page: int | None) -> SequencesError:
     return SequencesError(
-        f"block_size: {block} keys are in more than one page of {page}; expected a divisor of the page size. "
+        f"block_size: a block of {block} keys would span pages of {page}; expected a divisor of the page size. "
         "Leave it out to have one that fits."
     )
 
@@ -253,7 +253,7 @@ def row_beyond(sequence: int, row: int, rows: int) -> SequencesError:
 
 def append_to_packed() -> SequencesError:
     return SequencesError(
-        "sequences: have their keys packed; expected keys in a cache or in pages, where more have room. "
+        "sequences: have their keys packed; expected keys in a cache or in pages, which have room for more. "
         "Give used_k, and no cu_k."
     )
 

@@ -44,7 +44,7 @@ class Step:
         self._queries: dict[Any, Tensor] = {}
 
     def queries(self, like: Tensor) -> Tensor:
-        """Where layers, one after another, leave their queries for a kernel."""
+        """The buffer into which each layer copies its queries."""
         key = like.shape, like.dtype
         found = self._queries.get(key)
         if found is None:

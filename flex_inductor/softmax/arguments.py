@@ -4,8 +4,8 @@ A sink is one more score for each row of a head. It takes weight and has no valu
 
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink))        lse = log(sum_j exp(s_j) + exp(sink))
 
-With the logsumexp that counts the sink, the gradients of all else are those without one. Dropout leaves weights out
-after they are divided by their sum.
+Given this logsumexp, all other gradients are computed as without sinks. Dropout leaves weights out after they are
+divided by their sum.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """The output and the logsumexp of rows [B, H, M], from those without sinks."""
     sinks = sinks.to(lse.dtype).unsqueeze(-1)
     total = torch.logaddexp(lse, sinks)
-    # Of the difference: rounding a large lse would be seen in the output.
+    # The difference is small: exp(lse - total) would carry the rounding of a large lse.
     share = (lse - sinks).where(total > -math.inf, -math.inf).sigmoid()
     return out * share.unsqueeze(-1), total
 

@@ -117,7 +117,7 @@ def over_rows(max_scores: Any) -> Tensor:
 
 
 def entropy(lse: Tensor, mean: Tensor, sinks: Tensor | None) -> Tensor:
-    """That of rows [B, H, M] with these mean scores; the mean has nothing of `sinks` [B or 1, H]."""
+    """The entropy of rows [B, H, M] by their lse and mean score, which leaves `sinks` [B or 1, H] out."""
     if sinks is not None:
         scores = sinks.where(sinks > -torch.inf, 0.0).to(lse.dtype).unsqueeze(-1)
         mean = mean + weight_of_sinks(sinks, lse) * scores

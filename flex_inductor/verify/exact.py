@@ -5,8 +5,8 @@ A kernel rounds in few places, and each bound is made of what is rounded there:
     scores    sums over head_dim in fp32, then what score_mod makes of scores that are off by that much
     weights   exp turns an absolute error of a score into a relative error of its weight
     products  weights and gradients of scores enter them in the inputs' dtype, each rounded by itself: such errors
-              add up like the root of the sum of squares. Where scores are equal so are their roundings: what they
-              come to is found by rounding
+              add up like the root of the sum of squares. Equal scores round alike, so the sum of their errors is
+              found by rounding them
     sums      in fp32
     results   rounded once, to their own dtype
 

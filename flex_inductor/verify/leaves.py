@@ -23,8 +23,8 @@ class Leaves:
             ]
             for leaf in joint.wide.leaves
         ]
-        # For each leaf: exact, in the mod's own dtypes, errors that lanes share, the squares of those that they do not,
-        # and magnitudes.
+        # Five for each leaf: exact, in the mod's own dtypes, of errors that lanes share, of the other errors' squares,
+        # and of magnitudes.
         self.sums: dict[int, list[Tensor]] = {}
 
     def add(

@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The numbers of a window. A mask_mod beside it lets nothing else through.
+    """The numbers of a window. The call's mask_mod allows nothing outside of it.
 
     A number that changes from call to call is an int32 tensor [B or 1]. With a map each sequence has its tiles one
     after the other: sequence n has line n of `sequence_table`, int32 [sequences or more, 4], a `SequenceEntry`.

@@ -199,7 +199,7 @@ def _in_bounds(bounds: Bounds, side: str, masked: bool, mapped: bool, kernel: Ke
     on = _OnText(language)
     line = _line_of_map(bounds, side, kernel, on) if mapped else _line(written, side, kernel, on)
     partial, full = ([*map(str, ends)] for ends in written.ends(side, line, on))
-    # Not by the number's own name: in Triton's loops a name keeps its type.
+    # `left_of_batch`, not `left`: in Triton's loops a name keeps its type.
     numbers = {name: kernel.argument(f"{name}_of_batch", tensor) for name, tensor in tensors.items()}
     title = f"Blocks of {side} where mask_mod decides." if masked else f"Blocks of {side} that are not full."
     return [

@@ -32,7 +32,7 @@ class NoMore(NamedTuple):
 
 
 def bounds_of(sizes: dict[str, Any]) -> dict[str, Range]:
-    """Those of coordinates, by name, of which there are so many."""
+    """The range of each coordinate, 0 to its size - 1, by name."""
     return {name: Range(sympy.S.Zero, sympy.sympify(size) - 1) for name, size in sizes.items()}
 
 
@@ -59,14 +59,16 @@ def range_of(node: fx.Node, bounds: dict[str, Range]) -> Range | None:
 
 
 def may_wrap(node: fx.Node, bounds: dict[str, Range]) -> bool:
-    """Whether a sum or product of indices may be too large for its dtype. Lengths that change are taken for at most
-    2^30, so that distances with a number added are not."""
+    """Whether a sum or product of indices may be too large for its dtype.
+
+    Lengths that change count as at most 2^30, so that a distance with a number added still fits.
+    """
     found = _walk(bounds).range(node) if operation(node.target) in _MODULAR else None
     return found is not None and not _fits(found, node.meta["val"].dtype, 2**30)
 
 
 def shortened(node: fx.Node, bounds: dict[str, Range]) -> list[fx.Node]:
-    """The indices that an operation takes for truth values, for numbers of fewer bits or for rounded ones."""
+    """The indices that an operation reads as truth values, narrows or rounds."""
     name, to = operation(node.target), getattr(node.meta.get("val"), "dtype", None)
     if name not in _OF_TRUTH and (name != "_to_copy" or to in (torch.int64, torch.float32, torch.float64)):
         return []

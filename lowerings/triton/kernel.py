@@ -91,8 +91,10 @@ LARGEST_GRID = 65535  # instances that CUDA numbers along the second and third a
 
 
 class Launch(NamedTuple):
-    """Instances numbered along three axes, or along one where the second or third is too long for CUDA: what a
-    template writes for an instance's place on each, and for the lengths of the first and the last."""
+    """What a template writes for an instance's place on three axes, and for the first and last lengths.
+
+    Instances are numbered along one axis instead where the second or third would be too long for CUDA.
+    """
 
     folded: bool
     first: str = "tl.program_id(0)"

@@ -151,7 +151,7 @@ def refused(group, what):
 @pytest.mark.parametrize(
     "what, text",
     [
-        ("parameter", r"a parameter with placements \(Shard\(dim=0\),\), of which torch gives each rank"),
+        ("parameter", r"a parameter with placements \(Shard\(dim=0\),\), which torch cuts into consecutive"),
         ("chunk", "along the plan's mesh dimension, with 150 entries on rank 0; expected 1.., those of its"),
         ("partial", r"a DTensor with placements \(Partial\(sum\),\); expected Replicate\(\) or Shard on"),
         (

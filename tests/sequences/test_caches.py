@@ -231,5 +231,5 @@ def test_wrong_calls():
     cache = torch.randn(3, 5, HEADS, DIM, requires_grad=True)
     with pytest.raises(FlexError, match=r"^key: requires grad and lies in a cache"):
         varlen_attention(q, cache, cache, rows)
-    with pytest.raises(FlexError, match=r"^block_size: 8 keys are in more than one page of 4"):
+    with pytest.raises(FlexError, match=r"^block_size: a block of 8 keys would span pages of 4"):
         paged.mask(block_size=(1, 8))

@@ -108,7 +108,7 @@ def run(bench: Any, arguments: argparse.Namespace) -> int:
             print(json.dumps(found, indent=2), file=to)
     if getattr(arguments, "page", None):
         Path(arguments.page).write_text(bench.page(results, arguments))
-    if figure is not None:
+    if drawn and figure is not None:
         axis = figure.subplots()
         bench.plot(axis, results, arguments)
         axis.legend()

@@ -31,7 +31,7 @@ class Device(NamedTuple):
 
 # 1e12 operations a second in 16 bits and in fp32, with tensor cores where it uses them as tf32, and 1e9 bytes a second.
 # The first of a target stands for it.
-_PEAKS = {
+_PEAKS: dict[str, dict[str, tuple[float, float, float]]] = {
     "sm_80": {"A100": (312, 156, 2039)},
     "sm_86": {"RTX 3090": (71, 35.6, 936), "A10": (125, 62.5, 600)},
     "sm_89": {"RTX 4090": (165, 82.6, 1008), "L40S": (362, 183, 864)},

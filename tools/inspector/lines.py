@@ -71,7 +71,7 @@ class Notes:
         return {number: f"{mod}: {line}" for (mod, line), number in self.numbers.items()}
 
     def rows(self, source: str) -> dict[int, str]:
-        """What a kernel's rows, from 1 on, are of the mods; those of nothing else are left out."""
+        """The mod's line for each row of a kernel that has one, counted from 1."""
         found = ((row, _NOTE.search(line)) for row, line in enumerate(source.splitlines(), 1))
         return {row: self.words[int(note[2])] for row, note in found if note}
 

@@ -182,8 +182,8 @@ class Call:
 
     @functools.cached_property
     def schedule(self) -> MaskFacts | None:
-        # A mask's tokens are not those of a tile's place where tiles lie elsewhere.
         """The facts of its mask, such as tiles and sparsity; None without a mask."""
+        # With a map, tiles lie elsewhere than the mask's tokens.
         tokens = self.mask_graph is not None and self.facts.values.inputs.tile_map is None
         return None if self.mask is None else MaskFacts(self.mask, tokens)
 

@@ -73,7 +73,7 @@ class _Sum(NamedTuple):
 _OPERANDS = {"add": 2, "sub": 2, "neg": 1}
 MOST = 1 << 30  # sums beyond it may wrap around, because indices are int32
 
-_COMPARED = {  # the sign by which left - right is at least 0, and what to take away where they must differ
+_COMPARED = {  # (sign, differ): a comparison holds where sign * (left - right) - differ >= 0
     "ge": (1, 0),
     "gt": (1, 1),
     "le": (-1, 0),
@@ -173,8 +173,8 @@ class _Reader:
     def __init__(
         self, graph: fx.Graph, captured: Mapping[fx.Node, tuple[int, Tensor]], at_most: bool = False
     ):
-        """`captured` are what the function captures, with their places among that. With `at_most`, of conditions
-        joined by `and` those that are windows are enough."""
+        """`captured` has the captured tensors with their places. With `at_most`, conditions joined by `and` that are
+        no windows are left out."""
         indices = graph.find_nodes(op="placeholder")[: len(INDEX_NAMES)]
         self.indices: dict[object, str] = dict(zip(indices, INDEX_NAMES, strict=True))
         self.captured, self.at_most = captured, at_most

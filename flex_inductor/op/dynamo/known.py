@@ -49,7 +49,7 @@ def python_function(variable: Any) -> Any:
 
 
 class Known:
-    """Values in Python of variables, and variables of what is computed from these values."""
+    """Turns Dynamo's variables into Python values, and results made of those into variables."""
 
     def __init__(self, tx: Any, symbols: bool = True):
         self.tx, self.symbols = tx, symbols  # symbols: whether sizes may be symbols
@@ -111,7 +111,7 @@ def in_numbers(value: Any) -> Any:
 
 
 def _object(kind: type, attribute: Callable[[str], Any]) -> Any:
-    """An object of this kind that has its methods, and of whose attributes only what is asked for is read."""
+    """An object of this kind. Dynamo is asked for its attributes when they are read."""
     try:
         made: Any = object.__new__(_kind_that_asks(kind))
     except TypeError as error:  # of a kind that is not Python's alone

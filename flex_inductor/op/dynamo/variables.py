@@ -195,9 +195,9 @@ class AttentionVariable(TorchHigherOrderOperatorVariable):
 
 @contextlib.contextmanager
 def _assignments_kept(output: Any) -> Iterator[None]:
-    """Keeps the object in which Dynamo notes what the function assigns. After a mod it goes on with a copy.
+    """Keep the object in which Dynamo notes what the function assigns.
 
-    Later assignments went to the original, and the mod of the next call saw what an attribute was before.
+    After a mod Dynamo goes on with a copy. Without this the next mod would see what an attribute was before.
     """
     known = output.side_effects
     try:

@@ -128,7 +128,7 @@ class _Walk:
 
 
 def _first_result(program: LaneProgram | None, captures: Sequence[Tensor]) -> Callable[..., Tensor]:
-    """The first result of a program of score_mod's on a tile; without one, `otherwise`."""
+    """A function that gives a program's first result on a tile, or `otherwise` if there is no program."""
     if program is None:
         return lambda run, tile, otherwise, **lanes: otherwise
     invariants = function_of(program.prologue)(*captures)

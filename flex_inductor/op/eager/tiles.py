@@ -54,7 +54,7 @@ class _Tile(NamedTuple):
 class _Run:
     """One call's tensors, cut into tiles.
 
-    `factors` are the tensors that rows of other tokens are multiplied with.
+    `factors` are the tensors that products over tokens multiply.
     """
 
     def __init__(

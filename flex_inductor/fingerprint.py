@@ -1,4 +1,4 @@
-"""Identifies this code: the version, a hash of everything that decides what is generated, and the CPU it is for."""
+"""Identifies this code: the version, a hash of all code that decides what is generated, and the CPU it is for."""
 
 from __future__ import annotations
 

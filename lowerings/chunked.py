@@ -11,7 +11,6 @@ from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.op import call_text
 from flex_inductor.op.eager import chunked
 from flex_inductor.options import CallOptions
-from flex_inductor.visits import FORMS
 
 from . import host_ops
 from .call import LoweredCall
@@ -23,7 +22,7 @@ from .problem import AttentionProblem
 class ChunkedRoute:
     name = "chunked"
     serves = frozenset(chunked.SERVES)
-    forms = frozenset(FORMS)
+    forms = None
 
     def available(self) -> tuple[bool, str]:
         return True, "plain torch operations in bounded memory"

@@ -12,7 +12,6 @@ from torch._inductor.virtualized import V
 
 from flex_inductor.mod_ir.split import programs
 from flex_inductor.op import AttentionCall, BackwardCall, attention, attention_backward
-from flex_inductor.visits import Bounds
 
 from . import registry
 from .call import LoweredCall
@@ -52,7 +51,6 @@ def _lower(op_call: AttentionCall | BackwardCall, direction: str, outputs: tuple
     call = LoweredCall(**op_call._replace(**tensors)._asdict())
     inputs: Any = call.inputs
     schedule = inputs.schedule
-    bounds = isinstance(schedule, Bounds)
     problem = AttentionProblem(
         direction=direction,
         device=call.query.get_device_or_error(),
@@ -62,7 +60,7 @@ def _lower(op_call: AttentionCall | BackwardCall, direction: str, outputs: tuple
         aligned=all(map(_aligned, tensors.values())),
         schedule=schedule.form if schedule else None,
         blocks=(int(schedule.q_block), int(schedule.kv_block)) if schedule else None,
-        heads_alike=schedule is None or bounds or schedule.kv_offsets.get_size()[1] == 1,
+        heads_alike=schedule is None or schedule.grids[1] == 1,
         lists_queries=schedule is not None and schedule.lists_queries,
         map_tiles=tuple(lines.get_size()[0] for lines in inputs.tile_map) if inputs.tile_map else None,
         programs=programs(_graph(call.score_mod), _graph(call.mask_mod), _graph(call.joint), guarded=False),

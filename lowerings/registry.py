@@ -26,7 +26,8 @@ def decide(problem: AttentionProblem, routes: Sequence[Route]) -> tuple[Route, D
     for i, route in enumerate(routes):
         asked = (*problem.inputs, *(name for name in problem.outputs if name == COLUMN_SUMS))
         missing = [name for name in asked if name not in route.serves]
-        if problem.schedule not in (None, *route.forms) and "schedule" not in missing:
+        known = route.forms is None or problem.schedule in (None, *route.forms)
+        if not known and "schedule" not in missing:
             missing.append(f"a schedule in {problem.schedule}")
         usable, why = (False, f"does not serve {', '.join(missing)}") if missing else route.can_use(problem)
         if usable and demanded in ("", route.name):

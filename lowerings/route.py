@@ -15,7 +15,11 @@ class Route(Protocol):
 
     name: str
     serves: frozenset[str]  # the optional inputs that it knows
-    forms: frozenset[str]  # of schedules
+
+    @property
+    def forms(self) -> frozenset[str] | None:
+        """Those of the schedules that it reads; None for any."""
+        ...
 
     def available(self) -> tuple[bool, str]:
         """Whether this machine can run the route at all, and why or why not."""

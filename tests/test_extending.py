@@ -13,7 +13,7 @@ from flex_inductor.masks.analysis.rectangles import MaskBounds
 from flex_inductor.op import Inputs, attention
 from flex_inductor.options import call_options
 from flex_inductor.visits import protocol
-from tests.support import Sizes, attention_of, dense_of, judge
+from tests.support import Sizes, attention_of, dense_of, judge, served_by
 
 PAGE = (Path(__file__).parents[1] / "docs/extending.md").read_text()
 
@@ -85,6 +85,9 @@ def test_a_kind_of_schedule(monkeypatch):
         lambda b, h, q_idx, kv_idx: kv_idx // 8 % 2 == 1, None, None, 40, 60, "cpu", (16, 8)
     )
     judge(attend, dense_of(None, scale=0.25), (query, key, value), (), mask)
+    inputs = [tensor.float() for tensor in (query, key, value)]
+    with served_by("chunked"):
+        judge(torch.compile(attend, backend="flex_inductor"), dense_of(None, scale=0.25), inputs, (), mask)
 
 
 def test_the_diffs_apply():

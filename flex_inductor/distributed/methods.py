@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..checks import refused
-from ..compat import mark_changing
+from ..compat import mark_changing, run_while_traced
 from ..errors import FlexError, derivative_of_shards, planned_in_vmap
 from ..masks import planned, portable
 from ..masks.schedule import RunSchedule
@@ -359,6 +359,7 @@ def _itself(result: Any) -> Any:
     return result
 
 
+@run_while_traced
 def _standing(group: str) -> tuple[int, int] | None:
     """The rank of this process in a group, and how many there are; None where it is not in that group."""
     try:
@@ -367,8 +368,6 @@ def _standing(group: str) -> tuple[int, int] | None:
         return None
     return dist.get_rank(found), dist.get_world_size(found)
 
-
-_standing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _TENSORS = ("plan", "positions", "to_heads", "to_tokens", "cast", "ring")
 

@@ -33,6 +33,12 @@ class Moved(NamedTuple):
         return f"at {place}: {numbers}{others}"
 
 
+def upstream(out: Tensor) -> Tensor:
+    """A gradient of `out`, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+
+
 def rounding(want: Tensor) -> float:
     """How far from `want` rounding alone may lead."""
     finite = want[want.isfinite()]

@@ -16,7 +16,7 @@ from ..compat import compile_alone
 from ..take_over import take_over
 from . import errors, gradients, of_calls
 from .calls import Call, capture, of_each_kind
-from .compare import KEYS, OUT, floats, moved, noise_like, rounding, spread
+from .compare import KEYS, OUT, floats, moved, noise_like, rounding, spread, upstream
 from .documents import Documents
 from .report import Law, NotApplicable, Report, judged
 
@@ -135,9 +135,9 @@ class _Function:
             differentiable = [result for result in results if result.requires_grad]
             if not differentiable:
                 return results, []
-            upstream = [_upstream(r) if counts is None else _upstream(r) * counts(r) for r in differentiable]
+            grad_outs = [upstream(r) if counts is None else upstream(r) * counts(r) for r in differentiable]
             wanted = [*leaves, *others]
-            grads = torch.autograd.grad(differentiable, wanted, upstream, allow_unused=True)
+            grads = torch.autograd.grad(differentiable, wanted, grad_outs, allow_unused=True)
         return [result.detach() for result in results], list(grads)
 
     def documents(self, packed: Documents | None) -> tuple[str, list[str]]:
@@ -270,8 +270,3 @@ def differences(
         if at := moved(found, expected, None, allowed, axes[i]):
             wrong.append(errors.compiled(name, at))
     return wrong
-
-
-def _upstream(out: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(out.numel())
-    return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..take_over import take_over
 from . import errors, of_calls
 from .calls import Call, capture
-from .compare import TOKENS, floats, is_float, moved, noise_like, spread
+from .compare import TOKENS, floats, is_float, moved, noise_like, spread, upstream
 from .documents import of_batch
 from .functions import DOCUMENTS, ENTRIES, LAWS, compiled, differences
 from .gradients import along_directions
@@ -129,10 +129,10 @@ class _Model:
             with torch.enable_grad():
                 logits = self.run(batch)
                 # What padding gives counts for nothing: it may see any document.
-                upstream = _upstream(logits) * ~self.padding.unsqueeze(-1)
+                grad_out = upstream(logits) * ~self.padding.unsqueeze(-1)
                 if not embedded or not logits.requires_grad:
                     return logits.detach(), None
-                (grad,) = torch.autograd.grad(logits, embedded[:1], upstream, allow_unused=True)
+                (grad,) = torch.autograd.grad(logits, embedded[:1], grad_out, allow_unused=True)
         finally:
             handle.remove()
         return logits.detach(), grad
@@ -274,7 +274,7 @@ class _Model:
             parameters = [p for _, p in named]
             return [
                 logits.detach(),
-                *torch.autograd.grad(logits, parameters, _upstream(logits), allow_unused=True),
+                *torch.autograd.grad(logits, parameters, upstream(logits), allow_unused=True),
             ]
 
     def _exact(self, named: Sequence[tuple[str, Tensor]]) -> list[Any] | None:
@@ -318,7 +318,3 @@ class _Model:
 
 def _has(batch: Any, name: str) -> bool:
     return isinstance(batch, Mapping) and isinstance(batch.get(name), Tensor) and batch[name].dim() >= 2
-
-
-def _upstream(logits: Tensor) -> Tensor:
-    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import errors
 from .calls import Call, of_each_kind
-from .compare import KEYS, OUT, Moved, moved, noise_like, numbered, rounding, spread
+from .compare import KEYS, OUT, Moved, moved, noise_like, numbered, rounding, spread, upstream
 from .report import Law, NotApplicable, Note
 
 KINDS = 8  # of calls that are looked at
@@ -108,12 +108,7 @@ def _unseen_gradients(call: Call, seen: Tensor) -> Iterator[str]:
 def _gradients(call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     tensors = [tensor.detach().clone().requires_grad_() for tensor in (call.query, key, value)]
     out, _ = call.run(**dict(zip(("query", "key", "value"), tensors, strict=True)))
-    return torch.autograd.grad(out, tensors, _upstream(out))
-
-
-def _upstream(out: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    return torch.autograd.grad(out, tensors, upstream(out))
 
 
 def _poisoned(tensor: Tensor, filled: Tensor) -> Tensor:

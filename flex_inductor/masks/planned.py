@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .. import compat
+
 
 class PlannedMask:
     """A mask for queries, keys and values that are spread over processes: see flex_inductor/distributed/."""
@@ -46,9 +48,6 @@ def leave() -> None:
     _entered.depth -= 1
 
 
+@compat.run_while_traced  # compiled code guards on the thread's modes, which entering changes too
 def needs_plan() -> bool:
     return _entered.depth > 0
-
-
-# Dynamo takes its result for a constant. Compiled code guards on the thread's modes, which entering changes too.
-needs_plan._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -50,7 +50,8 @@ class BlockRuns(NamedTuple):
 
     @property
     def grids(self) -> tuple[int, int]:
-        return self.kv_offsets.size(0), self.kv_offsets.size(1)
+        batch, heads, *_ = self.kv_offsets.shape
+        return batch, heads
 
     @property
     def lists_queries(self) -> bool:

@@ -203,7 +203,7 @@ def _call(
         value,
         score_mod,
         None if mask_mod is noop_mask else mask_mod,
-        1.0 / math.sqrt(query.size(-1)) if scale is None else scale,
+        1.0 / math.sqrt(query.size(-1) or 1) if scale is None else scale,
         inputs,
         call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
     )

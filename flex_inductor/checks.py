@@ -81,7 +81,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
         mixed = key.dtype != value.dtype or query.dtype == torch.float64
     else:
         mixed = query.dtype != key.dtype or query.dtype != value.dtype
-        mixed = mixed and not torch.is_autocast_enabled(query.device.type)
+        wide = torch.float64 in (query.dtype, key.dtype, value.dtype)  # autocast leaves it as it is
+        mixed = mixed and (wide or not torch.is_autocast_enabled(query.device.type))
     if mixed:
         raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
     if query.size(-1) != key.size(-1):

@@ -52,6 +52,8 @@ def refusal(program: LaneProgram, own_lowerings: Container[Any]) -> str | None:
     for node in (*prologue.nodes, *lane.nodes, *epilogue.nodes):
         if node.op == "get_attr":
             return "holds a constant tensor"
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
+            return "computes with complex numbers"
     for node in lane.nodes:
         value = node.meta.get("val")
         if node.op != "call_function":

@@ -17,18 +17,21 @@ from ..sequences.mask import sequence_mask
 from ..sequences.sequences import check_numbers, check_offsets, check_table
 from ..visits.window import ALL
 from . import errors
-from .descales import Descales
-from .functions import (
+from .arguments import (
     PACKED,
     PADDED,
-    MaskMod,
+    check_flag,
     check_layout,
+    check_lengths,
+    check_mods,
     check_window,
+    evenly,
     one_table,
-    score_mod_of,
     splits_option,
     window_of,
 )
+from .descales import Descales
+from .functions import MaskMod, score_mod_of
 
 
 def flash_attn_with_kvcache(
@@ -114,26 +117,32 @@ def flash_attn_with_kvcache(
     packed = cu_seqlens_q is not None
     check_layout("q", q, PACKED if packed else PADDED)
     check_window(window_size, attention_chunk)
+    check_lengths(**{} if max_seqlen_q is None else {"max_seqlen_q": max_seqlen_q})
+    check_flag("rotary_interleaved", rotary_interleaved)
     table = one_table(block_table, page_table)
     given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    given["cu_seqlens_k_new"] = cu_seqlens_k_new
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     try:
         _check(q, caches, given, cache_seqlens, cache_leftpad, table, packed)
         if cu_seqlens_q is None:
-            starts, most = _evenly(q), q.size(1)
+            starts, most = evenly(q), q.size(1)
         elif max_seqlen_q is None:
             raise errors.without_lengths()
         else:
             starts, most = cu_seqlens_q, max_seqlen_q
         check_offsets("cu_seqlens_q", starts, starts)
+        if table is not None and not (isinstance(table, Tensor) and table.dim() == 2):
+            check_table("block_table", table, starts)
         room = k_cache.size(1) * (1 if table is None else table.size(1))
         if table is not None and cache_batch_idx is not None:
             check_numbers("cache_batch_idx", cache_batch_idx, starts)
             table, cache_batch_idx = table.index_select(0, cache_batch_idx), None
+        check_mods(starts.size(0) - 1, q.size(-2), softcap, alibi_slopes, score_mod, mask_mod)
         used = _used(cache_seqlens, room, 0 if k is None or packed else k.size(1), starts)
         new = None
         if k is not None and v is not None:
-            begins = _evenly(k) if k.dim() == 4 else starts if cu_seqlens_k_new is None else cu_seqlens_k_new
+            begins = evenly(k) if k.dim() == 4 else starts if cu_seqlens_k_new is None else cu_seqlens_k_new
             check_offsets("cu_seqlens_k_new", begins, starts)
             used = used + begins.diff()
             new = _packed(k), _packed(v), begins
@@ -218,6 +227,8 @@ def _check(
             raise errors.other_batch(name, new, q.size(0))
     if given["k"] is not None and cache_seqlens is None:
         raise errors.new_without_lengths()
+    if given["cu_seqlens_k_new"] is not None and not packed:
+        raise errors.offsets_of_padded("cu_seqlens_k_new")
     if (given["rotary_cos"] is None) != (given["rotary_sin"] is None):
         raise errors.half_of_rotary("rotary_cos" if given["rotary_cos"] is None else "rotary_sin")
     if given["rotary_cos"] is not None and given["k"] is None:
@@ -228,11 +239,6 @@ def _check(
 
 def _packed(tokens: Tensor) -> Tensor:
     return tokens if tokens.dim() == 3 else tokens.flatten(0, 1)
-
-
-def _evenly(tokens: Tensor) -> Tensor:
-    """Offsets of the sequences of [B, M, ...]."""
-    return torch.arange(tokens.size(0) + 1, dtype=torch.int32, device=tokens.device) * tokens.size(1)
 
 
 def _used(cache_seqlens: int | Tensor | None, room: int, new: int, starts: Tensor) -> Any:

@@ -61,5 +61,7 @@ def _check(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None) -> None
             raise errors.not_floats(name, tensor)
     if out_partial.dim() < 2 or out_partial.size(0) == 0 or lse_partial.shape != out_partial.shape[:-1]:
         raise errors.parts_differ(out_partial, lse_partial)
+    if out is not None and not (isinstance(out, Tensor) and out.is_floating_point()):
+        raise errors.not_floats("out", out)
     if out is not None and out.shape != out_partial.shape[1:]:
         raise errors.bad_out(out, out_partial)

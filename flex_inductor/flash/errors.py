@@ -115,6 +115,31 @@ def other_layout(name: str, tensor: Tensor, layout: str) -> FlexValueError:
     )
 
 
+def bad_softcap(softcap: Any) -> FlexTypeError:
+    return FlexTypeError(f"softcap: expected a number, 0 for none, got {softcap!r}.")
+
+
+def bad_slopes(slopes: Tensor, batch: int, heads: int) -> FlexValueError:
+    return FlexValueError(
+        f"alibi_slopes: expected a slope for each head, shape {[heads]} or {[batch, heads]}, got {list(slopes.shape)}."
+    )
+
+
+def bad_length(name: str, length: Any) -> FlexValueError:
+    return FlexValueError(f"{name}: expected an integer from 0 on, got {length!r}.")
+
+
+def bad_flag(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(f"{name}: expected True or False, got {value!r}.")
+
+
+def offsets_of_padded(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected none with k and v [batch, length, heads, head_dim], which have their lengths. Leave it out, "
+        "or pack k and v."
+    )
+
+
 def probabilities_of_pages() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "return_attn_probs: got True with dropout and keys in pages, whose probabilities are not made. Pass False, or "

@@ -10,23 +10,30 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from .. import errors as call_errors
 from ..attention import flex_attention
 from ..checks import refused
 from ..masks import create_block_mask
-from ..masks.analysis.window import MOST
 from ..masks.window_schedule import schedule_of
-from ..options import NUM_SPLITS
 from ..sequences import Sequences, varlen_attention
 from ..sequences.mask import sequence_mask
-from ..sequences.sequences import check_numbers, check_offsets, check_table
 from ..softmax import AuxRequest, RngState
-from ..visits.window import ALL, Window
+from ..visits.window import ALL
 from . import errors
+from .arguments import (
+    PACKED,
+    PADDED,
+    PAGES,
+    check_layout,
+    check_lengths,
+    check_mods,
+    check_packed,
+    check_window,
+    evenly,
+    one_table,
+    splits_option,
+    window_of,
+)
 from .descales import Descales
-
-PADDED, PACKED = "[batch, length, heads, head_dim]", "[tokens, heads, head_dim]"
-PAGES = "[pages, page_size, heads, head_dim]"
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -98,8 +105,15 @@ def flash_attn_func(
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         check_layout(name, tensor, PADDED)
     check_window(window_size, attention_chunk)
+    check_mods(q.size(0), q.size(2), softcap, alibi_slopes, score_mod, mask_mod)
     descales = Descales(q_descale, k_descale, v_descale)
     descales.check(q, k, q.size(0))
+    if dropout_p and k.size(1) != q.size(1):
+        return _as_sequences(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs, attention_chunk=attention_chunk, num_splits=num_splits, score_mod=score_mod,
+            mask_mod=mask_mod, sinks=sinks, rng_state=rng_state, **descales._asdict(),
+        )  # fmt: skip
     q = descales.on_queries(q, None)
     shift = k.size(1) - q.size(1)
     window = window_of(causal, window_size, attention_chunk)
@@ -107,7 +121,7 @@ def flash_attn_func(
     if mask_mod is not None:
         aligned = _aligned_mask(mask_mod, shift)
         both = aligned if window == ALL else and_masks(window.mask_mod(shift), aligned)
-        mask = create_block_mask(both, q.size(0), q.size(2), q.size(1), k.size(1), device=q.device)
+        mask = create_block_mask(both, q.size(0) or 1, q.size(2) or 1, q.size(1), k.size(1), device=q.device)
     elif window != ALL:
         mask = schedule_of(window, q.size(1), k.size(1), q.device)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -130,6 +144,19 @@ def flash_attn_func(
         probabilities = probabilities.where(aux.dropout_mask, -probabilities)
     out = descales.on_output(out.transpose(1, 2), None)
     return (out, aux.lse, probabilities) if return_attn_probs else out
+
+
+def _as_sequences(q: Tensor, k: Tensor, v: Tensor, *args: Any, **more: Any) -> Any:
+    """As one sequence for each batch, whose queries stand at its last keys for dropout as they do for mods."""
+    found = flash_attn_varlen_func(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), evenly(q), evenly(k), q.size(1), k.size(1), *args, **more
+    )  # fmt: skip
+    out, *others = found if isinstance(found, tuple) else (found,)
+    out = out.unflatten(0, q.shape[:2])
+    if not others:
+        return out
+    lse, probabilities = others
+    return out, lse.unflatten(1, q.shape[:2]).transpose(0, 1), probabilities
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -247,6 +274,8 @@ def flash_attn_varlen_func(
     for name, tensor, layout in (("q", q, PACKED), ("k", k, of_keys), ("v", v, of_keys)):
         check_layout(name, tensor, layout)
     check_window(window_size, attention_chunk)
+    check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    check_mods(cu_seqlens_q.size(0) - 1, q.size(1), softcap, alibi_slopes, score_mod, mask_mod)
     descales = Descales(q_descale, k_descale, v_descale)
     descales.check(q, k, cu_seqlens_q.size(0) - 1)
     q = descales.on_queries(q, cu_seqlens_q)
@@ -283,15 +312,17 @@ def flash_attn_varlen_func(
     out, aux = attend(q, k, v, dropout_p=dropout_p, rng_state=rng_state, return_aux=request)
     probabilities = None
     if request.dropout_mask and cu_seqlens_k is not None:
-        place, there = _padded(cu_seqlens_k, seqused_k, max_seqlen_k, k)
-        places = torch.zeros(k.size(0), max_seqlen_k, dtype=k.dtype, device=k.device)
-        column = torch.arange(max_seqlen_k, device=k.device).expand_as(place)
-        places = places.index_put((place, column), there.to(k.dtype), accumulate=True)
-        with torch.no_grad():
-            rows = attend(q, k, places.unsqueeze(1).expand(-1, k.size(1), -1))
-        place, there = _padded(cu_seqlens_q, seqused_q, max_seqlen_q, q)
-        probabilities = (rows[place] * there[..., None, None]).transpose(1, 2)
-        probabilities = probabilities.where(aux.dropout_mask, -probabilities)
+        probabilities = out.new_zeros(cu_seqlens_q.size(0) - 1, q.size(1), max_seqlen_q, max_seqlen_k)
+        if q.size(0) and k.size(0):
+            place, there = _padded(cu_seqlens_k, seqused_k, max_seqlen_k, k)
+            places = torch.zeros(k.size(0), max_seqlen_k, dtype=k.dtype, device=k.device)
+            column = torch.arange(max_seqlen_k, device=k.device).expand_as(place)
+            places = places.index_put((place, column), there.to(k.dtype), accumulate=True)
+            with torch.no_grad():
+                rows = attend(q, k, places.unsqueeze(1).expand(-1, k.size(1), -1))
+            place, there = _padded(cu_seqlens_q, seqused_q, max_seqlen_q, q)
+            probabilities = (rows[place] * there[..., None, None]).transpose(1, 2)
+            probabilities = probabilities.where(aux.dropout_mask, -probabilities)
     out = descales.on_output(out, cu_seqlens_q)
     return (out, aux.lse, probabilities) if return_attn_probs else out
 
@@ -363,61 +394,6 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs
     )
-
-
-def check_layout(name: str, tensor: Any, layout: str) -> None:
-    """`layout` names the dimensions; a number there is a size."""
-    if not isinstance(tensor, Tensor):
-        refused(call_errors.not_a_tensor(name, tensor))
-    expected = layout.strip("[]").split(", ")
-    sizes = zip(tensor.shape, expected, strict=False)
-    if tensor.dim() != len(expected) or any(e.isdigit() and size != int(e) for size, e in sizes):
-        refused(errors.other_layout(name, tensor, layout))
-
-
-def check_window(window_size: Any, attention_chunk: Any) -> None:
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        refused(errors.bad_window(window_size))
-    if type(attention_chunk) is not int or attention_chunk < 0:
-        refused(errors.bad_chunk(attention_chunk))
-
-
-def check_packed(
-    cu_q: Tensor,
-    cu_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    table: Tensor | None,
-) -> None:
-    """Shapes and dtypes; values are not read."""
-    try:
-        check_offsets("cu_seqlens_q", cu_q, cu_q)
-        if cu_k is not None or table is None or seqused_k is None:
-            check_offsets("cu_seqlens_k", cu_k, cu_q)
-        for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-            if used is not None:
-                check_numbers(name, used, cu_q)
-        if table is not None:
-            check_table("block_table", table, cu_q)
-    except call_errors.FlexError as error:
-        refused(error)
-
-
-def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
-    """The page table under FlashAttention 2's name or 3's."""
-    if block_table is not None and page_table is not None:
-        refused(errors.two_tables())
-    return page_table if block_table is None else block_table
-
-
-def splits_option(num_splits: int) -> dict[str, int] | None:
-    return {NUM_SPLITS: num_splits} if num_splits else None
-
-
-def window_of(causal: bool, window_size: tuple[int, int], attention_chunk: int) -> Window:
-    # Kernels add to these numbers in int32. No place lies as far off as MOST.
-    left, right = (float("inf") if n is None or n < 0 or n >= MOST else int(n) for n in window_size)
-    return Window(left, 0 if causal else right, min(attention_chunk, MOST))
 
 
 def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:

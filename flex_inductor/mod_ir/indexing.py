@@ -6,12 +6,16 @@ such as index_select, become indexing.
 
 from __future__ import annotations
 
+import itertools
+import numbers
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from .writes import storage_of
 
@@ -23,6 +27,11 @@ def is_lane_index(index: Any) -> bool:
         and not index.dtype.is_floating_point
         and index.dtype != torch.bool
     )
+
+
+def is_list_of_numbers(index: Any) -> bool:
+    found = tree_leaves([*index]) if isinstance(index, list | range) else []
+    return bool(found) and all(isinstance(number, int) for number in found)
 
 
 class LaneIndexing(TorchFunctionMode):
@@ -43,10 +52,9 @@ class LaneIndexing(TorchFunctionMode):
 
 def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
     """`tensor[key]`, or `tensor[key] = value`."""
-    if Ellipsis in [index for index in key if not isinstance(index, Tensor)]:
-        at = next(i for i, index in enumerate(key) if index is Ellipsis)
-        named = sum(index is not None for index in key) - 1
-        key = key[:at] + (slice(None),) * (tensor.dim() - named) + key[at + 1 :]
+    key = _spelled_out(tensor, key)
+    if any(_is_advanced(index) for index in key):
+        return _write_by_lanes(tensor, key, *value) if value else _with_advanced(tensor, key)
     # Other indices apply first. The dimensions that lanes index then come to the front.
     others = tuple(
         # Tensor.__getitem__ would make a constant of a symbol.
@@ -60,13 +68,70 @@ def _index_by_lanes(tensor: Tensor, key: tuple, *value: Any) -> Tensor:
         if isinstance(surviving[dim], torch.SymInt):
             tensor = tensor.select(dim, surviving.pop(dim))
     dims = [dim for dim, index in enumerate(surviving) if is_lane_index(index)]
-    if dims != list(range(len(dims))):
-        tensor = tensor.permute(*dims, *(dim for dim in range(tensor.dim()) if dim not in dims))
     indices = [surviving[dim] for dim in dims]
+    tensor = _to_front(tensor, dims)
     if value:
         filler = torch.as_tensor(value[0], dtype=tensor.dtype, device=tensor.device)
         return torch.ops.aten.index_put_(tensor, indices, filler)
     return torch.ops.aten.index.Tensor(tensor, indices)
+
+
+def _spelled_out(tensor: Tensor, key: tuple) -> tuple:
+    """The key with Python's integers for NumPy's, and slices for an ellipsis."""
+    key = tuple(operator.index(index) if _is_foreign_integer(index) else index for index in key)
+    at = next((i for i, index in enumerate(key) if index is Ellipsis), None)
+    if at is None:
+        return key
+    rest = tensor.dim() - sum(map(_consumes, (*key[:at], *key[at + 1 :])))
+    return key[:at] + (slice(None),) * rest + key[at + 1 :]
+
+
+def _is_foreign_integer(index: Any) -> bool:
+    return isinstance(index, numbers.Integral) and not isinstance(index, int)
+
+
+def _is_advanced(index: Any) -> bool:
+    """Whether it adds dimensions of its own, or shares those of others like it."""
+    if isinstance(index, bool):
+        return True
+    return not (index is None or isinstance(index, int | slice | torch.SymInt) or is_lane_index(index))
+
+
+def _consumes(index: Any) -> int:
+    """How many dimensions of a tensor it is for."""
+    if index is None or isinstance(index, bool):
+        return 0
+    is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+    return index.dim() if is_mask else 1
+
+
+def _with_advanced(tensor: Tensor, key: tuple) -> Tensor:
+    """`tensor[key]`. As integers do, lanes and symbols apply before what has dimensions of its own."""
+    ends = itertools.accumulate(map(_consumes, key))
+    first = {end - 1: index for end, index in zip(ends, key, strict=True) if _applies_first(index)}
+    rest = tuple(index for index in key if not _applies_first(index))
+    for dim in reversed(first):
+        if isinstance(first[dim], torch.SymInt):
+            tensor = tensor.select(dim, first.pop(dim))
+            first = {at - (at > dim): index for at, index in first.items()}
+    return torch.ops.aten.index.Tensor(_to_front(tensor, list(first)), list(first.values()))[rest]
+
+
+def _applies_first(index: Any) -> bool:
+    return is_lane_index(index) or isinstance(index, torch.SymInt)
+
+
+def _write_by_lanes(tensor: Tensor, key: tuple, value: Any) -> Tensor:
+    places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+    places = _with_advanced(places, key)
+    filler = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device).expand(places.shape)
+    return tensor.copy_(tensor.reshape(-1).index_put((places,), filler).view(tensor.shape))
+
+
+def _to_front(tensor: Tensor, dims: list[int]) -> Tensor:
+    if dims == list(range(len(dims))):
+        return tensor
+    return tensor.permute(*dims, *(dim for dim in range(tensor.dim()) if dim not in dims))
 
 
 def sizes_at_positions(graph: fx.GraphModule, count: int) -> Iterator[tuple[int, Any]]:
@@ -114,6 +179,14 @@ def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False
     return torch.ops.aten.index.Tensor(input, grid)
 
 
+def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return _rows(input.reshape(-1), indices.reshape(-1))
+    sizes = [*torch.broadcast_shapes(input.select(dim, 0).shape, indices.select(dim, 0).shape)]
+    sizes.insert(dim % input.dim(), -1)
+    return _gather(input.expand(sizes), dim, indices.expand(sizes))
+
+
 def _embedding(
     input: Tensor,
     weight: Tensor,
@@ -151,6 +224,8 @@ _LOOKUPS: dict[Callable, Callable[..., Tensor | None]] = {
     Tensor.index_select: _index_select,
     torch.gather: _gather,
     Tensor.gather: _gather,
+    torch.take_along_dim: _take_along_dim,
+    Tensor.take_along_dim: _take_along_dim,
     torch.nn.functional.embedding: _embedding,
     torch.embedding: _torch_embedding,
 }

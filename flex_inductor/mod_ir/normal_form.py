@@ -94,11 +94,15 @@ def compose_indexing(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten.index.Tensor and (inner := node.args[0]).target is aten.index.Tensor:
             indices = [*inner.args[1], *node.args[1]]
-            if all(isinstance(i, fx.Node) and i.meta["val"].dim() == 0 for i in indices):
+            if _all_single(indices):
                 node.args = (inner.args[0], indices)
         else:
             _compose_scatter(graph, node)
     graph.eliminate_dead_code()
+
+
+def _all_single(indices: Sequence[Any]) -> bool:
+    return all(isinstance(index, fx.Node) and index.meta["val"].dim() == 0 for index in indices)
 
 
 def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
@@ -106,7 +110,8 @@ def _compose_scatter(graph: fx.Graph, node: fx.Node) -> None:
     if outer is None:
         return
     if inner := scatter_of(outer.value):
-        node.args = (node.args[0], [*outer.indices, *inner.indices], inner.value, True)
+        if _all_single(indices := [*outer.indices, *inner.indices]):
+            node.args = (node.args[0], indices, inner.value, True)
     elif _adds_alike(outer.value):  # row[i] + row[j], with row = t[h]
         with graph.inserting_before(node):
             parts = [

@@ -67,7 +67,11 @@ class _AttentionFunction(torch.autograd.Function):
             query, key, value, out, lse, grad_out, of_lse,
             call.score_mod, ctx.joint, call.mask_mod, scale, wants, given, call.options,
         )  # fmt: skip
-        if _may_be_differentiated():
+        needs: Any = filled(ctx.call, ctx.needs_input_grad[3:]).inputs
+        if not wants and not any(needs.score_captures):  # of the sinks alone
+            d_query = d_key = d_value = None
+            d_inputs: Any = (None,) * len(inputs.score_captures)
+        elif _may_be_differentiated():
             if ctx.source.of_shards:
                 raise errors.derivative_of_shards()
             d_query, d_key, d_value, d_inputs = second.backward(backward, ctx.source)
@@ -78,14 +82,13 @@ class _AttentionFunction(torch.autograd.Function):
         if wide and d_query is not None:
             d_query = d_query.to(query.dtype)
         if inputs.sinks is not None:
-            needs: Any = filled(ctx.call, ctx.needs_input_grad[3:]).inputs.sinks
             of_rows = (
                 out,
                 lse,
                 grad_out,
                 grad_lse if grad_mean is None else _added(grad_lse, -mean * grad_mean),
             )
-            d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs else None)
+            d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs.sinks else None)
         return None, None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod
@@ -205,8 +208,9 @@ def _backward_autograd(*args):
 def _transform(interpreter, *args):
     given = AttentionCall.read(*args)
     call = prepare(given)
-    # Nothing here says which level wants which gradient: every floating capture may need one.
-    wanted = [True, *(c.dtype.is_floating_point for c in call.inputs.score_captures)]
+    # Nothing here says which level wants which gradient: every capture of fractions may need one.
+    captures = call.inputs.score_captures
+    wanted = [True, *(c.dtype.is_floating_point or c.dtype.is_complex for c in captures)]
     return _differentiable(call, wanted, second.of_shards(given.inputs))
 
 

@@ -34,7 +34,7 @@ def save(call: AttentionCall) -> tuple[Tensor, ...]:
         tensors = (call.query, call.key, call.value, *call.inputs.differentiable)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # Gradients of everything that can have one: what needs one is known only when the saved call runs.
-            wanted = [True, *(capture.is_floating_point() for capture in captures)]
+            wanted = [True, *(capture.is_floating_point() or capture.is_complex() for capture in captures)]
             joint = joint_graph(call.score_mod, call.query, captures, wanted)
         call = checked
     score, mask = call[3:5]

@@ -47,6 +47,8 @@ class Softmax(NamedTuple):
             raise errors.bad_dropout(self.dropout_p)
         if not isinstance(self.head_offset, _INTEGERS) or not 0 <= self.head_offset < dropout.HEADS:
             raise errors.bad_head_offset(self.head_offset, dropout.HEADS)
+        if self.dropout_p and self.head_offset + heads > dropout.HEADS:
+            raise errors.too_many_heads(self.head_offset, heads, dropout.HEADS)
         if self.rng_state is not None:
             self._check_state(query.device)
 
@@ -89,13 +91,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     sinks = sinks.to(lse.dtype).unsqueeze(-1)
     total = torch.logaddexp(lse, sinks)
     # The difference is small: exp(lse - total) would carry the rounding of a large lse.
-    share = (lse - sinks).where(total > -math.inf, -math.inf).sigmoid()
+    share = (lse - sinks).where(total != -math.inf, -math.inf).sigmoid()
     return out * share.unsqueeze(-1), total
 
 
 def weight_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:
     """0 in rows that are in no tile of a map."""
-    return (sinks.to(lse.dtype).unsqueeze(-1) - torch.where(lse > -math.inf, lse, math.inf)).exp()
+    return (sinks.to(lse.dtype).unsqueeze(-1) - torch.where(lse != -math.inf, lse, math.inf)).exp()
 
 
 def gradient_of_sinks(

@@ -41,6 +41,13 @@ def bad_head_offset(value: Any, most: int) -> FlexError:
     )
 
 
+def too_many_heads(offset: int, heads: int, most: int) -> FlexError:
+    return FlexValueError(
+        f"dropout_p: expected at most {most} heads, got {heads} from head {offset} on. Beyond, two heads would lose "
+        "the same weights."
+    )
+
+
 def bad_rng_state(value: Any) -> FlexError:
     kind = FlexValueError if isinstance(value, (Tensor, tuple, list)) else FlexTypeError
     return kind(

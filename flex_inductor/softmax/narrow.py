@@ -60,6 +60,6 @@ class Scales(NamedTuple):
         not the same for all a shape that broadcasts to this."""
         if not is_narrow(key):
             return {}
-        ones = torch.ones((), device=key.device)
+        ones = torch.ones((), dtype=torch.float32, device=key.device)
         given = (ones if scale is None else scale.to(torch.float32) for scale in (self.k_scale, self.v_scale))
         return {"kv_scales": tuple((in_rows(s) if s.dim() else s).expand(key.shape[:3]) for s in given)}

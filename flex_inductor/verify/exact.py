@@ -218,8 +218,10 @@ class Exact:
             name: Bounded(*(self.query.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
             for name, shape in {"out": (*rows, self.value.size(-1)), **dict.fromkeys(OF_ROWS, rows)}.items()
         }
-        for name in ("lse", "max_scores"):
-            results[name].value.fill_(-math.inf)
+        for name, of_no_keys in (("lse", -math.inf), ("max_scores", -math.inf), ("max_indices", -1.0)):
+            results[name].value.fill_(of_no_keys)
+        if self.sinks is not None:
+            results["lse"].value.copy_(self.sinks.unsqueeze(-1).expand(rows))
         for tile in self.tiles(region._replace(n=[slice(0, self.sizes["kv_idx"])])):
             at = tile[:3]
             scores = self.scores(tile)

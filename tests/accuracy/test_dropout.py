@@ -313,6 +313,10 @@ def test_with_sinks():
             "rng_state: expected tensors on cpu, as query is, got one on meta",
         ),
         ({"head_offset": -1}, "head_offset: expected the number of query's first head among all"),
+        (
+            {"dropout_p": 0.1, "head_offset": 2045},
+            "dropout_p: expected at most 2048 heads, got 4 from head 2045 on",
+        ),
     ],
 )
 @pytest.mark.parametrize("compile", [False, True])

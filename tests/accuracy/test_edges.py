@@ -457,3 +457,13 @@ def test_what_runs_once_is_rounded_as_torch_rounds_it(dtype):
             scores = by_key.exp().float()
             assert (max_scores == scores.max()).all()
             torch.testing.assert_close(lse, scores.logsumexp(0).expand_as(lse), rtol=1e-6, atol=0)
+
+
+def test_no_heads_and_no_columns():
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    for attend in (flex_attention, torch.compile(flex_attention, backend="flex_inductor")):
+        no_heads = query[:, :0]
+        assert attend(no_heads, no_heads, no_heads).shape == (1, 0, 5, 8)
+        mean = attend(query[..., :0], query[..., :0], query)  # all scores are 0
+        torch.testing.assert_close(mean, query.mean(2, keepdim=True).expand_as(query))
+        assert attend(query, query, query[..., :0]).shape == (1, 2, 5, 0)

@@ -236,3 +236,15 @@ def test_autocast_leaves_keys_and_values_as_they_are(compiled):
         got = run(query.float())
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_the_default_dtype_changes_nothing():
+    (query, key, value), before = given(70, torch.bfloat16, E4M3), torch.get_default_dtype()
+    attend = torch.compile(functools.partial(flex_attention, enable_gqa=True), backend="flex_inductor")
+    want = attend(query, key, value)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.compiler.reset()
+        torch.testing.assert_close(attend(query, key, value), want, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(before)

@@ -13,6 +13,7 @@ from flex_inductor import (
     Sequences,
     create_block_mask,
     flex_attention,
+    set_eager_kernels,
     varlen_attention,
 )
 from flex_inductor.softmax import with_sinks
@@ -178,3 +179,33 @@ def test_bad_sinks_are_refused_by_name(sinks, message, compiled):
     with pytest.raises(FlexError) as error:
         run(*(torch.randn(1, 4, 8, 16) for _ in range(3)), sinks=sinks)
     assert str(error.value).startswith("sinks: expected") and message in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_gradients_of_sinks_alone(mode):
+    query, sinks = torch.randn(1, 2, 20, 8), torch.zeros(2, requires_grad=True)
+    before = set_eager_kernels(mode)
+    out, lse = flex_attention(query, query, query, sinks=sinks, return_lse=True)
+    (got,) = torch.autograd.grad(out.sin().sum() + lse.sum(), sinks)
+    set_eager_kernels(before)
+    scores = torch.cat((query @ query.mT / 8**0.5, sinks.view(1, 2, 1, 1).expand(1, 2, 20, 1)), -1)
+    dense = (scores.softmax(-1)[..., :-1] @ query).sin().sum() + scores.logsumexp(-1).sum()
+    torch.testing.assert_close(got, torch.autograd.grad(dense, sinks)[0])
+
+
+def test_a_sink_that_is_not_a_number_is_seen():
+    query, sinks = torch.randn(1, 2, 5, 8), torch.tensor([torch.nan, 0.0])
+    compiled = torch.compile(flex_attention, backend="flex_inductor")
+    for attend in (flex_attention, compiled):
+        out, lse = attend(query, query, query, sinks=sinks, return_lse=True)
+        assert out[:, 0].isnan().all() and lse[:, 0].isnan().all() and not out[:, 1].isnan().any()
+
+
+def test_checked_without_keys():
+    query, key, sinks = torch.randn(5, 2, 8), torch.randn(6, 2, 8), torch.randn(2)
+    sequences = Sequences(*(torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 5], [0, 0, 6])))
+    run = torch.compile(varlen_attention, backend="flex_inductor", options={"verify": True})
+    asked = AuxRequest(lse=True, max_scores=True, max_indices=True, entropy=True)
+    _, found = run(query, key, key, sequences, sinks=sinks, return_aux=asked)
+    torch.testing.assert_close(found.lse[:, :2], sinks[:, None].expand(2, 2))
+    assert (found.max_indices[:, :2] == -1).all()

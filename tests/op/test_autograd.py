@@ -4,7 +4,7 @@ import pytest
 import torch
 from op.calls import check, close, draw, leaf, parameter, qkv
 
-from flex_inductor import AuxRequest, create_block_mask, flex_attention
+from flex_inductor import AuxRequest, FlexError, create_block_mask, flex_attention
 from flex_inductor.op import BackwardCall, hop
 from flex_inductor.reference import reference
 
@@ -182,3 +182,9 @@ def test_autocast_is_as_with_sdpa(dtype):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
             for grad in torch.autograd.grad(ours.sum(), inputs):
                 assert grad.dtype == torch.float32
+
+
+def test_autocast_leaves_fp64_beside_other_dtypes_refused():
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(FlexError, match="must have the same dtype"):
+        flex_attention(query, key, key)

@@ -264,10 +264,3 @@ def test_windows_of_growing_lengths(prepared):
         right = torch.nn.functional.scaled_dot_product_attention(query.transpose(1, 2), *seen)
         torch.testing.assert_close(out.transpose(1, 2), right)
     assert len(prepared) == 1
-
-
-def test_a_hint_that_has_no_hash():
-    set_eager_kernels("never")
-    qkv = inputs(1, 2, 40, 16)
-    right = reference(*qkv)[0]
-    torch.testing.assert_close(flex_attention(*qkv, kernel_options={"BLOCK_M": [16]}), right)

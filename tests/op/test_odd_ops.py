@@ -67,3 +67,25 @@ def test_a_variable_without_a_value():
     query, key, value = (t.detach() for t in qkv())
     torch.testing.assert_close(flex_attention(query, key, value, mod), reference(query, key, value)[0])
     later = 1
+
+
+def test_complex_captures():
+    waves, query = torch.randn(6, dtype=torch.complex64, requires_grad=True), torch.randn(1, 2, 6, 4)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        turned = waves[kv_idx] * waves[q_idx].conj() * torch.polar(torch.ones(()), score.float() / 3)
+        return score + turned.real + waves[kv_idx].abs() + (waves * waves).sum().imag * score / 9
+
+    def loss(waves, attend=flex_attention):
+        return attend(query, query, query, mod).sin().sum()
+
+    scores = query @ query.mT / 2
+    turned = waves * waves[:, None].conj() * torch.polar(torch.ones(()), scores / 3)
+    scores = scores + turned.real + waves.abs() + (waves * waves).sum().imag * scores / 9
+    (want,) = torch.autograd.grad((scores.softmax(-1) @ query).sin().sum(), waves)
+    flex_inductor.decisions(clear=True)
+    compiled = torch.compile(flex_attention, backend="flex_inductor")
+    for attend in (flex_attention, compiled):
+        (got,) = torch.autograd.grad(loss(waves, attend), waves)
+        torch.testing.assert_close(got, want)
+    assert [decision.chosen for decision in flex_inductor.decisions()] == ["chunked"] * 2

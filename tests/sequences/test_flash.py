@@ -232,3 +232,30 @@ def test_wrong_calls():
     ):
         with pytest.raises(FlexError, match=text):
             call()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_goes_by_the_indices_that_mods_see(compiled):
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 6)
+    state = torch.tensor(3), torch.tensor(2)
+    more = {"dropout_p": 0.5, "causal": True, "return_attn_probs": True, "rng_state": state, "softcap": 3.0}
+    padded = (
+        torch.compile(flash.flash_attn_func, backend="flex_inductor") if compiled else flash.flash_attn_func
+    )
+    out, lse, probabilities = padded(q, k, v, **more)
+    starts = (torch.arange(3, dtype=torch.int32) * t.size(1) for t in (q, k))
+    packed = (t.flatten(0, 1) for t in (q, k, v))
+    want, want_lse, want_probabilities = flash.flash_attn_varlen_func(*packed, *starts, 5, 9, **more)
+    torch.testing.assert_close(out.flatten(0, 1), want)
+    torch.testing.assert_close(lse.transpose(0, 1).flatten(1), want_lse)
+    torch.testing.assert_close(probabilities, want_probabilities)
+
+
+def test_probabilities_of_nothing():
+    q, k = torch.randn(6, 4, 8), torch.randn(0, 2, 8)
+    some, none = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 2, 6], [0, 0, 0]))
+    more = {"dropout_p": 0.5, "return_attn_probs": True}
+    out, _, probabilities = flash.flash_attn_varlen_func(q, k, k, some, none, 4, 3, **more)
+    assert not out.any() and probabilities.shape == (2, 4, 4, 3) and not probabilities.any()
+    out, _, probabilities = flash.flash_attn_varlen_func(q[:0], q, q, none, some, 3, 4, **more)
+    assert out.shape == (0, 4, 8) and probabilities.shape == (2, 4, 3, 4) and not probabilities.any()

@@ -298,6 +298,9 @@ def refusals():
         ({"cache_seqlens": None}, "^cache_seqlens: expected the lengths before the new keys"),
         ({"cache_seqlens": int32([1])}, r"^cache_seqlens: expected an int32 tensor with an entry for each of 3 sequences"),
         ({"cache_seqlens": 5.0}, "^cache_seqlens: expected an int32 tensor of 3 entries, or an integer from 0 on, got 5.0"),
+        ({"block_table": table[0]}, r"^block_table: expected an int32 tensor \[sequences"),
+        ({"rotary_interleaved": "x"}, "^rotary_interleaved: expected True or False, got 'x'"),
+        ({"cu_seqlens_k_new": int32([0, 1, 2, 3])}, r"^cu_seqlens_k_new: expected none with k and v \[batch, length"),
         ({"cache_seqlens": -3}, "^cache_seqlens: expected an int32 tensor of 3 entries, or an integer from 0 on, got -3"),
         ({"cache_seqlens": 300}, "^cache_seqlens: 301 tokens do not fit into a room of 256"),
         ({"cache_seqlens": 256}, "^cache_seqlens: 257 tokens do not fit into a room of 256"),
@@ -338,6 +341,16 @@ def refusals():
         ({"cu_seqlens_k": int32([0, 2, 5])}, "^cu_seqlens_k: has 2 sequences and cu_q has 1"),
         ({"seqused_k": cu}, "^seqused_k: expected an int32 tensor with an entry for each of 1 sequences"),
         ({"page_table": cu}, "^block_table: expected an int32 tensor"),
+        ({"max_seqlen_k": "x"}, "^max_seqlen_k: expected an integer from 0 on, got 'x'"),
+        ({"max_seqlen_q": -1}, "^max_seqlen_q: expected an integer from 0 on, got -1"),
+        ({"softcap": "x"}, "^softcap: expected a number, 0 for none, got 'x'"),
+        ({"score_mod": 3}, "^score_mod must be a function"),
+        ({"window_size": (1.5, 2)}, r"^window_size: expected a pair \(left, right\) of token counts"),
+        ({"alibi_slopes": [1.0]}, "^alibi_slopes must be a torch.Tensor"),
+        (
+            {"alibi_slopes": torch.ones(2)},
+            r"^alibi_slopes: expected a slope for each head, shape \[1\] or \[1, 1\], got \[2\]",
+        ),
     ):
         yield packed | offsets | changed, text
 
@@ -355,6 +368,7 @@ def test_wrong_parts():
         ((parts, lse[:1]), r"^lse_partial: expected the shape of out_partial without its last dimension"),
         ((parts[:0], lse[:0]), r"^lse_partial: expected .* a part or more"),
         ((parts, [1]), "^lse_partial: expected a float tensor, got list"),
+        ((parts, lse, "x"), "^out: expected a float tensor, got str"),
         ((parts, lse, parts), r"^out: expected shape \[3, 5\], that of a part"),
     ):
         with pytest.raises(FlexError, match=text):

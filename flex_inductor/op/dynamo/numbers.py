@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ... import compat
 from ...mod_ir.arguments import number_dtype
-from ...mod_ir.indexing import LaneIndexing
+from ...mod_ir.indexing import LaneIndexing, is_list_of_numbers
 from .nodes import may_write
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -118,6 +118,7 @@ class _Outside:
         self.inner: dict[fx.Node, fx.Node] = {}  # a placeholder for each node that has moved and is used
 
     def run(self) -> list[fx.Proxy]:
+        self._make_tensors_of_lists()
         nodes = [node for node in self.graph.nodes if node.op in ("call_function", "call_method")]
         self.writes = any(map(may_write, nodes))
         moved = self._moved(nodes)
@@ -130,6 +131,28 @@ class _Outside:
             if node in moved:
                 self.graph.erase_node(node)
         return [self.outer[placeholder] for placeholder in self.placeholders]
+
+    def _make_tensors_of_lists(self) -> None:
+        """Of indices that are lists: torch would make them where no tracer sees it."""
+        for node in self.graph.nodes:
+            if node.target not in (operator.getitem, operator.setitem):
+                continue
+            indexed, key, *value = node.args
+            if not isinstance(_example(indexed), Tensor):
+                continue
+            device = _example(indexed).device
+
+            def tensor_of(numbers: Any, node: fx.Node = node, device: Any = device) -> Any:
+                if not is_list_of_numbers(numbers):
+                    return numbers
+                with self.graph.inserting_before(node):
+                    made = self.graph.call_function(torch.tensor, ([*numbers],), {"device": device})
+                with self.tx.fake_mode:
+                    made.meta["example_value"] = torch.tensor([*numbers], device=device)
+                return made
+
+            key = tuple(map(tensor_of, key)) if isinstance(key, tuple) else tensor_of(key)
+            node.args = (indexed, key, *value)
 
     def _moved(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         # A tensor that is written to, or made where gradients are off, belongs where that happens.

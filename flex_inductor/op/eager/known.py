@@ -45,12 +45,9 @@ def run(call: Call, tensors: Sequence[Tensor], otherwise: Callable[..., Any]) ->
     """The call's results, given its tensors; by `otherwise(*call)` if no call like it is known."""
     runs = _runs  # what others forget meanwhile stays forgotten
     key = _key(call, tensors)
-    try:
-        known = runs.get(key)
-    except TypeError:  # a hint may be anything, a list too
-        key = None
     if key is None:
         return otherwise(*call)
+    known = runs.get(key)
     if known and (results := known(tensors)) is not None:
         return results
     outer = getattr(_thread, "asked", None)

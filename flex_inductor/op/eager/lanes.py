@@ -118,6 +118,8 @@ class Accumulators:
         if live is not None:
             flat = torch.where(live.any(still, keepdim=True) if still else live, flat, 0)
         places = flat.expand(value.shape[:4]).reshape(-1)
+        if value.is_complex():
+            self.sums[i] = self.sums[i].to(self.sums[i].dtype.to_complex())
         self.sums[i].index_add_(0, places, value.flatten(0, 3).to(self.sums[i].dtype))
 
     def gradients(self) -> tuple[Tensor | None, ...]:

@@ -91,8 +91,9 @@ class _Run:
     def _tile_sizes(self) -> tuple[int, int, int, int]:
         """How many batches, KV heads, queries and keys a tile has, within what CHUNK_ELEMENTS allows."""
         keys = min(max(self.keys, 1), MAX_CHUNK_KEYS)
-        queries = max(1, min(self.queries, MAX_CHUNK_QUERIES, CHUNK_ELEMENTS // (keys * self.group)))
-        rows = queries * self.group
+        group = max(self.group, 1)
+        queries = max(1, min(self.queries, MAX_CHUNK_QUERIES, CHUNK_ELEMENTS // (keys * group)))
+        rows = queries * group
         per_head = max(rows * keys, rows * self.width, keys * self.width)
         kv_heads = max(1, min(self.kv_heads, CHUNK_ELEMENTS // per_head))
         batches = max(1, min(self.batch, CHUNK_ELEMENTS // (per_head * kv_heads)))

@@ -85,7 +85,12 @@ class FlexRuntimeError(FlexError, RuntimeError):
 
 
 class TooManyKernels(FlexRuntimeError):
-    """A class of eager calls has kernels enough, and none for this call."""
+    """A class of eager calls has kernels enough, and none for this call.
+
+    Example:
+        >>> issubclass(flex_inductor.errors.TooManyKernels, RuntimeError)
+        True
+    """
 
 
 def cannot_compile(reason: str) -> FlexRuntimeError:

@@ -41,6 +41,10 @@ def register(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.zoom and arguments.out is None:
+        raise Refused(
+            "--zoom: expected --out with it, the file of the drawing. Give it, or leave --zoom out."
+        )
     mask_mod = construct(arguments.name, arguments.options)
     block = arguments.block[0] if len(arguments.block) == 1 else tuple(arguments.block)
     keys = arguments.length if arguments.keys is None else arguments.keys

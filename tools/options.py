@@ -11,6 +11,8 @@ from typing import Any
 
 from .users_code import Refused
 
+MOST = 2**31 - 1  # of what is counted, as indices are int32
+
 
 def to_write(name: str) -> str:
     """The type of an argument that names a file to be written."""
@@ -29,8 +31,8 @@ def to_write(name: str) -> str:
 
 def at_least_one(text: str) -> int:
     """The type of an argument that counts something there must be."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}.")
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MOST}, got {text!r}.")
     return int(text)
 
 

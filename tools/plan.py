@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .options import above_zero, at_least_one, count, file, pairs
+from .options import MOST, above_zero, at_least_one, count, file, pairs
 from .users_code import Refused, found, running
 
 if TYPE_CHECKING:
@@ -150,9 +150,11 @@ def _masks(name: str, given: list[str], length: int) -> Any:
     if name == "documents":
         numbers = {"mean": float, "sigma": float, "seed": int}
         found = pairs(name, given, numbers, "mean=, sigma= or seed= and a number")
-        if found.get("mean", 1) < 1 or found.get("sigma", 0) < 0:
+        mean, sigma, seed = (found.get(key, 1) for key in numbers)
+        if not 1 <= mean <= MOST or not 0 <= sigma <= 10 or abs(seed) > MOST:
             raise Refused(
-                f"documents: expected a mean of at least 1 and no sigma below 0, got {' '.join(given)}"
+                f"documents: expected a mean from 1 and a seed up to {MOST} and a sigma from 0 to 10, got "
+                f"{' '.join(given)}"
             )
         return document(lengths=log_normal_documents(length, **found))
     known = ", ".join([*CONSTRUCTORS, "documents", "none"])

@@ -122,4 +122,7 @@ def _input(text: str) -> tuple[str, Any]:
         )
     name, shape, dtype, grad = wanted.groups()
     sizes = [int(size) for size in shape.split("x")] if shape else []
-    return name, torch.zeros(sizes, dtype=getattr(torch, DTYPES[dtype or "f32"]), requires_grad=bool(grad))
+    with running(f"--input {text}"):  # it may be too large
+        return name, torch.zeros(
+            sizes, dtype=getattr(torch, DTYPES[dtype or "f32"]), requires_grad=bool(grad)
+        )

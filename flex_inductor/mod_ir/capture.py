@@ -156,6 +156,8 @@ class _Record(_Exchange):
     def capture(self, value: Any) -> Any:
         if self.made_inside(value):
             return value
+        if torch._C._functorch.peek_interpreter_stack() and torch._C._functorch.is_batchedtensor(value):
+            raise errors.transform_in_mod(self.name)
         self.captures[_identity(value)] = value
         return self.stand_in(value) if isinstance(value, Tensor) else value
 
@@ -212,6 +214,8 @@ def lift(mod: Callable, lane_names: Sequence[str], query: Tensor) -> tuple[Lifte
         except RuntimeError as error:
             if ".numpy() is not supported" in str(error):
                 raise errors.numpy_array(name, line_raising(error)) from None
+            if "saved tensor hooks" in str(error):  # of torch.func.grad and the like
+                raise errors.transform_in_mod(name) from None
             raise
         if isinstance(result, Tensor):
             record.capture(result)

@@ -162,6 +162,13 @@ def size_from_values(name: str, line: Any) -> FlexTypeError:
     )
 
 
+def transform_in_mod(name: str) -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        f"{name} calls a transform of torch.func. Only torch.vmap in a compiled call is served. Write the computation "
+        f"for one score, which has no batch, and derivatives as formulas or in a torch.autograd.Function."
+    )
+
+
 def numpy_array(name: str, line: Any) -> FlexTypeError:
     return FlexTypeError(
         f"{name} computes with a tensor and a NumPy array{_at(line)}. Make the array a tensor before the call: "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter
 
 from .writes import storage_of
 
@@ -30,7 +30,7 @@ def is_lane_index(index: Any) -> bool:
 
 
 def is_list_of_numbers(index: Any) -> bool:
-    found = tree_leaves([*index]) if isinstance(index, list | range) else []
+    found = list(tree_iter([*index])) if isinstance(index, list | range) else []
     return bool(found) and all(isinstance(number, int) for number in found)
 
 
@@ -187,6 +187,10 @@ def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> T
     return _gather(input.expand(sizes), dim, indices.expand(sizes))
 
 
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    return torch.nn.functional.one_hot(tensor.long(), num_classes)  # takes no other integers
+
+
 def _embedding(
     input: Tensor,
     weight: Tensor,
@@ -226,6 +230,7 @@ _LOOKUPS: dict[Callable, Callable[..., Tensor | None]] = {
     Tensor.gather: _gather,
     torch.take_along_dim: _take_along_dim,
     Tensor.take_along_dim: _take_along_dim,
+    torch.nn.functional.one_hot: _one_hot,
     torch.nn.functional.embedding: _embedding,
     torch.embedding: _torch_embedding,
 }

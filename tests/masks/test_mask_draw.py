@@ -143,6 +143,7 @@ def test_command_takes_lists_and_draws(capsys, tmp_path):
     ("words", "message"),
     [
         (["sliding_window"], "sliding_window: needs size=..."),
+        (["causal", "--zoom", "0", "0"], "--zoom: expected --out with it, the file of the drawing"),
         (["sliding_window", "width=3"], "expected key=value with a key of size, causal; got 'width=3'"),
         (
             ["sliding_window", "size=x"],

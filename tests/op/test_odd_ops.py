@@ -6,6 +6,7 @@ from op.calls import qkv
 
 import flex_inductor
 from flex_inductor import flex_attention
+from flex_inductor.errors import FlexNotImplementedError
 from flex_inductor.reference import reference
 
 
@@ -89,3 +90,27 @@ def test_complex_captures():
         (got,) = torch.autograd.grad(loss(waves, attend), waves)
         torch.testing.assert_close(got, want)
     assert [decision.chosen for decision in flex_inductor.decisions()] == ["chunked"] * 2
+
+
+def test_one_hot_of_an_index():
+    weights, query = torch.randn(4), torch.randn(1, 2, 6, 4)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + (torch.nn.functional.one_hot(kv_idx % 4, 4) * weights).sum()
+
+    want = reference(query, query, query, lambda score, b, h, q_idx, kv_idx: score + weights[kv_idx % 4])[0]
+    torch.testing.assert_close(flex_attention(query, query, query, mod), want)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda score, b, h, q_idx, kv_idx: score + torch.vmap(lambda x: x * 2)(torch.ones(3) * q_idx).sum(),
+        lambda score, b, h, q_idx, kv_idx: score + torch.func.grad(lambda x: x**3)(score),
+    ],
+    ids=["vmap", "grad"],
+)
+def test_transforms_in_a_mod_are_refused_by_name(mod):
+    query = torch.randn(1, 2, 6, 4)
+    with pytest.raises(FlexNotImplementedError, match=r"^score_mod calls a transform of torch\.func"):
+        flex_attention(query, query, query, mod)

@@ -48,5 +48,6 @@ def test_a_mask_of_no_tokens(name, value, capsys):
         cli.main(["mask", "causal", f"--{name}={value}"])
     assert left.value.code == 2
     assert (
-        f"argument --{name}: expected a whole number of at least 1, got {value!r}." in capsys.readouterr().err
+        f"argument --{name}: expected a whole number from 1 to 2147483647, got {value!r}."
+        in capsys.readouterr().err
     )

@@ -68,6 +68,10 @@ def test_against_a_saved_report(capsys, tmp_path):
 
 
 REFUSED = {
+    "too large": (
+        [f"{SCRIPT}:fails", "--input", "q=99999x99999x99999x99999"],
+        "--input q=99999x99999x99999x99999 fails: RuntimeError: Storage size calculation overflowed",
+    ),
     "no colon": (["script.py"], "expected path/to/script.py:function or module:function, got 'script.py'"),
     "nothing": ([], "needs a function: path/to/script.py:function or module:function"),
     "no file": (["nowhere.py:f"], "nowhere.py: no such file"),

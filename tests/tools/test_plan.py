@@ -180,7 +180,19 @@ def test_a_long_mask_mixes_colours():
         (["sliding_window"], "sliding_window: needs size=..."),
         (["documents", "mean=x"], "documents: expected mean=, sigma= or seed= and a number; got 'mean=x'"),
         (["documents", "mode=3"], "got 'mode=3'"),
-        (["documents", "mean=0"], "documents: expected a mean of at least 1"),
+        (
+            ["documents", "mean=0"],
+            "documents: expected a mean from 1 and a seed up to 2147483647 and a sigma from 0 to 10",
+        ),
+        (
+            ["documents", "mean=nan"],
+            "documents: expected a mean from 1 and a seed up to 2147483647 and a sigma from 0",
+        ),
+        (
+            ["documents", "sigma=1e200"],
+            "documents: expected a mean from 1 and a seed up to 2147483647 and a sigma",
+        ),
+        (["documents", "seed=99999999999999999999999"], "documents: expected a mean from 1 and a seed up to"),
         (["{script}:wrong"], "a function of nothing that returns masks; it takes length"),
         (["{script}:broken"], "broken fails: ValueError: no masks today (train.py:21)"),
         (["{script}:both", "x=1"], "takes no options, got x=1"),

@@ -17,6 +17,7 @@ from . import errors
 
 PADDED, PACKED = "[batch, length, heads, head_dim]", "[tokens, heads, head_dim]"
 PAGES = "[pages, page_size, heads, head_dim]"
+_INTEGERS = (int, torch.SymInt)
 
 
 def check_layout(name: str, tensor: Any, layout: str) -> None:
@@ -31,7 +32,7 @@ def check_layout(name: str, tensor: Any, layout: str) -> None:
 
 def check_window(window_size: Any, attention_chunk: Any) -> None:
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or not all(n is None or isinstance(n, int) for n in window_size):
+    if not is_pair or not all(n is None or isinstance(n, _INTEGERS) for n in window_size):
         refused(errors.bad_window(window_size))
     if type(attention_chunk) is not int or attention_chunk < 0:
         refused(errors.bad_chunk(attention_chunk))
@@ -40,7 +41,7 @@ def check_window(window_size: Any, attention_chunk: Any) -> None:
 def check_mods(
     batch: int, heads: int, softcap: Any, alibi_slopes: Any, score_mod: Any, mask_mod: Any
 ) -> None:
-    if not isinstance(softcap, int | float):
+    if not isinstance(softcap, (*_INTEGERS, float, torch.SymFloat)):
         refused(errors.bad_softcap(softcap))
     if alibi_slopes is not None:
         if not isinstance(alibi_slopes, Tensor):
@@ -59,7 +60,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_lengths(**lengths: Any) -> None:
     for name, length in lengths.items():
-        if not isinstance(length, int) or length < 0:
+        if not isinstance(length, _INTEGERS) or length < 0:
             refused(errors.bad_length(name, length))
 
 

@@ -36,9 +36,7 @@ class Inputs(NamedTuple):
     sharded: tuple[Any, Any] | None = None  # tokens here, and how many mods see; only checked
     sinks: Tensor | None = None  # [B or 1, H]: a score of each row that takes weight and has no value
     dropout: Tensor | None = None  # int64 [4]: seed, offset, head_offset, weights of 65536 that are left out
-    in_blocks: bool = (
-        False  # for dropout: whether a map's tiles begin at multiples of their block, as mods see them
-    )
+    in_blocks: bool = False  # for dropout: whether tiles of a map begin at multiples of their block for mods
     kv_scales: tuple[Tensor, ...] = ()  # [B or 1, K, N] in fp32: what multiplies narrow keys and values
     grad_mean: Tensor | None = None  # [B, H, M], backward: the gradient of each row's mean score
 

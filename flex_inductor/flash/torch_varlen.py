@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import errors
 from ..checks import refused
+from .arguments import PACKED, PAGES, check_layout
 from .functions import MaskMod, flash_attn_varlen_func
 
 
@@ -62,7 +63,11 @@ def varlen_attn(
         >>> flash.varlen_attn(query, key, value, cu, cu, 7, 7, window_size=(-1, 0)).shape
         torch.Size([10, 2, 8])
     """
-    if not enable_gqa and isinstance(key, Tensor) and query.size(1) != key.size(-2):
+    check_layout("query", query, PACKED)
+    check_layout("key", key, PACKED if block_table is None else PAGES)
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        refused(errors.bad_aux(return_aux))
+    if not enable_gqa and query.size(1) != key.size(-2):
         refused(errors.gqa_not_enabled(query.size(1), key.size(-2)))
     out, lse, _ = flash_attn_varlen_func(
         query,

@@ -110,7 +110,7 @@ class Sequences:
     def _in_cache(self) -> Tensor:
         """How many tokens of each sequence's row or pages are used."""
         if (self.pages is None) != (self.page_size is None) or (
-            self.page_size is not None and self.page_size < 1
+            self.page_size is not None and not _is_positive(self.page_size)
         ):
             raise errors.pages_without_size()
         if self.pages is None:
@@ -275,10 +275,10 @@ class Sequences:
             >>> Sequences.from_nested(nested).cu_q
             tensor([0, 3, 8], dtype=torch.int32)
         """
-        for name, tensor in (("query", query), ("key", key)):
-            if tensor is not None and getattr(tensor, "layout", None) != torch.jagged:
-                raise errors.not_jagged(name, tensor)
         key = query if key is None else key
+        for name, tensor in (("query", query), ("key", key)):
+            if getattr(tensor, "layout", None) != torch.jagged:
+                raise errors.not_jagged(name, tensor)
         offsets = [t.offsets().to(torch.int32) for t in (query, key)]
         used = [None if t.lengths() is None else t.lengths().to(torch.int32) for t in (query, key)]
         return cls(*offsets, used_q=used[0], used_k=used[1])
@@ -376,6 +376,12 @@ def check_table(name: str, table: Any, cu_q: Tensor) -> None:
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MOST = torch.iinfo(torch.int32).max
 TENSORS = ("cu_q", "cu_k", "used_q", "used_k", "left_pad_k", "cache_rows", "pages")
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, int | torch.SymInt) and number > 0
+
+
 _NUMBERS = ("page_size", "max_q", "max_k", "total_q", "total_k")
 
 

@@ -21,6 +21,8 @@ BAD = {
     "int64": (lambda: Sequences(offsets(0, 3, dtype=torch.int64)), r"^cu_q: expected an int32 tensor of one dimension, got a tensor of shape \[2\] and dtype torch.int64"),
     "a list": (lambda: Sequences([0, 3]), r"^cu_q: expected an int32 tensor of one dimension, got a list"),
     "two dimensions": (lambda: Sequences(offsets(0, 3)[None]), r"^cu_q: expected .* of shape \[1, 2\]"),
+    "half a page": (lambda: Sequences(offsets(0, 5), used_k=offsets(5), pages=offsets(0, 1)[None], page_size=4.5), r"^page_size: expected a positive integer"),
+    "not nested": (lambda: Sequences.from_nested(None), r"^query: expected a nested tensor with layout=torch.jagged, got NoneType"),
     "empty": (lambda: Sequences(offsets()), r"^cu_q: expected the offset 0 and one more"),
     "falls": (lambda: Sequences(offsets(0, 5, 3)), r"^cu_q: expected offsets .* falls from 5 to 3 at entry 2"),
     "starts later": (lambda: Sequences(offsets(1, 5)), r"^cu_q: expected offsets .* starts at 1"),

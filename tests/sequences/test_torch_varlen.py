@@ -72,3 +72,14 @@ def test_pages():
 def test_heads_that_differ_need_enable_gqa():
     with pytest.raises(FlexError, match="enable_gqa"):
         varlen_attn(*given(2), OFFSETS, OFFSETS, 12, 12)
+
+
+def test_wrong_calls():
+    tokens, cu = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+    for (query, key), more, text in (
+        ((None, tokens), {}, "^query must be a torch.Tensor, but is a NoneType"),
+        ((tokens, tokens[0]), {}, r"^key: expected \[tokens, heads, head_dim\], got shape \[2, 8\]"),
+        ((tokens, tokens), {"return_aux": True}, "^return_aux must be an AuxRequest or None, but is a bool"),
+    ):
+        with pytest.raises(FlexError, match=text):
+            varlen_attn(query, key, key, cu, cu, 5, 5, **more)

@@ -20,13 +20,11 @@ PAGES = "[pages, page_size, heads, head_dim]"
 _INTEGERS = (int, torch.SymInt)
 
 
-def check_layout(name: str, tensor: Any, layout: str) -> None:
-    """`layout` names the dimensions; a number there is a size."""
+def check_layout(name: str, tensor: Any, layout: str, parts: int = 0) -> None:
+    """`layout` names the dimensions. With `parts`, so many tensors lie side by side before the heads."""
     if not isinstance(tensor, Tensor):
         refused(call_errors.not_a_tensor(name, tensor))
-    expected = layout.strip("[]").split(", ")
-    sizes = zip(tensor.shape, expected, strict=False)
-    if tensor.dim() != len(expected) or any(e.isdigit() and size != int(e) for size, e in sizes):
+    if tensor.dim() != layout.count(",") + 1 or (parts and tensor.size(-3) != parts):
         refused(errors.other_layout(name, tensor, layout))
 
 

@@ -173,7 +173,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
         >>> flash.flash_attn_qkvpacked_func(torch.randn(2, 10, 3, 4, 8), causal=True).shape
         torch.Size([2, 10, 4, 8])
     """
-    check_layout("qkv", qkv, "[batch, length, 3, heads, head_dim]")
+    check_layout("qkv", qkv, "[batch, length, 3, heads, head_dim]", 3)
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -194,7 +194,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -
         >>> flash.flash_attn_kvpacked_func(q, kv).shape
         torch.Size([2, 3, 4, 8])
     """
-    check_layout("kv", kv, "[batch, length, 2, heads, head_dim]")
+    check_layout("kv", kv, "[batch, length, 2, heads, head_dim]", 2)
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *args, **kwargs)
 
@@ -354,7 +354,7 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash.flash_attn_varlen_qkvpacked_func(qkv, cu, 7, causal=True).shape
         torch.Size([10, 2, 8])
     """
-    check_layout("qkv", qkv, "[tokens, 3, heads, head_dim]")
+    check_layout("qkv", qkv, "[tokens, 3, heads, head_dim]", 3)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
@@ -389,7 +389,7 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 7, 7).shape
         torch.Size([10, 4, 8])
     """
-    check_layout("kv", kv, "[tokens, 2, heads, head_dim]")
+    check_layout("kv", kv, "[tokens, 2, heads, head_dim]", 2)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **kwargs

@@ -87,7 +87,7 @@ def _spelled_out(tensor: Tensor, key: tuple) -> tuple:
 
 
 def _is_foreign_integer(index: Any) -> bool:
-    return isinstance(index, numbers.Integral) and not isinstance(index, int)
+    return not isinstance(index, (Tensor, int)) and isinstance(index, numbers.Integral)
 
 
 def _is_advanced(index: Any) -> bool:

@@ -24,8 +24,8 @@ def fingerprint(places: Iterable[Path]) -> str:
 
 
 def _generating_code() -> list[Path]:
-    folders = ("mod_ir", "op", "masks", "visits", "softmax", "compat.py", "options.py")
-    places = [Path(__file__).parent / name for name in folders]
+    names = ("mod_ir", "op", "masks", "visits", "softmax", "compat.py", "options.py")
+    places = [Path(__file__).parent / name for name in names]
     for name in ("lowerings", "templates"):
         spec = find_spec(f"flex_inductor.{name}")
         assert spec is not None and spec.origin is not None, f"flex_inductor.{name} is not installed"

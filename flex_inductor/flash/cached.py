@@ -117,11 +117,17 @@ def flash_attn_with_kvcache(
     packed = cu_seqlens_q is not None
     check_layout("q", q, PACKED if packed else PADDED)
     check_window(window_size, attention_chunk)
-    check_lengths(**{} if max_seqlen_q is None else {"max_seqlen_q": max_seqlen_q})
+    if max_seqlen_q is not None:
+        check_lengths(max_seqlen_q=max_seqlen_q)
     check_flag("rotary_interleaved", rotary_interleaved)
     table = one_table(block_table, page_table)
-    given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    given["cu_seqlens_k_new"] = cu_seqlens_k_new
+    given = {
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cu_seqlens_k_new": cu_seqlens_k_new,
+    }
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     try:
         _check(q, caches, given, cache_seqlens, cache_leftpad, table, packed)
@@ -133,7 +139,7 @@ def flash_attn_with_kvcache(
             starts, most = cu_seqlens_q, max_seqlen_q
         check_offsets("cu_seqlens_q", starts, starts)
         if table is not None and not (isinstance(table, Tensor) and table.dim() == 2):
-            check_table("block_table", table, starts)
+            check_table("block_table", table, starts)  # what fits is checked again once its rows are chosen
         room = k_cache.size(1) * (1 if table is None else table.size(1))
         if table is not None and cache_batch_idx is not None:
             check_numbers("cache_batch_idx", cache_batch_idx, starts)

@@ -100,10 +100,10 @@ def _drawn(new_figure: Callable, schedule: RunSchedule, b: int, h: int, zoom: tu
 def to_html(mask: BlockMask | RunSchedule) -> str:
     """What a notebook shows of a block mask: its drawing, or its text where matplotlib is missing."""
     nothing = 0 in mask.seq_lengths
-    # torch has no text of an empty BlockMask.
     schedule = RunSchedule.from_block_mask(mask) if isinstance(mask, BlockMask) else mask
     if nothing or find_spec("matplotlib") is None:
-        return f"<pre style='line-height:1'>{schedule if nothing else mask}</pre>"
+        text = schedule if nothing else mask  # torch has no text of an empty BlockMask
+        return f"<pre style='line-height:1'>{text}</pre>"
     picture = io.StringIO()
     save(_drawn(load_matplotlib().figure.Figure, schedule, 0, 0, None), picture, "svg")
     return picture.getvalue()[picture.getvalue().index("<svg") :]

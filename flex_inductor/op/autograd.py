@@ -208,7 +208,7 @@ def _backward_autograd(*args):
 def _transform(interpreter, *args):
     given = AttentionCall.read(*args)
     call = prepare(given)
-    # Nothing here says which level wants which gradient: every capture of fractions may need one.
+    # Nothing here says which level wants which gradient: every capture that can have one may need it.
     captures = call.inputs.score_captures
     wanted = [True, *(c.dtype.is_floating_point or c.dtype.is_complex for c in captures)]
     return _differentiable(call, wanted, second.of_shards(given.inputs))

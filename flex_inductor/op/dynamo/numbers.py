@@ -133,7 +133,7 @@ class _Outside:
         return [self.outer[placeholder] for placeholder in self.placeholders]
 
     def _make_tensors_of_lists(self) -> None:
-        """Of indices that are lists: torch would make them where no tracer sees it."""
+        """Make tensors of indices that are lists: torch would do it where no tracer sees it."""
         for node in self.graph.nodes:
             if node.target not in (operator.getitem, operator.setitem):
                 continue
@@ -141,18 +141,20 @@ class _Outside:
             if not isinstance(_example(indexed), Tensor):
                 continue
             device = _example(indexed).device
-
-            def tensor_of(numbers: Any, node: fx.Node = node, device: Any = device) -> Any:
-                if not is_list_of_numbers(numbers):
-                    return numbers
-                with self.graph.inserting_before(node):
-                    made = self.graph.call_function(torch.tensor, ([*numbers],), {"device": device})
-                with self.tx.fake_mode:
-                    made.meta["example_value"] = torch.tensor([*numbers], device=device)
-                return made
-
-            key = tuple(map(tensor_of, key)) if isinstance(key, tuple) else tensor_of(key)
+            with self.graph.inserting_before(node):
+                if isinstance(key, tuple):
+                    key = tuple(self._tensor_of_list(index, device) for index in key)
+                else:
+                    key = self._tensor_of_list(key, device)
             node.args = (indexed, key, *value)
+
+    def _tensor_of_list(self, index: Any, device: torch.device) -> Any:
+        if not is_list_of_numbers(index):
+            return index
+        made = self.graph.call_function(torch.tensor, ([*index],), {"device": device})
+        with self.tx.fake_mode:
+            made.meta["example_value"] = torch.tensor([*index], device=device)
+        return made
 
     def _moved(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         # A tensor that is written to, or made where gradients are off, belongs where that happens.

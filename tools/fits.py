@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.masks import causal
 
 from .inspector import inspect

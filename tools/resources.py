@@ -15,23 +15,14 @@ from typing import Any, NamedTuple
 
 from flex_inductor.lowerings.toolchain import missing_for_triton
 from flex_inductor.lowerings.triton import assembler
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.device import ARCHITECTURES, known_device
 from flex_inductor.lowerings.triton.in_place import adds_twice
 
 from .errors import no_triton
 from .generated import GeneratedKernel
 from .sass import LOCAL_MEMORY, TENSOR_CORE, Instruction, Loop, instructions, main_loops
 
-# The threads and the instances that a multiprocessor runs at once, at most.
-_MOST = {
-    "sm_80": (2048, 32),
-    "sm_86": (1536, 16),
-    "sm_89": (1536, 24),
-    "sm_90": (2048, 32),
-    "sm_100": (2048, 32),
-}
-_MOST |= {"sm_120": (1536, 24), "gfx942": (2048, 32), "gfx950": (2048, 32)}
-TARGETS = tuple(_MOST)
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 
 @dataclass
@@ -74,17 +65,17 @@ class Occupancy(NamedTuple):
 
 def occupancy(found: Resources, warps: int, target: str) -> Occupancy | None:
     """None where the resources or the device are not known."""
-    if target not in _MOST or found.registers is None or found.shared_bytes is None:
+    if target not in ARCHITECTURES or found.registers is None or found.shared_bytes is None:
         return None
-    device, (most_threads, most_instances) = known_device(target), _MOST[target]
+    device, most = known_device(target), ARCHITECTURES[target]
     threads = warps * device.warp
     registers = -(-max(found.registers, 1) // 8) * 8  # they are allocated in eights
     reserved = 1024 if device.nvidia else 0  # bytes of shared memory, for each instance
     limits = {
         "registers": (1 << (16 if device.nvidia else 17)) // (registers * threads),
         "shared memory": (device.shared_bytes + reserved) // (found.shared_bytes + reserved or 1),
-        "threads": most_threads // threads,
-        "instances": most_instances,
+        "threads": most.threads // threads,
+        "instances": most.instances,
     }
     limit = min(limits, key=lambda name: limits[name])
     return Occupancy(limits[limit], limit)

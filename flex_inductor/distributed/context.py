@@ -21,11 +21,11 @@ from ..sequences import SequenceMask, Sequences
 from ..softmax import Softmax
 from . import errors
 from .balance import BALANCERS, owners
-from .cost import CostModel, MethodChoice, choose_method
+from .cost import METHODS, CostModel, MethodChoice, choose_method
 from .decode import decode, merge
 from .exchange import unshard
 from .layout import Layout
-from .methods import METHODS, CpGroup, Groups, PlannedMask, plan_mask
+from .methods import CpGroup, Groups, PlannedMask, plan_mask
 from .work import TileWork, schedule_of
 
 BLOCK = 128

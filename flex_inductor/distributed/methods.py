@@ -40,8 +40,6 @@ from .layout import Layout
 from .plan import Part, RingSteps, Side, Sides, cast_keys, inputs, part, reads, ring_steps
 from .ring import ring_inputs
 
-METHODS = ("cast", "all_gather", "ulysses", "ring", "ring_ulysses")
-
 
 class CpGroup(NamedTuple):
     """A process group by its name, the rank of this process in it, and how many there are."""

@@ -21,7 +21,8 @@ from flex_inductor import fingerprint
 
 from .. import errors, winners
 from . import assembler
-from .configs import describe, known_device, launched_with
+from .configs import describe, launched_with
+from .device import known_device
 from .in_place import adds_twice
 
 log = logging.getLogger("flex_inductor")

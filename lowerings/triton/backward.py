@@ -19,7 +19,8 @@ from ..decision import Choice
 from ..lanes import Mods, mods, programs
 from ..problem import AttentionProblem
 from . import captured
-from .configs import LARGEST_TILE, Config, current_device
+from .configs import LARGEST_TILE, Config
+from .device import current_device
 from .fitting import chosen
 from .kernel import empty
 from .kernel_builder import LOG2_E, Builder, tiles, unwritten, walked

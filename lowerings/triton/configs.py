@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from ..observing import observer
+from .device import Device
 
 
 class Config(NamedTuple):
@@ -47,85 +45,6 @@ def launched_with(config: Any) -> Config:
     sizes = config.kwargs
     chosen = {axis: sizes[axis.upper()] for axis in AXES if axis.upper() in sizes}
     return Config(sizes["BLOCK_M"], sizes["BLOCK_N"], config.num_warps, config.num_stages, **chosen)
-
-
-class Device(NamedTuple):
-    """The limits of a kernel. `arch` is sm_80... or gfx942, or "interpreter"."""
-
-    arch: str
-    shared_bytes: int  # that one instance may have
-    warp: int = 32
-    multiprocessors: int = 132
-
-    @property
-    def key(self) -> str:
-        """The device that timings are valid for."""
-        return f"{self.arch} {self.multiprocessors} multiprocessors {self.shared_bytes >> 10}K shared"
-
-    @property
-    def nvidia(self) -> bool:
-        return self.arch.startswith("sm_")
-
-    @property
-    def few_spilled(self) -> int:
-        """Bytes of local memory a thread that are too few to look for another config."""
-        # On an H200 kernels with 24 to 64 were a fifth faster than the next ones, which had none.
-        return 128 if self.family == "hopper" else 16
-
-    @property
-    def describes(self) -> bool:
-        """Whether it has tensor descriptors."""
-        return self.arch == "interpreter" or (self.nvidia and int(self.arch[3:]) >= 90)
-
-    @property
-    def converts_e4m3(self) -> bool:
-        return not self.nvidia or int(self.arch[3:]) >= 89
-
-    @property
-    def shared_operands(self) -> bool:
-        """Whether tensor cores read their operands from shared memory, not from registers."""
-        return self.family in ("hopper", "blackwell")
-
-    @property
-    def family(self) -> str:
-        """The table's row: cards with the same tensor cores and about as much shared memory."""
-        if self.arch.startswith("gfx"):
-            return "amd"
-        if self.arch == "interpreter":
-            return "interpreter"
-        if self.shared_bytes < 128 * 1024:
-            return "consumer"
-        return {"8": "ampere", "9": "hopper"}.get(self.arch[3:4] if len(self.arch) == 5 else "", "blackwell")
-
-
-_SHARED = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227}
-_SHARED |= {"sm_103": 227, "sm_120": 99, "sm_121": 99, "gfx950": 160}
-
-
-_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
-
-
-def known_device(arch: str) -> Device:
-    """The device of an architecture name, for one that may not be there."""
-    multiprocessors = _MULTIPROCESSORS.get(arch, 100)
-    if arch.startswith("gfx"):
-        return Device(arch, _SHARED.get(arch, 64) * 1024, warp=64, multiprocessors=multiprocessors)
-    return Device(arch, _SHARED.get(arch, 99) * 1024, multiprocessors=multiprocessors)
-
-
-def current_device(device: torch.device) -> Device:
-    target = observer().target
-    if target is not None:
-        return known_device(target)
-    if device.type == "cpu":
-        return Device("interpreter", 1 << 30, multiprocessors=8)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return known_device(properties.gcnArchName.split(":")[0])
-    found = known_device(f"sm_{properties.major}{properties.minor}")
-    shared = getattr(properties, "shared_memory_per_block_optin", 0)
-    found = found._replace(multiprocessors=properties.multi_processor_count)
-    return found._replace(shared_bytes=shared) if shared else found
 
 
 class Shape(NamedTuple):

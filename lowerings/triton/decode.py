@@ -15,7 +15,8 @@ from ..decision import Choice
 from ..hints import splits_asked
 from ..lanes import Mods
 from ..problem import AttentionProblem
-from .configs import Config, current_device
+from .configs import Config
+from .device import current_device
 from .fitting import Chosen, chosen, few, first_choice, packed, queries_of, refused_config, shape_of
 from .kernel import empty
 from .kernel_builder import LN_2, Builder, further, softmax_values, tiles, walked

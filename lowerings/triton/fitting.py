@@ -20,16 +20,15 @@ from .configs import (
     LAST,
     Config,
     Cost,
-    Device,
     Shape,
     axes_of,
     candidates,
-    current_device,
     describe,
     estimate,
     misfit,
     without_choice,
 )
+from .device import Device, current_device
 from .tables import TABLES
 
 HOLD_QUERIES = ("forward", "decode", "backward_dq", "backward_magnitudes")  # and walk keys

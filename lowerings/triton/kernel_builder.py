@@ -28,7 +28,8 @@ from ..decision import Choice
 from ..lanes import Mods
 from ..problem import AttentionProblem
 from . import autotuner, narrow
-from .configs import LARGEST_TILE, Config, current_device
+from .configs import LARGEST_TILE, Config
+from .device import current_device
 from .fitting import Chosen, dot_precision, one_block, padded
 from .kernel import Arguments, KernelCall, Launch, Tensor, empty, launch
 from .lanes import LaneCode, Value

@@ -12,7 +12,8 @@ from torch._inductor.virtualized import V
 from ..buffers import realized
 from ..call import LoweredCall
 from ..problem import AttentionProblem, dtype_name
-from .configs import LARGEST_TILE, current_device
+from .configs import LARGEST_TILE
+from .device import current_device
 from .kernel import Tensor
 
 aten = torch.ops.aten

@@ -103,7 +103,8 @@ def _too_large(problem: AttentionProblem) -> str | None:
     """The kernel whose smallest tile has no room in shared memory."""
     from . import decode
     from .backward import kinds
-    from .configs import current_device, no_room
+    from .configs import no_room
+    from .device import current_device
     from .fitting import first_choice, shape_of
     from .tables import TABLES
 

@@ -8,7 +8,7 @@ import torch
 from flex_inductor import decisions, flex_attention
 from flex_inductor.lowerings import record_file
 from flex_inductor.lowerings.observing import Observer, observed_by
-from flex_inductor.lowerings.triton.configs import current_device, known_device
+from flex_inductor.lowerings.triton.device import current_device, known_device
 
 
 class Noting(Observer):

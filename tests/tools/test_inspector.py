@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import flex_inductor
 from flex_inductor import FlexError, create_block_mask, decisions, flex_attention
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.device import known_device
 
 LENGTH = 512
 HALF = torch.float16  # the compiler takes 10 to 20 times as long over the same kernel in fp32

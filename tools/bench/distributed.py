@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flex_inductor import create_block_mask, flex_attention
+from flex_inductor.distributed.cost import METHODS
 from flex_inductor.masks import document
 
 from ..options import count
@@ -37,7 +38,6 @@ OPTIONS: dict[str, Any] = {
     "--eager": {"action": "store_true", "help": "compile nothing: torch operations in chunks"},
 }
 COLUMNS = ("side", "ms", "over cast", "with backward", "MiB sent", "in the backward", "error")
-METHODS = ("cast", "all_gather", "ring", "ulysses", "ring_ulysses")
 TORCH = "torch's flex"
 SECONDS = 600  # that ranks wait for each other, at most while one compiles
 BLOCK, HEADS, KV_HEADS, DIM = 128, 4, 2, 64

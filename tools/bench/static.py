@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton.configs import AXES, PRODUCTS, known_device
+from flex_inductor.lowerings.triton.configs import AXES, PRODUCTS
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.lowerings.triton.tables import TABLES
 
 from .call import Call, Made

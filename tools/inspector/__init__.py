@@ -150,7 +150,7 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
     if there not in ("cpu", "cuda"):
         raise bad("arguments", f"on {there}", "tensors on cpu or cuda")
     if there == "cuda":
-        from flex_inductor.lowerings.triton.configs import current_device
+        from flex_inductor.lowerings.triton.device import current_device
 
         own = current_device(torch.device("cuda")).arch
         if target not in (None, own):

@@ -5,7 +5,7 @@ import torch
 from support import MASKS, MODS, Sizes, attention_of, dense_of, judge
 
 from flex_inductor import RunSchedule, decisions
-from flex_inductor.lowerings.triton.configs import Device
+from flex_inductor.lowerings.triton.device import Device
 from flex_inductor.tools import interpret
 
 CASES = {

@@ -7,7 +7,8 @@ from inspected import block_mask, causal
 
 import flex_inductor
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton.configs import Config, known_device, launched_with
+from flex_inductor.lowerings.triton.configs import Config, launched_with
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.tools.inspector import attention_kernels
 from flex_inductor.tools.resources import compile_for, machine_code
 from flex_inductor.tools.sass import main_loops

@@ -11,13 +11,8 @@ from torch._inductor import config as inductor_config
 
 import flex_inductor
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton.configs import (
-    Config,
-    Shape,
-    candidates,
-    describe,
-    known_device,
-)
+from flex_inductor.lowerings.triton.configs import Config, Shape, candidates, describe
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.lowerings.triton.fitting import hinted, to_time, without_effect
 from flex_inductor.lowerings.triton.tables import TABLES
 

@@ -7,7 +7,8 @@ import torch
 from support import causal
 
 from flex_inductor import Sequences, create_block_mask, flex_attention, varlen_attention
-from flex_inductor.lowerings.triton.configs import Config, Shape, known_device, misfit
+from flex_inductor.lowerings.triton.configs import Config, Shape, misfit
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.bench.static import Case
 from flex_inductor.tools.inspector import attention_kernels, kind

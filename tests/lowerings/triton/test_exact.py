@@ -7,7 +7,8 @@ from inspected import LENGTH, block_mask, causal
 from torch._inductor.runtime.triton_heuristics import config_from_dict
 
 from flex_inductor import compat, flex_attention
-from flex_inductor.lowerings.triton.configs import Shape, candidates, known_device, launched_with
+from flex_inductor.lowerings.triton.configs import Shape, candidates, launched_with
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.lowerings.triton.tables import TABLES
 from flex_inductor.tools.inspector import attention_kernels, kind
 from flex_inductor.tools.resources import compile_untuned, machine_code

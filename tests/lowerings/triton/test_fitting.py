@@ -2,15 +2,8 @@
 
 import pytest
 
-from flex_inductor.lowerings.triton.configs import (
-    LAST,
-    Config,
-    Shape,
-    axes_of,
-    candidates,
-    known_device,
-    misfit,
-)
+from flex_inductor.lowerings.triton.configs import LAST, Config, Shape, axes_of, candidates, misfit
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.lowerings.triton.fitting import MOST, to_time
 from flex_inductor.lowerings.triton.tables import TABLES
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flex_inductor import flex_attention
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.tools.inspector import attention_kernels, kind
 from flex_inductor.tools.resources import compile_untuned
 from tests.marks import slow_but

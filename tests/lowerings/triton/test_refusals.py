@@ -12,7 +12,7 @@ from torch._inductor import config
 
 import flex_inductor
 from flex_inductor import BlockMask, create_block_mask, flex_attention
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.tools.environment import triton_on_cpu
 from flex_inductor.tools.inspector import attention_kernels
 from flex_inductor.tools.resources import compile_untuned

@@ -7,7 +7,7 @@ from support import causal
 
 import flex_inductor
 from flex_inductor import FlexError, Sequences, create_block_mask, flex_attention, varlen_attention
-from flex_inductor.lowerings.triton.configs import known_device
+from flex_inductor.lowerings.triton.device import known_device
 from flex_inductor.op import attention
 from flex_inductor.tools.inspector import attention_kernels, kind
 from flex_inductor.tools.resources import compile_untuned

@@ -106,7 +106,8 @@ def test_the_bare_loop_reads_each_page_once(count, ahead):
     keys, values = (torch.randint(9, (13, 4, 64)).float() for _ in range(2))
     pages = torch.randperm(13)[:count].int()
     read = sum(
-        loops._read_pages(keys, values, pages, ahead, thread) for thread in range(torch.get_num_threads())
+        loops._read_pages(keys, values, pages, ahead, 8 if ahead else 0, thread)
+        for thread in range(torch.get_num_threads())
     )
     assert read == (keys + values)[pages.long()].sum()
 

@@ -49,7 +49,14 @@ def _case(count: int, dtype: torch.dtype) -> varlen.Case:
     return varlen.Case("decode", lengths, (16,), heads=32, kv_heads=8, head_dim=128, dtype=dtype)
 
 
-CASES = tuple(_case(count, dtype) for dtype in (torch.float32, torch.bfloat16) for count in (1, 4, 16, 64))
+CASES = tuple(
+    case
+    for dtype in (torch.float32, torch.bfloat16)
+    for case in (
+        *(_case(count, dtype) for count in (1, 4, 16, 64)),
+        varlen.Case("small heads", varlen._mixed(64, 1 << 18), (16,), heads=8, kv_heads=2, dtype=dtype),
+    )
+)
 
 
 def measure(case: varlen.Case, arguments: Namespace) -> list[Result]:

@@ -95,9 +95,10 @@ extern "C" WITH("avx2") float stream(const char* from, int64_t size, int64_t ahe
 }
 
 // The same for pages: a few of keys, as many of values, the next few, as decoding reads them. The page at `pages[i]` has `size`
-// bytes, a multiple of 512; lines are asked for `ahead` bytes before they are read, in the page that comes then.
+// bytes, a multiple of 512; lines are asked for `ahead` bytes before they are read, in the page that comes then. One line of
+// each 4 KiB, so that the system's page is looked up, is asked for `early` pages before.
 extern "C" WITH("avx2") float read_pages(const char* keys, const char* values, const int32_t* pages, int64_t count, int64_t size,
-                                         int64_t few, int64_t ahead) {
+                                         int64_t few, int64_t ahead, int64_t early) {
   const auto page = [&](int64_t i) {
     const int64_t first = i / (2 * few) * few, within = i % (2 * few);
     const int64_t here = count - first < few ? count - first : few;  // the last ones
@@ -109,6 +110,7 @@ extern "C" WITH("avx2") float read_pages(const char* keys, const char* values, c
   for (int64_t i = 0; i < all; ++i) {
     const char *from = page(i), *soon = page(i + ahead / size < all ? i + ahead / size : i) + ahead % size;
     const char* then = page(i + ahead / size + 1 < all ? i + ahead / size + 1 : i);
+    for (int64_t at = 0; early && i + early < all && at < size; at += 4096) _mm_prefetch(page(i + early) + at, _MM_HINT_T1);
     for (int64_t at = 0; at < size; at += 512) {
       const char* ask = at + ahead % size < size ? soon + at : then + at + ahead % size - size;
 #pragma GCC unroll 8

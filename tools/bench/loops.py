@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ from flex_inductor.errors import FlexRuntimeError
 
 ROUNDS = 2_000_000
 READ = 256 << 20  # bytes for each thread, more than caches hold
-AHEAD = (0, 512, 1024, 2048, 4096)  # bytes between what is read and what is prefetched
+AHEAD = (0, 512, 1024, 2048, 4096, 8192)  # bytes between what is read and what is prefetched
+EARLY = (0, 8, 32)  # pages between what is read and what the system looks up
 PAGES_AT_ONCE = 4  # of keys, before as many of values
 
 
@@ -165,20 +167,23 @@ def page_reader(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -
         values: the same.
         pages: int32, all of which are read.
     """
-    found = [_in_threads(partial(_read_pages, keys, values, pages, ahead)) for ahead in AHEAD]
+    found = [
+        _in_threads(partial(_read_pages, keys, values, pages, ahead, early))
+        for ahead, early in itertools.product(AHEAD, EARLY)
+    ]
     return min(found, key=lambda read: min(_seconds(read) for _ in range(3)))
 
 
 def _read_pages(
-    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, ahead: int, thread: int
+    keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, ahead: int, early: int, thread: int
 ) -> float:
     function = _loops().read_pages
-    function.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4)
+    function.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 5)
     function.restype = ctypes.c_float
     own = pages.tensor_split(torch.get_num_threads())[thread]
     size = keys[0].nbytes
     return function(
-        keys.data_ptr(), values.data_ptr(), own.data_ptr(), own.numel(), size, PAGES_AT_ONCE, ahead
+        keys.data_ptr(), values.data_ptr(), own.data_ptr(), own.numel(), size, PAGES_AT_ONCE, ahead, early
     )
 
 

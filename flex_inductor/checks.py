@@ -64,6 +64,8 @@ def check_unplanned(
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:
     """Refuse tensors that are no query, key and value; `narrow`: of 8 bits are served too."""
+    if torch.jit.is_tracing():
+        raise errors.traced_by_jit()
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise errors.not_a_tensor(name, tensor)

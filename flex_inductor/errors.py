@@ -145,6 +145,13 @@ def mixed(what: str, query: Any, key: Any, value: Any) -> FlexValueError:
     )
 
 
+def traced_by_jit() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record attention with its mods. Use "
+        "torch.export.export, or torch.onnx.export(dynamo=True)."
+    )
+
+
 def meta_tensors() -> FlexValueError:
     return FlexValueError(
         "query, key and value are on the meta device, which holds no values. Make them on the device that is to "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flex_inductor
-from flex_inductor import AuxRequest, FlexError, create_block_mask, flex_attention
+from flex_inductor import AuxRequest, FlexError, create_block_mask, flash, flex_attention
 
 
 def make(*shape, **kwargs):
@@ -95,6 +95,12 @@ def test_compiling_keeps_type_and_text(name, dynamic):
     torch._dynamo.reset()
     whole = refusal(compiled(fullgraph=True), Exception, **arguments(name))
     assert text in str(whole)
+
+
+@pytest.mark.parametrize("attend", [flex_attention, flash.flash_attn_func], ids=["flex_attention", "flash"])
+def test_jit_trace(attend):
+    with pytest.raises(FlexError, match=r"torch.jit.trace.*Use torch.export.export"):
+        torch.jit.trace(attend, (make(), make(), make()))
 
 
 def test_a_scale_that_changes_and_a_dtype_that_holds_it():

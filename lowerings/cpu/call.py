@@ -34,6 +34,7 @@ AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some wo
 _NARROW = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}  # bits of the exponent
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
+PROFILE = "#include <torch/csrc/inductor/aoti_runtime/utils.h>\n"  # for records of torch's profiler
 
 
 def programs(problem: AttentionProblem) -> Programs:
@@ -127,14 +128,18 @@ def rendered(
 ) -> str:
     """Renders the template of this name with `values` and those that every CPU kernel gets."""
     given = dict(zip(tensors, map(kernel.argument, kernel.tensors[: len(tensors)]), strict=True))
-    return INCLUDES + template.source(name).render(
+    profile = kernel.maybe_codegen_profile().replace(
+        str(kernel.kernel_name), f"attention_{name.split('.')[0]}"
+    )
+    includes = INCLUDES + PROFILE if profile else INCLUDES
+    return includes + template.source(name).render(
         name=kernel.kernel_name,  # names the namespace too: a package has all its kernels in one file
         element=DTYPE_TO_CPP[kernel.tensors[0].get_dtype()],
         is_bf16=int(problem.dtype == torch.bfloat16),
         narrow=_NARROW.get(kernel.tensors[1].get_dtype(), 0),
         has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),
         signature=kernel.declaration,
-        profile=kernel.maybe_codegen_profile(),
+        profile=profile,
         scale=f"{float(call.scale)!r}f",
         masked=call.mask_mod is not None,
         limits=_limits(problem, call.inputs.schedule),

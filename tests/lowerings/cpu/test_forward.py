@@ -36,6 +36,16 @@ from tests.support import (
 )
 
 
+@torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
+def test_the_profiler_names_kernels():
+    sizes = SIZES._replace(queries=20, keys=20)
+    attend = fused(attention_of(None))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        judge(attend, dense_of(None), sizes.inputs(torch.float32), (), None)
+    names = {event.key.partition("_attention_")[2] for event in profiled.key_averages()}
+    assert {"forward", "backward"} <= names
+
+
 def test_blocks_that_panels_do_not_divide():
     sizes = SIZES._replace(queries=120, keys=133)
     mask = create_block_mask(causal, None, None, sizes.queries, sizes.keys, device="cpu", BLOCK_SIZE=(24, 7))

@@ -9,11 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .. import upward
-from ..attention import flex_attention
+from .. import compat, upward
 from ..masks import RunSchedule, causal, create_block_mask
 from ..masks.ordinary import ordinary_tensors
 from ..masks.planned import enter, leave
@@ -26,6 +24,7 @@ from .decode import decode, merge
 from .exchange import unshard
 from .layout import Layout
 from .methods import CpGroup, Groups, PlannedMask, plan_mask
+from .serving import Serving
 from .work import TileWork, schedule_of
 
 BLOCK = 128
@@ -70,14 +69,15 @@ class ContextParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup, method: str, balance: Any, mesh: DeviceMesh | None = None):
-        self.groups = Groups(group.group_name, *(_group_of(mesh, dim) for dim in (0, 1) if mesh is not None))
+        self.groups = Groups(group.group_name) if mesh is None else _groups(mesh, group, method)
         self.group, self.rank, self.ranks = group.group_name, dist.get_rank(group), dist.get_world_size(group)
         self.method, self.balance = method, balance
         self.layout: Layout | None = None
         self.choice: MethodChoice | None = None  # of the last plan
         self.device: torch.device | str | None = None
         self.dense: dict[bool, Any] = {}  # masks of scaled_dot_product_attention: causal, and not
-        self._modes: list[_Serving] = []
+        self.dense_layout: Layout | None = None
+        self._modes: list[Serving] = []
 
     @ordinary_tensors
     def plan(
@@ -130,8 +130,8 @@ class ContextParallel:
         for mask in planned:
             mask.choice = self.choice
         self.device = next(iter(found.values())).device
-        if self._modes:
-            self._make_dense()
+        if self.dense:
+            _make_dense(self)
         return pytree.tree_unflatten(planned, spec)
 
     def shard(self, tensors: Any, dims: Any, layout: Layout | PlannedMask | None = None) -> Any:
@@ -257,9 +257,12 @@ class ContextParallel:
 
         Raises:
             ContextParallelError: the shapes do not fit.
+            FlexNotImplementedError: a tensor requires a gradient.
         """
         if lse.shape != out.shape[:-1]:
             raise errors.other_lse(lse, out)
+        if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
+            raise errors.no_gradient("merge", "out or lse")
         return merge(out, lse, self.ranks, self.group)
 
     def _layout(self, what: str, given: Any) -> Layout:
@@ -271,57 +274,38 @@ class ContextParallel:
 
     def __enter__(self) -> ContextParallel:
         """Calls of this thread without a planned mask raise; scaled_dot_product_attention is served."""
-        self._make_dense()
-        mode = _Serving(self)
+        _make_dense(self)
+        mode = Serving(self.dense)
         mode.__enter__()
         self._modes.append(mode)
         enter()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        mode = self._modes.pop()
         leave()
-        self._modes.pop().__exit__(*error)
-
-    def _make_dense(self) -> None:
-        layout = self._layout("with context_parallel(...)", None)
-        method = "cast" if self.method == "auto" else self.method
-        for is_causal, mask_mod in ((True, causal()), (False, noop_mask)):
-            mask = create_block_mask(
-                mask_mod, None, None, layout.length, layout.length, self.device, layout.tile, compact=True
-            )
-            self.dense[is_causal] = self._planned(method, mask, layout)
+        mode.__exit__(*error)
 
     def _planned(self, method: str, mask: RunSchedule, layout: Layout) -> PlannedMask:
         return plan_mask(method, mask, layout, self.rank, self.groups).to(mask.device)
 
 
-class _Serving(TorchFunctionMode):
-    """Serves scaled_dot_product_attention on what this rank has."""
+@compat.run_while_traced  # compiled code guards on the masks, which further plans replace
+def _make_dense(cp: ContextParallel) -> None:
+    """Have masks of the last plan's layout for scaled_dot_product_attention."""
+    layout = cp._layout("with context_parallel(...)", None)
+    if cp.dense_layout is layout:
+        return
+    method = "cast" if cp.method == "auto" else cp.method
+    for is_causal, mask_mod in ((True, causal()), (False, noop_mask)):
+        mask = create_block_mask(
+            mask_mod, None, None, layout.length, layout.length, cp.device, layout.tile, compact=True
+        )
+        cp.dense[is_causal] = cp._planned(method, mask, layout)
+    cp.dense_layout = layout
 
-    def __init__(self, context: ContextParallel):
-        super().__init__()
-        self.context = context
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if attn_mask is not None:
-            raise errors.attention_mask()
-        mask = self.context.dense[is_causal]
-        return flex_attention(query, key, value, None, mask, scale, enable_gqa, dropout_p=dropout_p)
+compat.compile_no_frame_of(_make_dense, calls=True)  # after a graph break
 
 
 def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") -> ContextParallel:
@@ -371,8 +355,21 @@ def context_parallel(group: Any, method: str = "auto", balance: Any = "auto") ->
     return ContextParallel(group, method, balance, mesh)
 
 
+def _groups(mesh: DeviceMesh, group: dist.ProcessGroup, method: str) -> Groups:
+    """The groups of a mesh of two dimensions. torch numbers the ranks of each group in ascending order."""
+    rows = mesh.mesh
+    ring, heads = (rows.argsort(dim).argsort(dim) for dim in (0, 1))  # each rank's numbers in its groups
+    if (ring != ring[:, :1]).any() or (heads != heads[:1]).any():
+        if method == "ring_ulysses":
+            raise errors.mesh_order(rows)
+        return Groups(group.group_name)
+    holders = ring.flatten()[rows.flatten().argsort()].tolist()
+    return Groups(group.group_name, _group_of(mesh, 0), _group_of(mesh, 1), tuple(holders))
+
+
 def _group_of(mesh: DeviceMesh, dim: int) -> CpGroup:
-    return CpGroup(mesh.get_group(dim).group_name, mesh.get_local_rank(dim), mesh.size(dim))
+    group = mesh.get_group(dim)
+    return CpGroup(group.group_name, dist.get_rank(group), mesh.size(dim))
 
 
 def _in_form(name: str, given: Any, of: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from . import errors
 from .work import TileWork, on_host
 
 FP32 = 4
-METHODS = ("all_gather", "ring", "ulysses", "cast", "ring_ulysses")
+METHODS = ("cast", "all_gather", "ulysses", "ring", "ring_ulysses")
 CHOSEN_FIRST = ("all_gather", "cast", "ulysses", "ring_ulysses", "ring")  # of those that are close
 OF_HEADS = ("ulysses", "ring_ulysses")
 CLOSE = 1.05

@@ -65,6 +65,8 @@ def decode(
             Inputs(partial=wide != query.dtype),
             call_options(None, lse=True, max_scores=False),
         )
+        if out.requires_grad:
+            refused(errors.no_gradient("decode", "a tensor that score_mod looks up"))
     else:
         out = query.new_zeros((*query.shape[:3], value.size(3)), dtype=wide)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
@@ -86,7 +88,7 @@ def _filled(mask_mod: Any, positions: Tensor, at: Tensor) -> Any:
         position = _position(positions, b, kv_idx)
         if mask_mod is None:
             return position >= 0
-        return (position >= 0) & mask_mod(b, h, _position(at, b, q_idx), position)
+        return (position >= 0) & mask_mod(b, h, _position(at, b, q_idx), position.clamp(min=0))
 
     return filled
 
@@ -102,4 +104,4 @@ def _check(query: Tensor, key: Tensor, value: Tensor, positions: Any, at: Any) -
         if not is_index or tuple(given.shape) not in ((length,), (batch, length)):
             raise errors.bad_positions(name, given, batch, length)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        raise errors.decode_gradient()
+        raise errors.no_gradient("decode", "query, key or value")

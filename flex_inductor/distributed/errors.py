@@ -33,7 +33,7 @@ def not_a_group(value: Any) -> FlexTypeError:
     return FlexTypeError(
         "context_parallel: expected a DeviceMesh of one or two dimensions or a process group, got "
         f"{_described(value)}. "
-        'Pass the dimension of a larger mesh, mesh["cp"].'
+        'Pass the dimension of a larger mesh, mesh["cp"]. torch gives -100 to processes that are not in a new group.'
     )
 
 
@@ -41,6 +41,13 @@ def mesh_without_names() -> ContextParallelError:
     return ContextParallelError(
         "context_parallel: the dimensions of the mesh have no names, and torch joins only dimensions with names. "
         'Pass mesh_dim_names=("ring", "heads") where the mesh is made.'
+    )
+
+
+def mesh_order(ranks: Tensor) -> ContextParallelError:
+    return ContextParallelError(
+        f'context_parallel: method "ring_ulysses": the mesh is {ranks.tolist()}; expected ranks that ascend along '
+        "both dimensions, as torch numbers those of a group. Sort them where the mesh is made."
     )
 
 
@@ -148,6 +155,28 @@ def attention_mask() -> ContextParallelError:
     )
 
 
+def checkpointed() -> ContextParallelError:
+    return ContextParallelError(
+        "scaled_dot_product_attention: called by torch.utils.checkpoint inside of `with context_parallel(...)`. The "
+        "recomputation in the backward would be outside of it. Enter `with cp:` in the checkpointed function, or call "
+        "flex_attention with a planned mask."
+    )
+
+
+def flex_of_torch() -> ContextParallelError:
+    return ContextParallelError(
+        "torch's flex_attention was called inside of `with context_parallel(...)`, where it would attend to this "
+        "rank's part alone. Call flex_inductor.flex_attention with a planned mask."
+    )
+
+
+def weights_of_heads() -> ContextParallelError:
+    return ContextParallelError(
+        "multi_head_attention_forward: need_weights: got True inside of `with context_parallel(...)`, where weights "
+        "would be of this rank's part alone. Pass need_weights=False."
+    )
+
+
 def other_group(group: str) -> ContextParallelError:
     return ContextParallelError(
         f"block_mask was planned for the process group {group!r}, which this process does not have. "
@@ -159,7 +188,7 @@ def ranks_differ(what: str, found: list[Any]) -> FlexRuntimeError:
     listed = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found))
     return FlexRuntimeError(
         f"context_parallel: ranks call with different {what}: {listed}. "
-        "All ranks must make the same calls, with masks that are planned from the same mask."
+        "All ranks must make the same calls, with masks that are planned from the same mask and for the same method."
     )
 
 
@@ -177,9 +206,9 @@ def bad_positions(name: str, value: Any, batch: Any, length: Any) -> ContextPara
     )
 
 
-def decode_gradient() -> FlexNotImplementedError:
+def no_gradient(what: str, given: str) -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "decode: has no gradient, but query, key or value requires one. Call it under torch.no_grad()."
+        f"{what}: has no gradient, but {given} requires one. Call it under torch.no_grad()."
     )
 
 
@@ -192,6 +221,13 @@ def other_lse(lse: Tensor, out: Tensor) -> ContextParallelError:
 
 def other_count(name: str, count: int, expected: int) -> ContextParallelError:
     return ContextParallelError(f"{name}: expected one for each of {expected}, got {count}.")
+
+
+def shared_storage(index: int) -> ContextParallelError:
+    return ContextParallelError(
+        f"sharded_buffers: buffers[{index}]: shares its memory with another tensor, which sharding in place would "
+        "overwrite. Pass each buffer once, and buffers that are no views: clone them."
+    )
 
 
 def other_form(name: str, given: Iterable[str], expected: Iterable[str]) -> ContextParallelError:

@@ -26,7 +26,7 @@ from ..errors import FlexError, derivative_of_shards, planned_in_vmap
 from ..masks import planned, portable
 from ..masks.schedule import RunSchedule
 from ..mod_ir.arguments import score_dtype
-from ..op import Inputs
+from ..op import Inputs, untraced
 from ..op.autograd import has_tangent
 from ..op.ring import Ring
 from ..op.vmap import in_vmap
@@ -194,18 +194,8 @@ class PlannedMask(planned.PlannedMask):
             raise errors.other_ranks((cp_rank, cp_size), standing)
         if not torch.compiler.is_dynamo_compiling() and any(map(has_tangent, (query, key, value))):
             raise derivative_of_shards()
-        local = self.positions.size(0)
-        for name, tensor in (("query", query), ("key", key)):
-            if tensor.size(2) != local:
-                raise errors.wrong_local_length(name, tensor.size(2), local, cp_rank, self.layout.length)
-        for name, known, got in (
-            ("batches", self.batch, query.size(0)),
-            ("heads", self.heads, query.size(1)),
-        ):
-            if known not in (1, got):
-                raise errors.batch(name, known, got)
-        if query.size(1) % self.heads_group.size:
-            raise errors.heads_do_not_divide(query.size(1), self.heads_group.size)
+        of_plan = (self.positions, self.layout.length, cp_rank, self.batch, self.heads, self.heads_group.size)
+        untraced(_check_sizes, query, key, *of_plan)
 
     def _share_heads(self, traffic: Traffic, *tensors: Tensor) -> list[Tensor]:
         """[B, H, local, D] as [B, H / ranks, tokens of all ranks that share heads, D]."""
@@ -274,6 +264,7 @@ class Groups(NamedTuple):
     name: str
     ring: CpGroup | None = None
     heads: CpGroup | None = None
+    holders: tuple[int, ...] = ()  # the place of each rank in the ring
 
 
 def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups: Groups) -> PlannedMask:
@@ -282,16 +273,18 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
     heads = {"ulysses": everyone, "ring_ulysses": groups.heads}.get(method) or CpGroup(groups.name, 0, 1)
     shares = heads.size
     # Ranks that share heads hold their tokens together.
-    holder, first = rank // shares, rank // shares * shares
-    owner = tuple(other // shares for other in layout.owner)
+    everyones = groups.holders if method == "ring_ulysses" else ()
+    holders = torch.tensor(everyones or [other // shares for other in range(layout.ranks)])
+    holder, owner = int(holders[rank]), tuple(holders[list(layout.owner)].tolist())
+    together = [other for other in range(layout.ranks) if holders[other] == holder]
     sides = Sides.of(mask, Layout(layout.length, layout.tile, layout.ranks // shares, owner))
-    queries, keys = (_begins(side, layout, shares) for side in sides)
+    queries, keys = (_begins(side, layout, holders) for side in sides)
     rows = (sides.queries.owner() == holder).nonzero().squeeze(1)
     exchanges: dict[str, Any] = {}
     own = _own_heads(mask, heads)
     if method in ("ulysses", "ring_ulysses"):
-        positions = torch.cat([layout.positions(other) for other in range(first, first + shares)])
-        lengths = torch.tensor(layout.lengths[first : first + shares])
+        positions = torch.cat([layout.positions(other) for other in together])
+        lengths = torch.tensor(layout.lengths)[together]
         to_heads = Traffic(torch.full_like(lengths, layout.lengths[rank]), lengths, positions)
         exchanges["to_heads"] = to_heads
         exchanges["to_tokens"] = to_heads.reversed(layout.positions(rank).repeat(shares))
@@ -308,7 +301,7 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
         made = part(own, sides, rows, queries[rows], columns, begins)
     return PlannedMask(
         part=made,
-        plan=torch.tensor([_number(mask, layout), secrets.randbits(56)]),
+        plan=torch.tensor([_number(method, mask, layout), secrets.randbits(56)]),
         positions=layout.positions(rank),
         mask_mod=mask.mask_mod,
         batch=mask.batch,
@@ -321,9 +314,23 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
     )
 
 
-def _number(mask: RunSchedule, layout: Layout) -> int:
+def _check_sizes(
+    query: Tensor, key: Tensor, positions: Tensor, length: int, rank: int, batch: int, heads: int, shares: int
+) -> None:
+    local = positions.size(0)
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.size(2) != local:
+            raise errors.wrong_local_length(name, tensor.size(2), local, rank, length)
+    for name, known, got in (("batches", batch, query.size(0)), ("heads", heads, query.size(1))):
+        if known not in (1, got):
+            raise errors.batch(name, known, got)
+    if query.size(1) % shares:
+        raise errors.heads_do_not_divide(query.size(1), shares)
+
+
+def _number(method: str, mask: RunSchedule, layout: Layout) -> int:
     """The plan's number, the same on all ranks."""
-    text = hashlib.sha256(layout.digest().encode())
+    text = hashlib.sha256(f"{method} {layout.digest()}".encode())
     for table in mask.tensors:
         text.update(portable.bytes_of(table))
     text.update(portable.digest(mask.mask_mod, mask.tensors[0]))
@@ -340,10 +347,11 @@ def _own_heads(mask: RunSchedule, group: CpGroup) -> RunSchedule:
     return mask[:, group.rank * own : (group.rank + 1) * own]
 
 
-def _begins(side: Side, layout: Layout, shares: int) -> Tensor:
-    """The row at which each block begins if every `shares` neighbouring ranks have their tokens in one piece."""
-    lengths = torch.tensor(layout.lengths).view(-1, shares)
-    starts = (lengths.cumsum(1) - lengths).flatten()
+def _begins(side: Side, layout: Layout, holders: Tensor) -> Tensor:
+    """The row at which each block begins if ranks with the same holder have their tokens in one piece."""
+    lengths = torch.tensor(layout.lengths)
+    before = torch.ones(layout.ranks, layout.ranks, dtype=torch.bool).tril(-1)
+    starts = ((holders[:, None] == holders) & before).long() @ lengths
     own = Side(layout, side.block)
     return starts[own.owner()] + own.places()
 

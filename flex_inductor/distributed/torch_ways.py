@@ -24,14 +24,21 @@ class ContextParallelStyle(ParallelStyle):
 
     def __init__(self, cp: ContextParallel):
         self.cp = cp
+        self.entered: list[bool] = []  # of the calls under way
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda *_: self._enter())
-        module.register_forward_hook(lambda *_: self.cp.__exit__(None, None, None), always_call=True)
+        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
         return module
 
     def _enter(self) -> None:
+        self.entered.append(False)
         self.cp.__enter__()
+        self.entered[-1] = True
+
+    def _leave(self) -> None:
+        if self.entered.pop():
+            self.cp.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
@@ -48,6 +55,11 @@ def sharded_buffers(
     """
     if len(buffers) != len(buffer_seq_dims):
         raise errors.other_count("sharded_buffers: buffer_seq_dims", len(buffer_seq_dims), len(buffers))
+    storages = [buffer.untyped_storage() for buffer in buffers]
+    for i, (buffer, storage) in enumerate(zip(buffers, storages, strict=True)):
+        others = [other.data_ptr() for other in storages[:i]]
+        if storage.nbytes() > buffer.nbytes or (storage.nbytes() and storage.data_ptr() in others):
+            raise errors.shared_storage(i)
     if cp.layout is None and buffers:
         cp.plan(causal(), buffers[0].size(buffer_seq_dims[0]), device=buffers[0].device)
     kept: list[Any] = []

@@ -70,9 +70,9 @@ def derivative_of_entropy() -> FlexNotImplementedError:
 
 
 def request_of_a_part(name: str) -> FlexNotImplementedError:
+    instead = "; the max_scores of all ranks' rows give it" if name == "head_max_scores" else ""
     return FlexNotImplementedError(
-        f"return_aux: {name} is not there for a sequence that is spread over ranks. Ask for it in one process; the "
-        "max_scores of all ranks' rows give head_max_scores."
+        f"return_aux: {name} is not there for a sequence that is spread over ranks. Ask for it in one process{instead}."
     )
 
 

@@ -8,8 +8,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import noop_mask
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from flex_inductor import (
     FlexError,
@@ -21,6 +23,7 @@ from flex_inductor import (
     set_eager_kernels,
 )
 from flex_inductor.distributed.cost import CostModel
+from flex_inductor.distributed.torch_ways import sharded_buffers
 from flex_inductor.errors import FlexNotImplementedError
 from flex_inductor.lowerings.decision import Decision
 from flex_inductor.masks import causal, sliding_window
@@ -139,6 +142,48 @@ def test_sdpa_is_served(group, is_causal, gqa):
     group.run(served, is_causal, gqa, ranks=2)
 
 
+def of_modules(group):
+    """Modules that call scaled_dot_product_attention out of sight of modes, training, and evaluated."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, LENGTH, 8, dtype=torch.float64)
+    cp = context_parallel(group, "ring", "head_tail")
+    cp.plan(None, LENGTH, block=32)
+    want = cp.shard(layer(x), 1)
+    for training in (True, False):
+        with cp, torch.set_grad_enabled(training):
+            got = layer.train(training)(cp.shard(x, 1))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+
+
+def test_modules_are_served(group):
+    group.run(of_modules, ranks=2)
+
+
+def on_meshes(group):
+    """Meshes whose ranks do not ascend row by row."""
+    case = Case("none", length=LENGTH, score=False)
+    query, key, value, *_ = case.tensors()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    for ranks in ([[0, 2], [1, 3]], [[3, 2], [1, 0]]):
+        cp = context_parallel(
+            DeviceMesh("cpu", ranks, mesh_dim_names=("ring", "heads")), "ring_ulysses", "head_tail"
+        )
+        mask = cp.plan(causal(), LENGTH, block=32)
+        got = flex_attention(*cp.shard([query, key, value], 2), block_mask=mask, enable_gqa=True)
+        torch.testing.assert_close(got, cp.shard(want, 2), rtol=0, atol=1e-13)
+    mesh = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("ring", "heads"))
+    with pytest.raises(FlexError, match=r"the mesh is \[\[0, 1\], \[3, 2\]\].*ascend along both dimensions"):
+        context_parallel(mesh, "ring_ulysses")
+    context_parallel(mesh)
+
+
+def test_order_of_a_mesh(group):
+    group.run(on_meshes)
+
+
 def differentiated_twice(group, method):
     cp = context_parallel(group, method, "contiguous")
     mask = cp.plan(None, 64, block=32)
@@ -194,6 +239,30 @@ def refused(group, what):
             ids = torch.arange(LENGTH) // (10 + cp.rank)
             mask = cp.plan(lambda b, h, q, kv: (q >= kv) & (ids[q] != ids[kv] - 1000), LENGTH, block=32)
             flex_attention(query, key, value, block_mask=mask, **more)
+        elif what == "other methods":
+            both = {"cast": "cast", "all": "all_gather"}
+            mask = context_parallel(group, both["all" if cp.rank else "cast"], "contiguous").plan(
+                sliding_window(4), LENGTH, block=32
+            )
+            flex_attention(query, key, value, block_mask=mask, **more)
+        elif what == "weights of heads":
+            rows = query.flatten(2).float()
+            heads = torch.nn.MultiheadAttention(rows.size(-1), 1, batch_first=True)
+            with cp:
+                heads(rows, rows, rows)
+        elif what == "torch's flex":
+            with cp:
+                torch_flex(query, query, query)
+        elif what == "checkpoint":
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            with cp:
+                checkpoint(lambda q: sdpa(q, q, q), query.requires_grad_(), use_reentrant=bool(cp.rank))
+        elif what == "compiled local length":
+            call = torch.compile(flex_attention, backend="flex_inductor", fullgraph=True, dynamic=True)
+            call(query[:, :, 1:], key, value, block_mask=mask, **more)
+        elif what == "shared buffer":
+            with sharded_buffers(cp, buffers=torch.zeros(LENGTH, 2).chunk(2, -1), buffer_seq_dims=[0, 0]):
+                pass
         elif what == "attn_mask":
             with cp:
                 torch.nn.functional.scaled_dot_product_attention(query, key, value, torch.ones(1))
@@ -262,6 +331,12 @@ def refused(group, what):
         ("other shapes", r"ranks call with different shapes: rank 0 \[1, 2, 22\], rank 1 \[1, 2, 24\]"),
         ("other plans", "ranks call with different plans: rank 0 "),
         ("other values", "ranks call with different plans: rank 0 "),
+        ("other methods", "ranks call with different plans: .* for the same method"),
+        ("weights of heads", "multi_head_attention_forward: need_weights: got True inside of"),
+        ("torch's flex", "torch's flex_attention was called inside of"),
+        ("checkpoint", "called by torch.utils.checkpoint inside of .*Enter `with cp:` in the checkpointed"),
+        ("compiled local length", "query: the mask was planned for a sequence of 300, of which rank 0 has"),
+        ("shared buffer", r"sharded_buffers: buffers\[0\]: shares its memory with another tensor"),
         ("attn_mask", "attn_mask: got a tensor inside of"),
         (
             "local capture",

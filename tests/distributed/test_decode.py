@@ -153,6 +153,25 @@ def test_compiled(group):
     group.run(compiled, ranks=2)
 
 
+def far_from_filled(group):
+    """A mask_mod that looks positions up sees none below 0."""
+    query, key, value, _ = whole()
+    ids = torch.arange(LENGTH) // 5
+    positions = torch.where(torch.arange(LENGTH) % 2 == 0, torch.arange(LENGTH), -1_000_000)
+    found, want = (
+        context_parallel(group).decode(
+            query, key[:, :, rows], value[:, :, rows], None, lambda b, h, q, kv: ids[kv] <= ids[q] - 1,
+            positions=positions[rows], at=torch.arange(LENGTH - 3, LENGTH), enable_gqa=True,
+        )
+        for rows in (slice(None), slice(None, None, 2))
+    )  # fmt: skip
+    torch.testing.assert_close(found, want)
+
+
+def test_room_is_no_position(group):
+    group.run(far_from_filled, ranks=1)
+
+
 def refused(group, what):
     cp = context_parallel(group)
     query, key, value, _ = whole()
@@ -164,6 +183,19 @@ def refused(group, what):
             at = at.float()
         elif what == "gradient":
             key.requires_grad_()
+        elif what == "capture":
+            slope = torch.ones((), dtype=query.dtype, requires_grad=True)
+            cp.decode(
+                query,
+                key,
+                value,
+                lambda s, b, h, q, kv: s * slope,
+                positions=positions,
+                at=at,
+                enable_gqa=True,
+            )
+        elif what == "merge gradient":
+            cp.merge(query.requires_grad_(), query[..., 0])
         elif what == "merge":
             cp.merge(query, query[..., 0].mT)
         cp.decode(query, key, value, positions=positions, at=at, enable_gqa=True)
@@ -181,6 +213,8 @@ def refused(group, what):
         ),
         ("at", r"decode: at: expected whole numbers of shape \[3\] or .* of shape \[3\] of torch.float32"),
         ("gradient", r"decode: has no gradient, .* Call it under torch.no_grad\(\)"),
+        ("capture", "decode: has no gradient, but a tensor that score_mod looks up requires one"),
+        ("merge gradient", "merge: has no gradient, but out or lse requires one"),
         ("merge", r"merge: lse: expected shape \[2, 4, 3\], .* got \[2, 3, 4\]. Transpose it"),
     ],
 )

@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -12,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flex_inductor import context_parallel, create_block_mask, flex_attention
+from flex_inductor import FlexError, context_parallel, create_block_mask, flex_attention
 from flex_inductor.distributed.torch_ways import ContextParallelStyle, sharded_buffers
 
 LENGTH, WIDTH, HEADS, VOCAB = 128, 32, 4, 11
@@ -99,7 +100,7 @@ def test_the_page(group):
 
 class Attends(nn.Module):
     def forward(self, x):
-        q, k, v = x.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = x.view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
@@ -113,7 +114,20 @@ def torch_ways(group):
     model = parallelize_module(nn.Sequential(Attends()), mesh, {"0": ContextParallelStyle(cp)})
     got = cp.unshard(model(cp.shard(x, 1)), 1)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    compiled = torch.compile(model, backend="flex_inductor", fullgraph=True)
+    for length in (LENGTH, LENGTH // 2):
+        cp.plan(None, length, block=16)
+        got = cp.unshard(compiled(cp.shard(x[:, :length], 1)), 1)
+        torch.testing.assert_close(got, Attends()(x[:, :length]), rtol=0, atol=1e-12)
     assert not cp._modes
+    unplanned = context_parallel(mesh)
+    refused = parallelize_module(nn.Sequential(nn.Identity()), mesh, {"0": ContextParallelStyle(unplanned)})
+    with cp:
+        with pytest.raises(FlexError, match="nothing is planned yet"):
+            refused(x)
+        assert len(cp._modes) == 1 and not unplanned._modes
+        with pytest.raises(FlexError, match="without a planned mask"):
+            flex_attention(*x.view(1, 3, 1, -1, WIDTH).unbind(1))
     x = torch.randn(2, 2 * LENGTH, 3 * WIDTH, dtype=torch.float64)
     want = Attends()(x)
     whole, left = x.clone(), torch.arange(2 * LENGTH)

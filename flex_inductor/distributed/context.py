@@ -77,6 +77,8 @@ class ContextParallel:
         self.device: torch.device | str | None = None
         self.dense: dict[bool, Any] = {}  # masks of scaled_dot_product_attention: causal, and not
         self.dense_layout: Layout | None = None
+        # Compiled code guards on the masks, which further plans replace. An argument would have to be a constant.
+        self._have_dense = compat.run_while_traced(lambda: _make_dense(self))
         self._modes: list[Serving] = []
 
     @ordinary_tensors
@@ -131,7 +133,7 @@ class ContextParallel:
             mask.choice = self.choice
         self.device = next(iter(found.values())).device
         if self.dense:
-            _make_dense(self)
+            self._have_dense()
         return pytree.tree_unflatten(planned, spec)
 
     def shard(self, tensors: Any, dims: Any, layout: Layout | PlannedMask | None = None) -> Any:
@@ -274,7 +276,7 @@ class ContextParallel:
 
     def __enter__(self) -> ContextParallel:
         """Calls of this thread without a planned mask raise; scaled_dot_product_attention is served."""
-        _make_dense(self)
+        self._have_dense()
         mode = Serving(self.dense)
         mode.__enter__()
         self._modes.append(mode)
@@ -290,7 +292,6 @@ class ContextParallel:
         return plan_mask(method, mask, layout, self.rank, self.groups).to(mask.device)
 
 
-@compat.run_while_traced  # compiled code guards on the masks, which further plans replace
 def _make_dense(cp: ContextParallel) -> None:
     """Have masks of the last plan's layout for scaled_dot_product_attention."""
     layout = cp._layout("with context_parallel(...)", None)

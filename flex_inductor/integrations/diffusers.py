@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from .tables import attend_tables
 try:
     import diffusers
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+    from diffusers.models.modeling_utils import ModelMixin
 except ImportError as error:
     raise errors.missing("diffusers", "0.42", error) from error
 
@@ -55,6 +57,7 @@ def register(*, instead_of_flex: bool = False) -> None:
     names = [_our_name(), *([AttentionBackendName.FLEX] if instead_of_flex else [])]
     for name in names:
         _AttentionBackendRegistry.register(name)(attend)
+    ModelMixin._set_gradient_checkpointing = _set_gradient_checkpointing
 
 
 @contextlib.contextmanager
@@ -64,7 +67,8 @@ def mods(
     """Give a mask and a score_mod to models that have no place for them, in this thread, until the block ends.
 
     They are for the calls with as many queries and keys as `block_mask` has, or, without one, as many queries as keys.
-    So cross attention to a text of another length stays as it is. A call's own mask holds too.
+    So cross attention to a text of another length stays as it is. A call's own mask holds too. The backward may run
+    after the block, also with `enable_gradient_checkpointing`.
 
     Args:
         block_mask: a BlockMask or a RunSchedule.
@@ -79,20 +83,25 @@ def mods(
         >>> torch.equal(near, ours.attend(query, query, query))
         False
     """
-    before = _given.block_mask, _given.score_mod
-    _given.block_mask, _given.score_mod = block_mask, score_mod
+    global _used
+    _used = _used or block_mask is not None or score_mod is not None
+    before = _given.block_mask, _given.score_mod, _given.backward
+    _given.block_mask, _given.score_mod, _given.backward = block_mask, score_mod, _backward()
     try:
         yield
     finally:
-        _given.block_mask, _given.score_mod = before
+        _given.block_mask, _given.score_mod, _given.backward = before
 
 
 class _Given(threading.local):
     block_mask: Any = None
     score_mod: Any = None
+    backward: int = -1  # the one that `mods` was entered in
 
 
 _given = _Given()
+_used = False
+_own_set_gradient_checkpointing = ModelMixin._set_gradient_checkpointing
 _causal: Kept[RunSchedule] = Kept(16)
 
 
@@ -130,7 +139,8 @@ def attend(
 
     Raises:
         FlexValueError: shapes, dtypes or devices do not fit, or there are two masks of blocks.
-        FlexNotImplementedError: diffusers spreads the call over ranks.
+        FlexNotImplementedError: diffusers spreads the call over ranks, or a backward computes it again without knowing
+            its mods.
 
     Example:
         >>> from flex_inductor.integrations import diffusers as ours
@@ -146,6 +156,7 @@ def attend(
     given_mask, given_mod = _for_lengths(lengths)
     refuse_untested()
     try:
+        untraced(_check_mods_known)
         untraced(check_tensors, query, key, value, enable_gqa)
         untraced(check_options, query, score_mod, scale, False, None, None)
         softmax.check(query)
@@ -187,6 +198,43 @@ def _for_lengths(lengths: tuple[int, int]) -> tuple[Any, Any]:
     mask = _given.block_mask
     ours = lengths[0] == lengths[1] if mask is None else lengths == tuple(mask.seq_lengths)
     return (mask, _given.score_mod) if ours else (None, None)
+
+
+def _backward() -> int:
+    """The number of the backward that runs in this thread, or -1."""
+    return -1 if torch.compiler.is_dynamo_compiling() else torch._C._current_graph_task_id()
+
+
+def _check_mods_known() -> None:
+    """Refuse a call inside a backward that has not entered `mods`: it may be of a forward that had others."""
+    if _used and _backward() not in (-1, _given.backward):
+        raise errors.mods_in_backward()
+
+
+def _set_gradient_checkpointing(
+    self: ModelMixin,
+    enable: bool = True,
+    gradient_checkpointing_func: Callable[..., Any] = torch.utils.checkpoint.checkpoint,
+) -> None:
+    """diffusers' own, with a function that keeps the mods."""
+    _own_set_gradient_checkpointing(
+        self, enable, functools.partial(_checkpointed, gradient_checkpointing_func)
+    )
+
+
+def _checkpointed(
+    checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Checkpoint a block that has the mods of its forward when the backward computes it again, in any thread."""
+    if torch.compiler.is_dynamo_compiling():  # the graph has them
+        return checkpoint(block, *args, **kwargs)
+    given = _given.block_mask, _given.score_mod
+
+    def with_mods(*args: Any, **kwargs: Any) -> Any:
+        with mods(*given):
+            return block(*args, **kwargs)
+
+    return checkpoint(with_mods, *args, **kwargs)
 
 
 def _causal_mask(lengths: tuple[int, int], device: torch.device) -> RunSchedule:

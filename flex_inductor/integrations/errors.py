@@ -60,6 +60,14 @@ def mask_twice() -> FlexValueError:
     )
 
 
+def mods_in_backward() -> FlexNotImplementedError:
+    return FlexNotImplementedError(
+        "mods: got a call inside a backward, which cannot know the mods of its forward. For gradient checkpointing, "
+        "call model.enable_gradient_checkpointing() after register(), or enter mods() inside the function that you "
+        "checkpoint."
+    )
+
+
 def context_parallel() -> FlexNotImplementedError:
     return FlexNotImplementedError(
         "parallel_config: diffusers' context parallelism is not served. Use its own attention for it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils.checkpoint import checkpoint
 
 from flex_inductor import FlexError, create_block_mask, masks
 from flex_inductor.integrations import diffusers as ours
@@ -205,6 +207,62 @@ def test_mods_are_of_one_thread(calls):
         other.start()
         other.join()
     torch.testing.assert_close(results[0], wanted, **CLOSE)
+
+
+def nearer(score, b, h, q_idx, kv_idx):
+    return score - (q_idx - kv_idx).abs() / 10
+
+
+def trained(model, inputs, backward=torch.Tensor.backward, **given):
+    """Gradients of a forward with the mods given, by a backward outside of them."""
+    model.set_attention_backend("flex_inductor")
+    model.zero_grad()
+    with ours.mods(**given):
+        loss = model(**inputs, return_dict=False)[0].square().sum()
+    backward(loss)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def under_other_mods(loss):
+    with ours.mods(score_mod=lambda score, *_: 2 * score):
+        loss.backward()
+
+
+def in_another_thread(loss):
+    other = threading.Thread(target=loss.backward)
+    other.start()
+    other.join()
+
+
+@pytest.mark.parametrize("backward", [torch.Tensor.backward, under_other_mods, in_another_thread])
+@pytest.mark.parametrize("reentrant", [None, True], ids=["by default", "reentrant"])
+@pytest.mark.parametrize("given", [{"score_mod": nearer}, {}], ids=["mods", "no mods"])
+def test_checkpointed_blocks_keep_the_mods_of_their_forward(given, reentrant, backward):
+    model, inputs = wan().train(), of_wan()
+    inputs["hidden_states"].requires_grad_()
+    wanted = trained(model, inputs, **given)
+    model.enable_gradient_checkpointing(reentrant and functools.partial(checkpoint, use_reentrant=True))
+    torch.testing.assert_close(trained(model, inputs, backward, **given), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_other_checkpoints_take_mods_inside_and_are_refused_outside(compiled, reentrant):
+    query, key, value = (tensor.requires_grad_() for tensor in tensors(M))
+    torch._dynamo.reset()
+    attend = torch.compile(ours.attend, backend="flex_inductor") if compiled else ours.attend
+
+    def with_mods(*given):
+        with ours.mods(score_mod=nearer):
+            return attend(*given)
+
+    wanted = torch.autograd.grad(with_mods(query, key, value).sum(), key)
+    checkpoint(with_mods, query, key, value, use_reentrant=reentrant).sum().backward()
+    torch.testing.assert_close(key.grad, *wanted)
+    with ours.mods(score_mod=nearer):
+        out = checkpoint(attend, query, key, value, use_reentrant=reentrant)
+    with pytest.raises(FlexError, match=r"^mods: got a call inside a backward"):
+        out.sum().backward()
 
 
 def test_a_call_keeps_its_mask_beside_that_of_mods():

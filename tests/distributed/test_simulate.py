@@ -213,7 +213,7 @@ def test_methods_that_cannot_run():
     assert refusal("ulysses", 6, model) is None and refusal("cast", 7, model) is None
     assert refusal("ring_ulysses", 7, model) == "no node of 2 to 8 ranks divides 7 ranks and 12 heads"
     with pytest.raises(
-        FlexError, match=re.escape("method: expected one of all_gather, ring, ulysses, cast, ring_ulysses")
+        FlexError, match=re.escape("method: expected one of cast, all_gather, ulysses, ring, ring_ulysses")
     ):
         estimate(planned("causal")[0], planned("causal")[2], 4, "rings")
 

@@ -9,6 +9,7 @@ A mask for few queries is a plain tensor of booleans, one for many is a BlockMas
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 import warnings
@@ -159,6 +160,7 @@ def _meaning(value: Any) -> Any:
 
 
 NOT_SERVED = {"cache": "continuous batching (cache)", "block_indices": "block_indices"}
+IN_THE_MASK = {"sliding_window"}  # eager attention may take it, and the mask has it already
 
 
 def attend(
@@ -215,7 +217,9 @@ def attend(
         untraced(check_options, query, None, scaling, False, None, None)
         softmax = Softmax(s_aux, dropout)
         softmax.check(query)
-        _check_arguments(module, query, key, mask, kwargs)
+        names = tuple(name for name, argument in kwargs.items() if argument is not None)
+        untraced(_check_names, type(module), names)
+        _check_mask(query, key, mask)
     except FlexError as error:
         refused(error)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -293,13 +297,21 @@ def _few_queries(
     return (weights @ value.to(wide)).to(query.dtype).reshape(batch, heads, queries, -1)
 
 
-def _check_arguments(
-    module: torch.nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
-) -> None:
-    name = type(module).__name__
-    for argument, meaning in NOT_SERVED.items():
-        if kwargs.get(argument) is not None:
-            raise errors.not_served(name, meaning)
+def _check_names(layer: type, given: tuple[str, ...]) -> None:
+    """Refuse arguments that change attention and that `attend` does not know."""
+    eager = getattr(sys.modules.get(layer.__module__), "eager_attention_forward", None)
+    unknown = _parameters(eager) - IN_THE_MASK
+    for argument in given:
+        if argument in NOT_SERVED or argument in unknown:
+            raise errors.not_served(layer.__name__, NOT_SERVED.get(argument, argument))
+
+
+@functools.lru_cache(1024)
+def _parameters(function: Callable | None) -> frozenset[str]:
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+
+
+def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
     wanted = (query.size(0), query.size(1), query.size(2), key.size(2))
     if isinstance(mask, Tensor) and (
         mask.dim() != 4 or any(own != 1 and own != size for own, size in zip(mask.shape, wanted, strict=True))

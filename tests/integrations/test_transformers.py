@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import DynamicCache, masking_utils
 from transformers.integrations import hub_kernels
+from transformers.models.inkling2 import modeling_inkling2
 
 from flex_inductor import FlexError, create_block_mask, mods
 from flex_inductor.integrations import transformers as integration
@@ -281,6 +282,24 @@ def test_other_arguments_that_change_attention_are_refused():
         integration.attend(attention, query, query, query, None, cache=object())
     with pytest.raises(FlexError, match=r"^attention_mask: .* \[1, 4, 8, 8\], got \[1, 1, 8, 9\]"):
         integration.attend(attention, query, query, query, torch.ones(1, 1, 8, 9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_arguments_that_the_models_own_attention_takes_are_refused_where_unknown(compiled):
+    attention = modeling_inkling2.Inkling2FullAttention
+    layer = attention.__new__(attention)
+    torch.nn.Module.__init__(layer)
+    query = torch.randn(1, 4, 8, 8)
+
+    def attend(**given):
+        return integration.attend(layer, query, query, query, None, **given)[0]
+
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="eager", fullgraph=True)
+    assert torch.equal(attend(sinks=None, sliding_window=4, position_ids=query), attend())
+    with pytest.raises(FlexError, match=r"^sinks: Inkling2FullAttention passes it, and it is not served"):
+        attend(sinks=torch.zeros(1, 4, 8, 1))
 
 
 def test_attention_without_an_eager_form_has_no_weights():

@@ -47,8 +47,33 @@ TESTED = "5.24"
 FEW = 32  # queries: their mask is quicker to compute than to analyse
 
 
+# Models that compute with their masks before attention, by the config's model_type. They get the tensors that
+# attn_implementation="sdpa" or "eager" gives them, for any number of queries.
+_OF_TENSORS: dict[str, Callable] = {
+    **dict.fromkeys(
+        [
+            "axk2",
+            "deepseek_v32",
+            "doge",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "hy_v4_vl_text",
+            "mistral_large4_text",
+            "nemotron_asr_streaming_encoder",
+            "qwen4_exp_text",
+            "t5gemma2_decoder",
+        ],
+        masking_utils.sdpa_mask,
+    ),
+    **dict.fromkeys(
+        ["bigbird_pegasus", "deepseek_v4", "gemma4_audio", "git", "informer"], masking_utils.eager_mask
+    ),
+}
+
+
 class Mask(BlockMask):
-    """A BlockMask where `generate` treats masks as tensors."""
+    """A BlockMask where `generate` and models treat masks as tensors."""
 
     ndim = 4
 
@@ -60,6 +85,13 @@ class Mask(BlockMask):
 
     def contiguous(self) -> Mask:
         return self
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows of the whole mask, as Gemma 4 takes them for the tokens whose logits are kept."""
+        if not (isinstance(index, tuple) and len(index) == self.ndim):
+            return super().__getitem__(index)
+        batch, heads, queries, keys = self.shape
+        return create_mask(self.mask_mod, batch, heads, queries, keys, self.kv_num_blocks.device)[index]
 
 
 def make_mask(
@@ -90,10 +122,11 @@ def make_mask(
         allow_is_causal_skip: return None for a single query that sees all.
         allow_is_bidirectional_skip: return None where all see all.
         device: of the tensors.
-        kwargs: others that `sdpa_mask` takes.
+        kwargs: others that `sdpa_mask` takes, and the model's config.
 
     Returns:
-        BlockMask: or for up to 32 queries a bool tensor that broadcasts to [B, H, M, N], or None.
+        BlockMask: or a tensor that broadcasts to [B, H, M, N] for up to 32 queries, and for models that compute with
+            their masks; or None.
 
     Example:
         >>> from flex_inductor.integrations import transformers as ours
@@ -102,8 +135,9 @@ def make_mask(
         >>> ours.make_mask(2, 4, 256, q_offset=252).shape  # few queries: a tensor
         torch.Size([2, 1, 4, 256])
     """
-    if q_length <= FEW:
-        return masking_utils.sdpa_mask(
+    of_tensors = _OF_TENSORS.get(getattr(kwargs.get("config"), "model_type", ""))
+    if of_tensors is not None or q_length <= FEW:
+        return (of_tensors or masking_utils.sdpa_mask)(
             batch_size,
             q_length,
             kv_length,
@@ -111,7 +145,7 @@ def make_mask(
             kv_offset,
             mask_function,
             attention_mask,
-            local_size,
+            local_size=local_size,
             allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
             device=device,
@@ -191,7 +225,8 @@ def attend(
         softcap: bends scores into (-softcap, softcap).
         s_aux: float [H], sinks.
         position_bias: added to scores; broadcasts to [B, H, M, N].
-        kwargs: cu_seq_lens_q, cu_seq_lens_k and output_attentions count.
+        kwargs: cu_seq_lens_q, cu_seq_lens_k, output_attentions and indices count. indices [B, M, K] are the only keys
+            that a query may see, of DeepSeek-V3.2 and its kin.
 
     Returns:
         tuple: ([B, M, H, V], weights or None).
@@ -225,6 +260,8 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and causal and query.size(2) > 1:
         mask = _mask_of_lengths(masking_utils.causal_mask_function, query, key)
+    if kwargs.get("indices") is not None:
+        mask = _among(mask, kwargs["indices"], key.size(2))
     if kwargs.get("cu_seq_lens_q") is not None:
         mask = _within_documents(mask, query, key, kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     if kwargs.get("output_attentions"):
@@ -331,6 +368,16 @@ def _mask_of_lengths(function: Callable, query: Tensor, key: Tensor) -> Any:
     )
 
 
+def _among(mask: Any, indices: Tensor, keys: int) -> Tensor:
+    """`mask` where the key is one of the query's `indices`. A model that has them has made them with a tensor."""
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    return _both(mask, chosen.scatter(-1, indices.long(), True).unsqueeze(1))
+
+
+def _both(mask: Tensor, seen: Tensor) -> Tensor:
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+
+
 def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor | None) -> Any:
     """`mask` where query and key are of one document. Made once for all layers that share the mask."""
     cu_k = cu_q if cu_k is None else cu_k
@@ -341,8 +388,7 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
         for side, cu in ((query, cu_q), (key, cu_k))
     )
     if isinstance(mask, Tensor):
-        same = queries[:, None] == keys
-        return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -math.inf)
+        return _both(mask, queries[:, None] == keys)
 
     whole = mask.mask_mod  # not the mask, which would then never go from `_documents`
 

@@ -31,6 +31,20 @@ ENCODER: dict[str, Any] = {
 }
 BOTH_WINDOWS = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 
 CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -67,24 +81,47 @@ CAUSAL: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         {**EXPERTS, "sliding_window": WINDOW, "layer_types": BOTH_WINDOWS},
     ),
-    "DeepSeek-V3": (
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT),
+    # These compute with their masks.
+    "DeepSeek-V3.2": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**LATENT, "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16},
+    ),
+    "DeepSeek-V4": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
+            **EXPERTS,
+            "num_key_value_heads": 1,
             "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
             "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "o_lora_rank": 16,
+            "o_groups": 2,
+            "qk_rope_head_dim": 4,
+            "sliding_window": WINDOW,
+            "index_topk": 8,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
         },
     ),
+    "Doge": ("DogeForCausalLM", "DogeConfig", {"keep_window_size": 2 * WINDOW}),
+}
+SEQUENCES = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
 }
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ModernBERT": (
@@ -103,23 +140,12 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BertConfig",
         {**ENCODER, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
     ),
-    "BART": (
-        "BartForConditionalGeneration",
-        "BartConfig",
-        {
-            "vocab_size": VOCAB,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 128,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "pad_token_id": 0,
-        },
+    "BART": ("BartForConditionalGeneration", "BartConfig", SEQUENCES),
+    # Its encoder adds the mask to scores itself.
+    "BigBird-Pegasus": (
+        "BigBirdPegasusForConditionalGeneration",
+        "BigBirdPegasusConfig",
+        {**SEQUENCES, "attention_type": "original_full"},
     ),
     "T5": (
         "T5ForConditionalGeneration",
@@ -150,7 +176,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 FAMILIES = CAUSAL | OTHERS
-ENCODER_DECODER = ("BART", "T5")
+ENCODER_DECODER = ("BART", "BigBird-Pegasus", "T5")
 
 
 def model_of(family: str, **changed: Any) -> Any:

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from .. import mods
-from ..checks import check_options, check_tensors, refused
+from ..checks import check_block_mask, check_options, check_tensors, refused
 from ..errors import FlexError
 from ..kept import Kept
-from ..masks import create_block_mask
+from ..masks import RunSchedule, create_block_mask
 from ..op import untraced
 from ..softmax import Scales, Softmax, is_narrow
 from . import check_version, errors
@@ -101,13 +101,13 @@ def make_mask(
     q_offset: Any = 0,  # an integer, or the live counter of a static cache
     kv_offset: int = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | RunSchedule | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Tensor | BlockMask | None:
+) -> Tensor | BlockMask | RunSchedule | None:
     """Make the mask of a step, in the form that `attend` takes.
 
     transformers calls it, with the arguments of its `sdpa_mask`.
@@ -117,7 +117,7 @@ def make_mask(
         q_offset: how many tokens are before the queries: an integer, or the counter of a static cache.
         kv_offset: how many tokens are before the keys.
         mask_function: transformers' mask, a mask_mod.
-        attention_mask: bool [B, N], True where there is a token.
+        attention_mask: bool [B, N], True where there is a token; or a RunSchedule, which is the whole mask.
         local_size: the window of the layer.
         allow_is_causal_skip: return None for a single query that sees all.
         allow_is_bidirectional_skip: return None where all see all.
@@ -135,6 +135,8 @@ def make_mask(
         >>> ours.make_mask(2, 4, 256, q_offset=252).shape  # few queries: a tensor
         torch.Size([2, 1, 4, 256])
     """
+    if isinstance(attention_mask, RunSchedule):
+        return attention_mask
     of_tensors = _OF_TENSORS.get(getattr(kwargs.get("config"), "model_type", ""))
     if of_tensors is not None or q_length <= FEW:
         return (of_tensors or masking_utils.sdpa_mask)(
@@ -173,7 +175,7 @@ def make_mask(
 
 _masks: Kept[Mask] = Kept(16)
 # What `_within_documents` made last, by the mask that it was made of.
-_documents: weakref.WeakKeyDictionary[BlockMask, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_documents: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 def _block_mask(mask_mod: Callable, batch: int, queries: int, keys: int, device: str) -> BlockMask:
@@ -202,7 +204,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
+    attention_mask: Tensor | BlockMask | RunSchedule | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -218,7 +220,8 @@ def attend(
         query: [B, H, M, D].
         key: [B, Hk, N, D]; Hk divides H.
         value: [B, Hk, N, V].
-        attention_mask: of `make_mask`, or a tensor that broadcasts to [B, H, M, N], of booleans or added to scores.
+        attention_mask: of `make_mask`, a BlockMask or RunSchedule of M queries and N keys, or a tensor that broadcasts
+            to [B, H, M, N], of booleans or added to scores.
         scaling: 1/sqrt(D) by default.
         dropout: the part of the weights that is left out.
         is_causal: instead of the layer's.
@@ -284,7 +287,9 @@ def attend(
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Tensor | None) -> bool:
     """Whether a call is so small that the op's own rules and checks would take longer than its arithmetic."""
-    of_op = isinstance(mask, BlockMask) or is_narrow(key) or torch.compiler.is_dynamo_compiling()
+    of_op = (
+        isinstance(mask, (BlockMask, RunSchedule)) or is_narrow(key) or torch.compiler.is_dynamo_compiling()
+    )
     if query.size(2) > FEW or of_op:
         return False
     tensors = (query, key, value, *others)
@@ -350,10 +355,11 @@ def _parameters(function: Callable | None) -> frozenset[str]:
 
 def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
     wanted = (query.size(0), query.size(1), query.size(2), key.size(2))
-    if isinstance(mask, Tensor) and (
-        mask.dim() != 4 or any(own != 1 and own != size for own, size in zip(mask.shape, wanted, strict=True))
-    ):
-        raise errors.mask_shape("attention_mask", tuple(mask.shape), wanted)
+    if isinstance(mask, Tensor):
+        if mask.dim() != 4 or any(own not in (1, size) for own, size in zip(mask.shape, wanted, strict=True)):
+            raise errors.mask_shape("attention_mask", tuple(mask.shape), wanted)
+    elif mask is not None and not isinstance(mask, Mask):  # a Mask was made for these lengths
+        untraced(check_block_mask, mask, query, key)
 
 
 def _mask_of_lengths(function: Callable, query: Tensor, key: Tensor) -> Any:
@@ -395,7 +401,7 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
     def mask_mod(b, h, q_idx, kv_idx):
         return whole(b, h, q_idx, kv_idx) & (queries[q_idx] == keys[kv_idx])
 
-    sizes = mask.kv_num_blocks.size(0), query.size(2), key.size(2), str(query.device)
+    sizes = mask.shape[0], query.size(2), key.size(2), str(query.device)
     if torch.compiler.is_dynamo_compiling() or cu_q.is_inference():
         return _block_mask(mask_mod, *sizes)
     versions = (cu_q._version, cu_k._version)
@@ -415,7 +421,7 @@ def _with_weights(
         refused(errors.no_weights(name))
     if not torch.compiler.is_dynamo_compiling():
         _warn_once(errors.weights_once(name))
-    if isinstance(mask, BlockMask):
+    if isinstance(mask, (BlockMask, RunSchedule)):
         mask = create_mask(mask.mask_mod, query.size(0), 1, query.size(2), key.size(2), query.device)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

@@ -188,6 +188,11 @@ class RunSchedule:
         """The sizes (batch, heads, queries, keys)."""
         return (self.batch, self.heads, *self.seq_lengths)
 
+    @property
+    def ndim(self) -> int:
+        """How many sizes it has, as a mask that is a tensor has them: 4."""
+        return len(self.shape)
+
     def row_runs(self) -> Runs:
         """Give partial and full runs of all rows in one table, as the functions for masks take them.
 

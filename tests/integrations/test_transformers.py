@@ -13,7 +13,7 @@ from transformers import DynamicCache, masking_utils
 from transformers.integrations import hub_kernels
 from transformers.models.inkling2 import modeling_inkling2
 
-from flex_inductor import FlexError, create_block_mask, mods
+from flex_inductor import FlexError, create_block_mask, masks, mods
 from flex_inductor.integrations import transformers as integration
 from flex_inductor.integrations.tables import attend_tables
 from flex_inductor.softmax import Softmax
@@ -158,6 +158,30 @@ def test_masks_of_four_dimensions(family, kind):
     assert_same(trained(model, {**given, "attention_mask": mask}, NAME), eager)
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("length", [LENGTH, 20])
+def test_masks_of_blocks(length, compact):
+    model, ids = model_of("Gemma 2"), tokens(length=length)
+    mask = create_block_mask(masks.sliding_window(9), None, None, length, length, "cpu", compact=compact)
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    seen = ((rows >= columns) & (rows - columns < 9))[None, None]
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    eager = trained(model, {"input_ids": ids, "attention_mask": added}, "eager")
+    assert_same(trained(model, {"input_ids": ids, "attention_mask": mask}, NAME), eager)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("queries, keys", [(1, 48), (48, 48), (64, 48), (48, 64)])
+def test_masks_of_blocks_of_other_sizes_are_refused(queries, keys, compact):
+    attention = model_of("Llama").model.layers[0].self_attn
+    query, key = torch.randn(1, 4, queries, 8), torch.randn(1, 4, keys, 8)
+    other = 96 if queries == keys else 48
+    mask = create_block_mask(masks.causal(), None, None, other, other, "cpu", compact=compact)
+    match = f"^block_mask was made for Q_LEN={other} and KV_LEN={other}, but query has length {queries}"
+    with pytest.raises(FlexError, match=match):
+        integration.attend(attention, query, key, key, mask)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma 2"])
 @pytest.mark.parametrize("length", [LENGTH, 20])
 def test_documents_by_their_offsets(family, length, made):
@@ -176,8 +200,8 @@ def test_documents_by_their_offsets(family, length, made):
     attention = model.model.layers[0].self_attn
     integration._masks.clear()
     del made[:]
-    masks = [integration.make_mask(1, length, length, allow_is_causal_skip=False) for _ in range(2)]
-    outs = [integration.attend(attention, query, key, value, mask, **given)[0] for mask in masks]
+    both = [integration.make_mask(1, length, length, allow_is_causal_skip=False) for _ in range(2)]
+    outs = [integration.attend(attention, query, key, value, mask, **given)[0] for mask in both]
     document = torch.repeat_interleave(lengths)
     seen = (document[:, None] == document) & torch.ones(length, length).tril().bool()
     dense = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2)

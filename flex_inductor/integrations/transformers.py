@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from .. import mods
 from ..checks import check_block_mask, check_options, check_tensors, refused
@@ -167,7 +168,7 @@ def make_mask(
     sizes = (batch_size, q_length, kv_length, str(device))
     if tracing:
         return _block_mask(mask_mod, *sizes)
-    meaning = _meaning(mask_mod)
+    meaning = _meaning(mask_mod) if _keeps() else None
     if meaning is None:
         return Mask.of(_block_mask(mask_mod, *sizes))
     return _masks.once((meaning, *sizes), lambda: Mask.of(_block_mask(mask_mod, *sizes)))
@@ -176,6 +177,11 @@ def make_mask(
 _masks: Kept[Mask] = Kept(16)
 # What `_within_documents` made last, by the mask that it was made of.
 _documents: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _keeps() -> bool:
+    """Whether masks are kept: not what a trace makes, nor a mode, as under FakeTensorMode."""
+    return not (torch.compiler.is_dynamo_compiling() or _len_torch_dispatch_stack())
 
 
 def _block_mask(mask_mod: Callable, batch: int, queries: int, keys: int, device: str) -> BlockMask:
@@ -402,7 +408,7 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
         return whole(b, h, q_idx, kv_idx) & (queries[q_idx] == keys[kv_idx])
 
     sizes = mask.shape[0], query.size(2), key.size(2), str(query.device)
-    if torch.compiler.is_dynamo_compiling() or cu_q.is_inference():
+    if not _keeps() or cu_q.is_inference():
         return _block_mask(mask_mod, *sizes)
     versions = (cu_q._version, cu_k._version)
     last = _documents.get(mask)

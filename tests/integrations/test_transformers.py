@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, masking_utils
 from transformers.integrations import hub_kernels
 from transformers.models.inkling2 import modeling_inkling2
@@ -117,6 +118,21 @@ def test_masks_with_tensors_or_functions_of_users_are_not_kept(made):
         True,
     ]
     assert len(made) == 3
+
+
+def test_masks_of_fake_tensors_are_not_kept(made):
+    model, ids = model_of("Llama"), tokens(batch=1)
+    model.set_attn_implementation(NAME)
+    cu = torch.tensor([0, 7, LENGTH], dtype=torch.int32)
+    for given in ({}, {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}):
+        integration._masks.clear()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model(mode.from_tensor(ids), **given)
+        assert not integration._masks
+        assert model(ids, **given).logits.isfinite().all()
+        with FakeTensorMode() as mode:  # nor are those that were kept before of use here
+            query = mode.from_tensor(torch.randn(1, 4, LENGTH, 8))
+            integration.attend(model.model.layers[0].self_attn, query, query, query, None)
 
 
 @pytest.mark.parametrize("padded", [False, True])

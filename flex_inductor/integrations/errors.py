@@ -53,6 +53,13 @@ def mask_shape(argument: str, given: tuple[int, ...], wanted: tuple[int, ...]) -
     )
 
 
+def documents_of_rows(batch: int) -> FlexValueError:
+    return FlexValueError(
+        f"cu_seq_lens_q: expected a batch of 1, whose tokens the offsets divide, got {batch}. Lay the rows one after "
+        "the other, as DataCollatorWithFlattening does, or pass position_ids alone."
+    )
+
+
 def mask_twice() -> FlexValueError:
     return FlexValueError(
         "attn_mask: expected one mask of blocks, got two, from attn_mask, is_causal or mods(). "

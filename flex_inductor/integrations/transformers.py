@@ -234,8 +234,8 @@ def attend(
         softcap: bends scores into (-softcap, softcap).
         s_aux: float [H], sinks.
         position_bias: added to scores; broadcasts to [B, H, M, N].
-        kwargs: cu_seq_lens_q, cu_seq_lens_k, output_attentions and indices count. indices [B, M, K] are the only keys
-            that a query may see, of DeepSeek-V3.2 and its kin.
+        kwargs: cu_seq_lens_q, cu_seq_lens_k, indices and output_attentions count. Offsets of documents are for a batch
+            of 1; indices [B, M, K] are the only keys that a query may see, as DeepSeek-V3.2 chooses them.
 
     Returns:
         tuple: ([B, M, H, V], weights or None).
@@ -263,6 +263,8 @@ def attend(
         softmax.check(query)
         names = tuple(name for name, argument in kwargs.items() if argument is not None)
         untraced(_check_names, type(module), names)
+        if kwargs.get("cu_seq_lens_q") is not None and query.size(0) != 1:
+            raise errors.documents_of_rows(query.size(0))
         _check_mask(query, key, mask)
     except FlexError as error:
         refused(error)

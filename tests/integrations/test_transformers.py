@@ -320,6 +320,9 @@ def test_other_arguments_that_change_attention_are_refused():
     query = torch.randn(1, 4, 8, 8)
     with pytest.raises(FlexError, match=r"^continuous batching \(cache\): LlamaAttention passes it"):
         integration.attend(attention, query, query, query, None, cache=object())
+    rows = query.expand(2, -1, -1, -1)
+    with pytest.raises(FlexError, match=r"^cu_seq_lens_q: expected a batch of 1, .* got 2"):
+        integration.attend(attention, rows, rows, rows, None, cu_seq_lens_q=torch.tensor([0, 8, 16]))
     with pytest.raises(FlexError, match=r"^attention_mask: .* \[1, 4, 8, 8\], got \[1, 1, 8, 9\]"):
         integration.attend(attention, query, query, query, torch.ones(1, 1, 8, 9, dtype=torch.bool))
 

@@ -410,13 +410,20 @@ def _within_documents(mask: Any, query: Tensor, key: Tensor, cu_q: Tensor, cu_k:
         return whole(b, h, q_idx, kv_idx) & (queries[q_idx] == keys[kv_idx])
 
     sizes = mask.shape[0], query.size(2), key.size(2), str(query.device)
-    if not _keeps() or cu_q.is_inference():
+    state = (_state(cu_q), _state(cu_k)) if _keeps() else None
+    if state is None or None in state:
         return _block_mask(mask_mod, *sizes)
-    versions = (cu_q._version, cu_k._version)
     last = _documents.get(mask)
-    if last is None or not (last[0] is cu_q and last[1] is cu_k and last[2] == versions):
-        last = _documents[mask] = cu_q, cu_k, versions, _block_mask(mask_mod, *sizes)
-    return last[3]
+    if last is None or last[0] != state:
+        last = _documents[mask] = state, (cu_q, cu_k), _block_mask(mask_mod, *sizes)
+    return last[2]
+
+
+def _state(cu: Tensor) -> Any:
+    """What tells offsets apart; None if nothing does. Reading those of another device would wait for it."""
+    if cu.device.type == "cpu":
+        return cu.tolist()
+    return None if cu.is_inference() else (id(cu), cu._version)
 
 
 def _with_weights(

@@ -233,7 +233,7 @@ def test_masks_of_documents_go_with_their_mask():
     cu = torch.tensor([0, 7, LENGTH], dtype=torch.int32)
     made = [integration._within_documents(mask, query, query, cu, None) for _ in range(2)]
     assert made[0] is made[1] and len(integration._documents) == before + 1
-    cu[1] = 9
+    cu.data[1] = 9  # which no version counts
     changed = integration._within_documents(mask, query, query, cu, None)
     b, h, q_idx, kv_idx = torch.tensor([0, 0, 8, 6])
     assert changed.mask_mod(b, h, q_idx, kv_idx) and not made[0].mask_mod(b, h, q_idx, kv_idx)

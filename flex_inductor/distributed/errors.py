@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import FlexNotImplementedError, FlexRuntimeError, FlexTypeError, FlexValueError
@@ -30,10 +31,14 @@ def unknown(name: str, value: Any, known: Iterable[str]) -> ContextParallelError
 
 
 def not_a_group(value: Any) -> FlexTypeError:
+    if isinstance(value, int) and value == dist.GroupMember.NON_GROUP_MEMBER:
+        return FlexTypeError(
+            f"context_parallel: got {value}, which torch gives for a group that this process is not in. Call it on the "
+            "group's ranks alone."
+        )
     return FlexTypeError(
         "context_parallel: expected a DeviceMesh of one or two dimensions or a process group, got "
-        f"{_described(value)}. "
-        'Pass the dimension of a larger mesh, mesh["cp"]. torch gives -100 to processes that are not in a new group.'
+        f'{_described(value)}. Pass the dimension of a larger mesh, mesh["cp"].'
     )
 
 

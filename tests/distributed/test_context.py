@@ -309,6 +309,8 @@ def refused(group, what):
             context_parallel(DeviceMesh("cpu", [[0, 1]]), "ring_ulysses")
         elif what == "group":
             context_parallel("cp")
+        elif what == "no member":
+            context_parallel(torch.distributed.GroupMember.NON_GROUP_MEMBER)
         elif what == "second":
             rows = [t.requires_grad_() for t in (query, key, value)]
             out = flex_attention(*rows, block_mask=mask, **more)
@@ -358,6 +360,7 @@ def refused(group, what):
         ("method", "method: expected one of auto, cast, .*, got 'rings'"),
         ("balance", "balance: expected one of .*, got 'even'"),
         ("group", "expected a DeviceMesh of one or two dimensions or a process group, got str 'cp'"),
+        ("no member", "got -100, which torch gives for a group that this process is not in"),
         ("names", "the dimensions of the mesh have no names"),
         ("second", "derivative"),
     ],

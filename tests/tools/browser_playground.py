@@ -243,7 +243,8 @@ def written(lines, last, form):
     """A function, a lambda, or lines."""
     if form == "def":
         body = "".join(f"    {line}  # a comment\n" for line in lines)
-        return f"{HEAD}\ndef mask(b, h, q_idx, kv_idx):\n{body}\n    return {last}\n"
+        docstring = '    """Which pairs are seen.\n\n    All others "are not".\n    """'
+        return f"{HEAD}\ndef mask(b, h, q_idx, kv_idx):\n{docstring}\n{body}\n    return {last}\n"
     if form == "lambda" and not lines:
         return f"{HEAD}mask = lambda b, h, q_idx, kv_idx: {last}"
     return HEAD + "\n".join([*lines, f"({last}\n)"])

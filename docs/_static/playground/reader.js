@@ -6,6 +6,8 @@ const Reader = (() => {
   const WORDS = new Set(["def", "lambda", "return", "and", "or", "not", "if", "else", "True", "False"]);
   const REFUSED_WORDS = new Set(["for", "while", "import", "from", "class", "with", "try", "in", "is", "elif", "None",
     "global", "nonlocal", "yield", "await", "async", "assert", "del", "pass", "raise", "break", "continue", "except"]);
+  // A string that stands on lines of its own.
+  const DOCSTRING = /^[ \t]*("""[^]*?"""|'''[^]*?'''|"[^"\n]*"|'[^'\n]*')[ \t]*(#.*)?$/gm;
   const OPERATORS = ["//=", "**=", "<<=", ">>=", "//", "**", "<<", ">>", "==", "!=", "<=", ">=", "->", ":=", "+=", "-=", "*=",
     "/=", "%=", "&=", "|=", "^=", "+", "-", "*", "/", "%", "@", "&", "|", "^", "~", "<", ">", "=", "(", ")", "[", "]", ",",
     ":", ".", "{", "}", ";"];
@@ -24,7 +26,7 @@ const Reader = (() => {
   function tokenize(text) {
     const tokens = [];
     let depth = 0;
-    text.split("\n").forEach((line, index) => {
+    text.replace(DOCSTRING, (found) => found.replace(/[^\n]/g, " ")).split("\n").forEach((line, index) => {
       let column = 0, first = depth === 0;
       while (column < line.length) {
         const rest = line.slice(column), at = { line: index + 1, column: column + 1 };

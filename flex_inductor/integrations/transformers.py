@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -295,10 +296,10 @@ def attend(
 
 def _is_small(query: Tensor, key: Tensor, value: Tensor, mask: Any, *others: Tensor | None) -> bool:
     """Whether a call is so small that the op's own rules and checks would take longer than its arithmetic."""
-    of_op = (
-        isinstance(mask, (BlockMask, RunSchedule)) or is_narrow(key) or torch.compiler.is_dynamo_compiling()
-    )
-    if query.size(2) > FEW or of_op:
+    of_op = isinstance(mask, (BlockMask, RunSchedule)) or is_narrow(key)
+    # torch's own has no forward mode.
+    derived = torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0
+    if query.size(2) > FEW or of_op or derived:
         return False
     tensors = (query, key, value, *others)
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))

@@ -372,6 +372,20 @@ def test_few_queries_are_as_the_op_has_them(queries, biased, softcap, with_sinks
     torch.testing.assert_close(few, op, rtol=0, atol=2e-6)
 
 
+def test_few_queries_in_forward_mode():
+    attention = model_of("Llama").model.layers[0].self_attn
+    query, tangent = torch.randn(2, 1, 4, 8, 8)
+
+    def ours(x):
+        return integration.attend(attention, x, x, x, torch.ones(1, 1, 8, 8, dtype=torch.bool))[0]
+
+    def plain(x):
+        return ((x @ x.mT / 8**0.5).softmax(-1) @ x).transpose(1, 2)
+
+    for found, want in zip(*(torch.func.jvp(f, (query,), (tangent,)) for f in (ours, plain)), strict=True):
+        torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_few_queries_keep_scores_in_single_precision(softcap):
     query, key, value = (torch.randn(1, 4, n, 64, dtype=torch.bfloat16) for n in (1, 512, 512))

@@ -77,9 +77,20 @@ class ContextParallel:
         self.device: torch.device | str | None = None
         self.dense: dict[bool, Any] = {}  # masks of scaled_dot_product_attention: causal, and not
         self.dense_layout: Layout | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what belongs to this object alone, and not to copies of it."""
         # Compiled code guards on the masks, which further plans replace. An argument would have to be a constant.
         self._have_dense = compat.run_while_traced(lambda: _make_dense(self))
         self._modes: list[Serving] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_have_dense", "_modes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     @ordinary_tensors
     def plan(

@@ -1,5 +1,6 @@
 """context_parallel: plans, shards, what it serves and what it refuses."""
 
+import copy
 import pickle
 import re
 
@@ -132,9 +133,14 @@ def served(group, is_causal, gqa):
         query, key, value, is_causal=is_causal, enable_gqa=gqa
     )
     parts = cp.shard([query, key, value], 2)
-    with cp:
-        got = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=is_causal, enable_gqa=gqa)
-    torch.testing.assert_close(got, cp.shard(want, 2), rtol=0, atol=1e-13)
+    for own in (cp, copy.deepcopy(cp), pickle.loads(pickle.dumps(cp))):
+        own.plan(None, LENGTH, block=32)
+        with own:
+            got = torch.nn.functional.scaled_dot_product_attention(
+                *parts, is_causal=is_causal, enable_gqa=gqa
+            )
+        torch.testing.assert_close(got, own.shard(want, 2), rtol=0, atol=1e-13)
+        assert own.dense_layout is own.layout and not own._modes
 
 
 @pytest.mark.parametrize("is_causal, gqa", [(True, True), (False, False)])

@@ -66,7 +66,7 @@ class Serving(TorchFunctionMode):
 
 
 def _body(function: Any) -> Any:
-    """The function without its look at modes, which sends it to them whole: they see what it calls."""
+    """A copy of the function that does not offer itself to modes, so that they see what it calls."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     body = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     body.__kwdefaults__ = function.__kwdefaults__
@@ -79,7 +79,7 @@ multi_head_body = _body(multi_head)
 
 @compat.run_while_traced
 def _checkpoints() -> int:
-    """How many calls of torch.utils.checkpoint this one is inside of. Compiled recomputation is in the graph: 0."""
+    """How many calls of torch.utils.checkpoint this one is inside of. While compiling none: the graph recomputes."""
     if torch.compiler.is_compiling():
         return 0
     frame: types.FrameType | None = sys._getframe()

@@ -273,8 +273,8 @@ def plan_mask(method: str, mask: RunSchedule, layout: Layout, rank: int, groups:
     heads = {"ulysses": everyone, "ring_ulysses": groups.heads}.get(method) or CpGroup(groups.name, 0, 1)
     shares = heads.size
     # Ranks that share heads hold their tokens together.
-    everyones = groups.holders if method == "ring_ulysses" else ()
-    holders = torch.tensor(everyones or [other // shares for other in range(layout.ranks)])
+    of_mesh = groups.holders if method == "ring_ulysses" else ()
+    holders = torch.tensor(of_mesh or [other // shares for other in range(layout.ranks)])
     holder, owner = int(holders[rank]), tuple(holders[list(layout.owner)].tolist())
     together = [other for other in range(layout.ranks) if holders[other] == holder]
     sides = Sides.of(mask, Layout(layout.length, layout.tile, layout.ranks // shares, owner))

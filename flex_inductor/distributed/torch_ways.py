@@ -55,11 +55,11 @@ def sharded_buffers(
     """
     if len(buffers) != len(buffer_seq_dims):
         raise errors.other_count("sharded_buffers: buffer_seq_dims", len(buffer_seq_dims), len(buffers))
-    storages = [buffer.untyped_storage() for buffer in buffers]
-    for i, (buffer, storage) in enumerate(zip(buffers, storages, strict=True)):
-        others = [other.data_ptr() for other in storages[:i]]
-        if storage.nbytes() > buffer.nbytes or (storage.nbytes() and storage.data_ptr() in others):
+    seen: set[int] = set()
+    for i, storage in enumerate(buffer.untyped_storage() for buffer in buffers):
+        if storage.nbytes() > buffers[i].nbytes or storage.data_ptr() in seen:
             raise errors.shared_storage(i)
+        seen |= {storage.data_ptr()} - {0}  # an empty one's
     if cp.layout is None and buffers:
         cp.plan(causal(), buffers[0].size(buffer_seq_dims[0]), device=buffers[0].device)
     kept: list[Any] = []

@@ -389,7 +389,9 @@ def _among(mask: Any, indices: Tensor, keys: int) -> Tensor:
     return _both(mask, chosen.scatter(-1, indices.long(), True).unsqueeze(1))
 
 
-def _both(mask: Tensor, seen: Tensor) -> Tensor:
+def _both(mask: Tensor | None, seen: Tensor) -> Tensor:
+    if mask is None:
+        return seen
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
 
 

@@ -372,6 +372,17 @@ def test_few_queries_are_as_the_op_has_them(queries, biased, softcap, with_sinks
     torch.testing.assert_close(few, op, rtol=0, atol=2e-6)
 
 
+def test_a_single_query_sees_its_indices_alone():
+    attention = model_of("Llama").model.layers[0].self_attn
+    query, keys = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 8, 8)
+    chosen = torch.tensor([[[1, 4, 6]]])
+    found, want = (
+        integration.attend(attention, query, given, given, None, **more)[0]
+        for given, more in ((keys, {"indices": chosen}), (keys[:, :, chosen[0, 0]], {}))
+    )
+    torch.testing.assert_close(found, want)
+
+
 def test_few_queries_in_forward_mode():
     attention = model_of("Llama").model.layers[0].self_attn
     query, tangent = torch.randn(2, 1, 4, 8, 8)

@@ -31,12 +31,12 @@ from .softmax import errors as softmax_errors
 
 upward.register_lowerings()
 
-_of_nested: list[Callable[..., Any]] = []
+_served: dict[str, Callable[..., Any]] = {}
 
 
-def serve_nested(function: Callable[..., Any]) -> None:
-    """Have `function` serve calls with nested tensors. It comes from sequences/, which imports this module."""
-    _of_nested[:] = [function]
+def serve(kind: str, by: Callable[..., Any]) -> None:
+    """Have calls with other tensors served, "nested" or "dtensors", by what comes from modules that import this one."""
+    _served[kind] = by
 
 
 def flex_attention(
@@ -67,6 +67,9 @@ def flex_attention(
 
     Nested (jagged) tensors attend within each sequence and give nested results. Their `block_mask` is what
     `Sequences.from_nested(query, key).mask(mask_mod)` returns.
+
+    DTensors with Shard(0), Shard(1) or Replicate() attend on each rank with its batches and heads, and give DTensors
+    alike. Mods see global batches and heads.
 
     Args:
         query: [B, H, M, D] in float16, bfloat16, float32 or float64.
@@ -130,7 +133,7 @@ def _plain_call(
     softmax, scales = Softmax(*of_softmax), Scales(*of_scales)
     _, score_mod, scale, return_lse, kernel_options, return_aux = options
     more = any(given is not None for given in (return_aux, softmax.sinks, softmax.rng_state, *scales))
-    elsewhere = isinstance(block_mask, PlannedMask) or _has_nested(query, key, value)
+    elsewhere = isinstance(block_mask, PlannedMask) or _are_others(query, key, value)
     if more or elsewhere or softmax.dropout_p or softmax.head_offset or is_narrow(key):
         return None
     check_unplanned(query, key, value, block_mask, softmax, scales, *options)
@@ -153,7 +156,10 @@ def _with_more(
     if _has_nested(query, key, value):
         given = (scale, enable_gqa, return_lse, kernel_options)
         named = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
-        return _of_nested[0](query, key, value, score_mod, block_mask, *given, **named)
+        return _served["nested"](query, key, value, score_mod, block_mask, *given, **named)
+    if _has_dtensors(query, key, value) and not isinstance(block_mask, PlannedMask):
+        _import_dtensors()
+        block_mask = _served["dtensors"](block_mask, query, key, value, softmax)
     wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
@@ -211,6 +217,19 @@ def _call(
 
 def _has_nested(*tensors: Any) -> bool:
     return any(getattr(tensor, "is_nested", False) for tensor in tensors)
+
+
+def _has_dtensors(*tensors: Any) -> bool:
+    return any(hasattr(tensor, "placements") for tensor in tensors)
+
+
+@compat.run_while_traced
+def _import_dtensors() -> None:
+    upward.import_dtensors()
+
+
+def _are_others(*tensors: Any) -> bool:
+    return _has_nested(*tensors) or _has_dtensors(*tensors)
 
 
 def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None:

@@ -71,6 +71,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
             raise errors.not_a_tensor(name, tensor)
         if tensor.is_nested:
             raise errors.nested_tensor(name)
+        if hasattr(tensor, "placements"):
+            raise errors.distributed_tensor(name)
         if tensor.dim() != 4:
             raise errors.wrong_rank(name, tensor)
         if tensor.dtype not in (_DTYPES + NARROW if narrow else _DTYPES):

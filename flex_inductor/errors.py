@@ -124,6 +124,13 @@ def nested_tensor(name: str) -> FlexValueError:
     )
 
 
+def distributed_tensor(name: str) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: expected a tensor of this rank, got a DTensor. Pass its .to_local(), where mods see this rank's "
+        "batches and heads, or query, key and value as DTensors to flex_attention."
+    )
+
+
 def wrong_rank(name: str, tensor: Tensor) -> FlexValueError:
     return FlexValueError(
         f"{name} must have 4 dimensions, [batch, heads, length, head_dim], but has {tensor.dim()}: "

@@ -57,6 +57,11 @@ def self_check(way: str) -> None:
     import_module(f"{_PACKAGE}.self_check").self_check(way)
 
 
+def import_dtensors() -> None:
+    """Have flex_attention serve DTensors outside of a plan."""
+    import_module(f"{_PACKAGE}.distributed.sharded")
+
+
 def exchange() -> Any:
     """The module that lowers exchanges between ranks: importing it tells Inductor of them."""
     return import_module(f"{_LOWERINGS}.exchange")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def local_tensors(
         if tensor.device_mesh != query.device_mesh or tensor.placements != query.placements:
             raise errors.bad_placement(name, tensor.placements, tensor.device_mesh)
     mesh, placements = query.device_mesh, query.placements
-    first, sequence = 0, False
+    sequence = False
     for dim, placement in enumerate(placements):
         if mesh.get_group(dim).group_name == group:
             sequence = placement == Shard(2)
@@ -36,35 +37,46 @@ def local_tensors(
         elif placement == Shard(1):
             if mask_heads > 1:
                 raise errors.heads_under_tp(mask_heads)
-            first = first * mesh.size(dim) + mesh.get_local_rank(dim)
         elif placement not in (Shard(0), Replicate()):
             raise errors.bad_placement("query", placements, mesh)
     if not sequence:
         raise errors.bad_placement("query", placements, mesh)
-    whole = (query.size(0), query.size(1), length)
     parts = [tensor.to_local() for tensor in (query, key, value)]
+    return *parts, partial(like, query, length=length), first_of(query, 1)
 
-    def like_query(result: Any) -> Any:
-        size = torch.Size((*whole, *result.shape[3:]))
-        stride = [1] * len(size)
-        for dim in reversed(range(len(size) - 1)):
-            stride[dim] = stride[dim + 1] * size[dim + 1]
-        return DTensor.from_local(
-            result.contiguous(), mesh, placements, run_check=False, shape=size, stride=tuple(stride)
-        )
 
-    return *parts, like_query, first * parts[0].size(1)
+def first_of(tensor: Any, dim: int) -> int:
+    """Where this rank's part begins: torch cuts it into chunks, for one dimension of the mesh after another."""
+    first, size = 0, tensor.size(dim)
+    for at, placement in enumerate(tensor.placements):
+        if placement == Shard(dim):
+            chunk = -(-size // tensor.device_mesh.size(at))
+            before = min(chunk * tensor.device_mesh.get_local_rank(at), size)
+            first, size = first + before, min(chunk, size - before)
+    return first
+
+
+def like(given: Any, result: Tensor, length: int) -> DTensor:
+    """A result of this rank's batches and heads, and of `length` rows in all, as a DTensor with placements as given."""
+    size = torch.Size((*given.shape[:2], length, *result.shape[3:]))
+    stride = [1] * len(size)
+    for dim in reversed(range(len(size) - 1)):
+        stride[dim] = stride[dim + 1] * size[dim + 1]
+    mesh, placements = given.device_mesh, given.placements
+    return DTensor.from_local(
+        result.contiguous(), mesh, placements, run_check=False, shape=size, stride=tuple(stride)
+    )
 
 
 def lifted(
-    score_mod: Any, query: Any, local_query: Tensor, layout: Layout, rank: int, group: str
+    score_mod: Any, query: Any, local_query: Tensor, layout: Layout | None, rank: int, group: str
 ) -> tuple[Any, tuple[Any, ...]]:
     """score_mod as a function of its lanes and captures, and the captures: DTensors whole, as plain tensors."""
     mod, captures = lift(score_mod, SCORE_LANES, local_query)
     return mod, tuple(whole(capture, query, layout, rank, group) for capture in captures)
 
 
-def whole(tensor: Any, query: Any, layout: Layout, rank: int, group: str) -> Any:
+def whole(tensor: Any, query: Any, layout: Layout | None, rank: int, group: str) -> Any:
     """A DTensor whole, as a plain tensor."""
     return _whole(tensor, _replicated(query), layout, rank, group) if isinstance(tensor, DTensor) else tensor
 
@@ -79,7 +91,7 @@ def _replicated(query: Any) -> set[str]:
     }
 
 
-def _whole(capture: DTensor, alike: set[str], layout: Layout, rank: int, group: str) -> Tensor:
+def _whole(capture: DTensor, alike: set[str], layout: Any, rank: int, group: str) -> Tensor:
     """The whole tensor. Its gradient is partial over ranks that compute different things.
 
     Sharded along the plan's ranks it has this rank's tokens, as queries do.

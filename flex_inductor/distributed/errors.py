@@ -87,6 +87,34 @@ def sharded_parameter(placements: Any) -> ContextParallelError:
     )
 
 
+def unlike_placements(name: str, placements: Any, query: Any) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: a DTensor with placements {tuple(placements)}, or on another mesh; expected query's, {tuple(query)}. "
+        "Redistribute it."
+    )
+
+
+def unserved_placement(name: str, placements: Any) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: a DTensor with placements {tuple(placements)}; expected Shard(0), batches, Shard(1), heads, or "
+        "Replicate(). Redistribute it. For a sequence that is spread over ranks use flex_inductor.context_parallel."
+    )
+
+
+def parts_do_not_match(name: str, what: str, size: int, of_query: int, ranks: int) -> FlexValueError:
+    return FlexValueError(
+        f"{name}: {size} {what} in {ranks} parts, beside query's {of_query}; expected a number that {ranks} divides, "
+        f"so that each rank has the {what} that its queries read. Redistribute all three, or repeat those of {name}."
+    )
+
+
+def dropout_of_dtensors(placements: Any) -> FlexValueError:
+    return FlexValueError(
+        f"dropout_p: queries are DTensors with placements {tuple(placements)}; expected rng_state beside it, the same "
+        "on every rank, and batches that are whole. Pass rng_state, and Shard(1) or Replicate() alone."
+    )
+
+
 def not_a_dtensor(name: str) -> FlexTypeError:
     return FlexTypeError(
         f"{name}: expected a DTensor like the others of query, key and value, got a plain tensor. "

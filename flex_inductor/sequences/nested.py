@@ -10,7 +10,7 @@ from torch.nested import nested_tensor_from_jagged
 from torch.nn.attention import flex_attention as of_torch
 
 from .. import errors as call_errors
-from ..attention import serve_nested
+from ..attention import serve
 from ..checks import refused
 from ..softmax import OF_ROWS, AuxOutput
 from . import errors
@@ -113,4 +113,4 @@ def _check_mask(masked: Sequences, made: Sequences) -> None:
             raise errors.mask_of_others()
 
 
-serve_nested(nested_attention)
+serve("nested", nested_attention)

@@ -72,7 +72,7 @@ def derivative_of_entropy() -> FlexNotImplementedError:
 def request_of_a_part(name: str) -> FlexNotImplementedError:
     instead = "; the max_scores of all ranks' rows give it" if name == "head_max_scores" else ""
     return FlexNotImplementedError(
-        f"return_aux: {name} is not there for a sequence that is spread over ranks. Ask for it in one process{instead}."
+        f"return_aux: {name} is not there for a call that is spread over ranks. Ask for it in one process{instead}."
     )
 
 
@@ -109,6 +109,6 @@ def narrow_needs_grad(dtype: torch.dtype) -> FlexNotImplementedError:
 
 def narrow_part() -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        "key, k_scale: keys and values of 8 bits, and their scales, are not served for a sequence that is spread over "
+        "key, k_scale: keys and values of 8 bits, and their scales, are not served for a call that is spread over "
         "ranks. Convert them to the query's dtype, and pass no scale."
     )

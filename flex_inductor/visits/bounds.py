@@ -81,6 +81,9 @@ class Bounds(NamedTuple):
         """With what `changed` makes of each number of the window."""
         return self._with({name: changed(getattr(self, name)) for name in NUMBERS})
 
+    def of_part(self, b: slice, _: slice) -> Bounds:
+        return self.with_tensors(lambda numbers: numbers if numbers.size(0) == 1 else numbers[b])
+
     def with_tensors(self, changed: Callable[[Tensor], Any]) -> Bounds:
         fields: Any = (changed(field) if isinstance(field, Tensor) else field for field in self)
         return Bounds(*fields)

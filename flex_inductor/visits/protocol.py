@@ -62,6 +62,10 @@ class Schedule(Protocol):
         """How many tiles of queries and of keys a map beside it has; None if it is not for maps."""
         ...
 
+    def of_part(self, b: slice, h: slice) -> Any:
+        """The same for these batches and heads of a call without a map."""
+        ...
+
     def with_tensors(self, changed: Any) -> Any:
         """The same with what `changed` makes of each tensor."""
         ...

@@ -86,6 +86,15 @@ class BlockRuns(NamedTuple):
         partial, full = self.tables[:2] if side == "keys" else self.tables[2:]
         return partial, None if full.offsets is None else full
 
+    def of_part(self, b: slice, h: slice) -> BlockRuns:
+        tables = [
+            table
+            if table.offsets is None
+            else (part_of(table.offsets, b, h), part_of(table.runs, b, h) if self.of_one else table.runs)
+            for table in self.tables
+        ]
+        return self.with_tables(tables)
+
     def with_tensors(self, changed: Callable[[Tensor], Any]) -> BlockRuns:
         fields: Any = (changed(field) if isinstance(field, Tensor) else field for field in self)
         return BlockRuns(*fields)

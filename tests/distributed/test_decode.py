@@ -237,7 +237,7 @@ def snippet(group, code):
 
 def test_the_page(group):
     page = (Path(__file__).parents[2] / "docs/context_parallel.md").read_text()
-    _, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    _, _, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (one, places), (other, more) = group.run(snippet, code, ranks=2)
     assert torch.equal(one, other) and one.shape == (1, 2, 1, 16)
     assert sorted([p for p in (*places.tolist(), *more.tolist()) if p >= 0]) == list(range(300))

@@ -73,6 +73,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
             raise errors.nested_tensor(name)
         if hasattr(tensor, "placements"):
             raise errors.distributed_tensor(name)
+        if tensor.layout != torch.strided:
+            raise errors.not_strided(name, tensor.layout)
         if tensor.dim() != 4:
             raise errors.wrong_rank(name, tensor)
         if tensor.dtype not in (_DTYPES + NARROW if narrow else _DTYPES):

@@ -145,6 +145,12 @@ def unsupported_dtype(name: str, dtype: torch.dtype) -> FlexValueError:
     )
 
 
+def not_strided(name: str, layout: torch.layout) -> FlexValueError:
+    return FlexValueError(
+        f"{name} has layout {layout}; expected torch.strided. Convert it with {name}.to_dense()."
+    )
+
+
 def mixed(what: str, query: Any, key: Any, value: Any) -> FlexValueError:
     return FlexValueError(
         f"query, key and value must have the same {what}, but query has {query}, key {key} and value {value}. "

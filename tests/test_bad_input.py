@@ -33,6 +33,7 @@ CASES = {
     "nested": (lambda: {"query": nested()}, ValueError),
     "rank": (lambda: {"query": make(4, 32, 8)}, ValueError),
     "dtype": (lambda: {"value": make(dtype=torch.int64)}, ValueError),
+    "layout": (lambda: {"value": make().to_sparse()}, ValueError),
     "mixed dtypes": (lambda: {"key": make(dtype=torch.float64)}, ValueError),
     "mixed devices": (lambda: {"key": make(device="meta")}, ValueError),
     "meta": (lambda: dict.fromkeys(("query", "key", "value"), make(device="meta")), ValueError),
@@ -81,7 +82,7 @@ def test_eager_type(name):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("mixed devices", "mask device")])
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("mixed devices", "mask device", "layout")])
 def test_compiling_keeps_type_and_text(name, dynamic):
     text = str(refusal(flex_attention, **arguments(name)))
 
@@ -138,6 +139,8 @@ rank:
   query must have 4 dimensions, [batch, heads, length, head_dim], but has 3: [4, 32, 8]. Add the missing dimensions with unsqueeze.
 dtype:
   value has dtype torch.int64; expected torch.float16, bfloat16, float32 or float64. Convert it, for example with value.to(torch.bfloat16).
+layout:
+  value has layout torch.sparse_coo; expected torch.strided. Convert it with value.to_dense().
 mixed dtypes:
   query, key and value must have the same dtype, but query has torch.float32, key torch.float64 and value torch.float32. Convert them with .to().
 mixed devices:

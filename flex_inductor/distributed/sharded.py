@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import noop_mask
 
 from ..attention import serve
 from ..checks import check_block_mask, refused
@@ -62,7 +63,7 @@ class ShardedMask(planned.PlannedMask):
             batches, heads = parts[0].shape[:2]
             schedule = schedule.of_part(slice(batch, batch + batches), slice(head, head + heads))
         if batch or head:
-            mask_mod = None if mask_mod is None else offset(mask_mod, b=batch, h=head)
+            mask_mod = mask_mod if mask_mod in (None, noop_mask) else offset(mask_mod, b=batch, h=head)
             score_mod = None if score_mod is None else _from(score_mod, batch, head)
         if softmax.sinks is not None:
             softmax = softmax._replace(sinks=whole(softmax.sinks, query, None, 0, ""))

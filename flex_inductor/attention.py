@@ -182,9 +182,9 @@ def _with_more(
     else:
         untraced(check_unplanned, query, key, value, block_mask, softmax, scales, *options)
         schedule, mask_mod = schedule_parts(block_mask) if block_mask is not None else (None, None)
+        query = scales.widened(query)
         more = softmax.inputs(query)
         if is_narrow(key):
-            query = scales.widened(query)
             more |= scales.of_rows(key, lambda scale: scale if scale.dim() == 3 else scale.unsqueeze(-1))
         inputs = Inputs(schedule=schedule, **more)
         results = call(query, key, value, score_mod, mask_mod, inputs)

@@ -52,6 +52,12 @@ class AttentionProblem:
         return "scattered" in self.inputs
 
     @property
+    def missing(self) -> str | None:
+        """What no kernel does of the call."""
+        narrow = self.direction == "backward" and self.kv_dtype.itemsize == 1
+        return "no gradients beside keys of 8 bits" if narrow else None
+
+    @property
     def result_dtype(self) -> torch.dtype:
         """The dtype of the output and of the gradients of query, key and value."""
         return score_dtype(self.dtype) if "partial" in self.inputs else self.dtype

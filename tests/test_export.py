@@ -353,3 +353,16 @@ def test_a_saved_call_is_data(change, match):
     torch.ops.flex_inductor.saved_attention(q, q, q, [], text)
     with pytest.raises(FlexValueError, match=match):
         torch.ops.flex_inductor.saved_attention(q, q, q, [], change(text))
+
+
+class WithRows(torch.nn.Module):
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, return_aux=flex_inductor.AuxRequest(lse=True, entropy=True))
+
+
+def test_saved_programs_return_what_was_asked_for():
+    args = inputs()
+    out, aux = saved_and_loaded(WithRows(), args)(*args)
+    want, beside = WithRows()(*args)
+    assert isinstance(aux, flex_inductor.AuxOutput) and aux.max_scores is None
+    torch.testing.assert_close([out, aux.lse, aux.entropy], [want, beside.lse, beside.entropy])

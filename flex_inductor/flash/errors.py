@@ -116,7 +116,7 @@ def other_layout(name: str, tensor: Tensor, layout: str) -> FlexValueError:
 
 
 def bad_softcap(softcap: Any) -> FlexTypeError:
-    return FlexTypeError(f"softcap: expected a number, 0 for none, got {softcap!r}.")
+    return FlexTypeError(f"softcap: expected a number, 0 or less for none, got {softcap!r}.")
 
 
 def bad_slopes(slopes: Tensor, batch: int, heads: int) -> FlexValueError:

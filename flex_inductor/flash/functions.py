@@ -73,7 +73,7 @@ def flash_attn_func(
         softmax_scale: 1/sqrt(D) by default.
         causal: the last query stands at the last key, and none sees later keys.
         window_size: how many keys before and after its own a query sees; -1 for any.
-        softcap: bends scores into (-softcap, softcap); 0 for none.
+        softcap: bends scores into (-softcap, softcap); 0 or less for none.
         alibi_slopes: float [H] or [B, H]; this times the distance is taken from scores.
         deterministic: has no effect: CPUs are deterministic, and on GPUs `torch.use_deterministic_algorithms` decides.
         return_attn_probs: return (out, lse, probabilities).
@@ -402,12 +402,12 @@ def _aligned_mask(mask_mod: MaskMod, shift: int) -> MaskMod:
 
 def score_mod_of(softcap: float, slopes: Tensor | None, shift: int, score_mod: Any) -> Any:
     """First the softcap, then ALiBi, then the user's."""
-    if not softcap and slopes is None and (score_mod is None or not shift):
+    if softcap <= 0 and slopes is None and (score_mod is None or not shift):
         return score_mod
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q_idx = q_idx + shift
-        if softcap:
+        if softcap > 0:
             score = torch.tanh(score / softcap) * softcap
         if slopes is not None:
             slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]

@@ -121,7 +121,7 @@ class _Function:
         others: Sequence[Tensor] = (),
         counts: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What it gives for these tensors, and the gradients of them and of others.
+        """What it gives for these tensors, and the gradients of them and of others. Each run draws the same numbers.
 
         `counts` flags the part of a result whose gradient counts.
         """
@@ -130,6 +130,7 @@ class _Function:
         args, kwargs = tree_map_only(
             Tensor, lambda t: next(left) if t.is_floating_point() else t, (self.args, self.kwargs)
         )
+        torch.default_generator.manual_seed(1)
         with take_over(), torch.enable_grad():
             results = floats((fn or self.fn)(*args, **kwargs))
             differentiable = [result for result in results if result.requires_grad]
@@ -180,8 +181,8 @@ class _Function:
         learnt = self._learnt()
         others = [tensor for _, tensor in learnt]
         outs, grads = self.run(others=others)
+        exact = self._exact(others, torch.get_rng_state())
         found = self.run(fn=compiled(self.fn), others=others)
-        exact = self._exact(others)
         names = [*self.names(outs), *(f"gradient of {name}" for name, _ in learnt)]
         wanted = [*outs, *grads]
         axes = [() if result is None else self.axes(result) for result in wanted]
@@ -194,13 +195,16 @@ class _Function:
         known = {id(t): (name, t) for name, t in reversed(named) if isinstance(t, Tensor)}
         return [(name, t) for name, t in known.values() if t.requires_grad and t.is_leaf]
 
-    def _exact(self, others: Sequence[Tensor]) -> list[Tensor | None] | None:
-        """The same in fp64, where the function takes that: eager results are that far off themselves."""
+    def _exact(self, others: Sequence[Tensor], drawn: Tensor) -> list[Tensor | None] | None:
+        """The same in fp64, where the function takes that: eager results are that far off themselves.
+
+        None where it draws other random numbers than those that left the generator as `drawn`.
+        """
         try:
             outs, grads = self.run([tensor.double() for tensor in self.numbers], others=others)
         except Exception:  # such as parameters in fp32, which meet no fp64
             return None
-        return [*outs, *grads]
+        return [*outs, *grads] if torch.equal(torch.get_rng_state(), drawn) else None
 
     def batch(self, calls: Sequence[Call]) -> tuple[str, list[str]]:
         """An entry of a batch knows nothing of the others."""
@@ -237,14 +241,14 @@ class _Function:
 
 
 def compiled(fn: Callable) -> Callable:
-    """By torch.compile with this backend, under sizes that are constants."""
+    """By torch.compile with this backend, under sizes that are constants, with eager's random numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
     # Dynamo keeps compiled code with a function's code: with this copy it is freed.
     fresh = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
-    found = torch.compile(fresh, backend="flex_inductor", dynamic=False)
+    found = torch.compile(fresh, backend="flex_inductor", dynamic=False, options={"fallback_random": True})
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with compile_alone():

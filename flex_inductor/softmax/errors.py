@@ -101,9 +101,9 @@ def scale_device(name: str, got: torch.device, expected: torch.device) -> FlexVa
     )
 
 
-def narrow_needs_grad(dtype: torch.dtype) -> FlexNotImplementedError:
+def narrow_needs_grad(name: str, dtype: torch.dtype) -> FlexNotImplementedError:
     return FlexNotImplementedError(
-        f"query: it requires a gradient, and attention to keys of {dtype} has none. Use torch.no_grad() or detach it."
+        f"{name}: it requires a gradient, and attention to keys of {dtype} has none. Use torch.no_grad() or detach it."
     )
 
 

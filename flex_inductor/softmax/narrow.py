@@ -31,8 +31,10 @@ class Scales(NamedTuple):
                 if scale is not None:
                     raise errors.scale_of_wide(name, key.dtype)
             return
-        if torch.is_grad_enabled() and query.requires_grad:
-            raise errors.narrow_needs_grad(key.dtype)
+        if torch.is_grad_enabled():
+            for name, tensor in {"query": query, "k_scale": self.k_scale, "v_scale": self.v_scale}.items():
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    raise errors.narrow_needs_grad(name, key.dtype)
         if self.q_scale is not None and not is_narrow(query):
             raise errors.scale_of_wide("q_scale", query.dtype)
         of_kv = ((), by_head, tokens)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
+from torch.utils import _pytree as pytree
 
 from . import dropout
 from .arguments import RngState, Softmax, weight_of_sinks
@@ -98,6 +99,8 @@ class AuxOutput(NamedTuple):
     max_indices: Tensor | None = None
 
 
+# So that programs saved by torch.export may return it.
+pytree._register_namedtuple(AuxOutput, serialized_type_name="flex_inductor.AuxOutput")
 REQUESTS = (of_torch.AuxRequest, AuxRequest)
 _OUTPUT, _LSE = AuxRequest(), AuxRequest(lse=True)  # which most calls ask for
 OF_ROWS = ("lse", "max_scores", "entropy", "max_indices")  # have a number for each row

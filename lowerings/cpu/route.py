@@ -53,6 +53,8 @@ class CpuRoute:
         if problem.dtype not in DTYPES:
             names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
             return False, f"no {dtype_name(problem.dtype)}; {names} only"
+        if problem.missing:
+            return False, problem.missing
         if any(size == 0 for _, shape in (*problem.score_captures, *problem.mask_captures) for size in shape):
             return False, "a captured tensor has no elements to look up"
         usable, why = self.available()

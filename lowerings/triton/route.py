@@ -68,6 +68,8 @@ def _refusal(problem: AttentionProblem) -> str | None:
         return reason
     if problem.dtype not in _DTYPES:
         return f"no {dtype_name(problem.dtype)}; float16, bfloat16 and float32 only"
+    if problem.missing:
+        return problem.missing
     if 0 in (problem.B, problem.H, problem.M, problem.N, problem.D, problem.V):
         return "an empty tensor"
     if not all(getattr(size, "is_number", True) for size in (problem.H, problem.K, problem.D, problem.V)):

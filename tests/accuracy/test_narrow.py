@@ -2,6 +2,7 @@
 
 import functools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -205,10 +206,45 @@ def test_wide_keys_have_no_scales_and_narrow_ones_no_gradients():
         FlexError, match=r"query: it requires a gradient, and attention to keys of .*e4m3fn has none"
     ):
         flex_attention(query, narrow, narrow)
+    scale = torch.ones((), requires_grad=True)
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(FlexError, match=f"{name}: it requires a gradient"):
+            flex_attention(query.detach(), narrow, narrow, **{name: scale})
+        with pytest.raises(FlexError, match=f"{name}: it requires a gradient"):
+            varlen_attention(*[narrow[0].transpose(0, 1)] * 3, Sequences.from_lengths([5]), **{name: scale})
     with torch.no_grad():
-        assert flex_attention(query, narrow, narrow).isfinite().all()
+        assert flex_attention(query, narrow, narrow, k_scale=scale, v_scale=scale).isfinite().all()
     with pytest.raises(FlexError, match="attention to keys and values of 8 bits has no derivatives"):
         torch.func.jvp(lambda q: flex_attention(q, narrow, narrow), (query.detach(),), (query.detach(),))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captures_sinks_and_scales_of_queries_learn(compiled):
+    query, key, value = given(30, E4M3, E4M3)
+    key, value = (t[:, :, :40] for t in (key, value))
+    table, sinks, q_scale = torch.randn(40), torch.randn(4), torch.rand(2, 4) + 0.5
+
+    def call(table, sinks, q_scale):
+        return flex_attention(
+            *(query, key, value, lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]),
+            **{"sinks": sinks, "q_scale": q_scale, "enable_gqa": True},
+        )
+
+    def exact(table, sinks, q_scale):
+        keys, values = (t.double().repeat_interleave(2, 1) for t in (key, value))
+        scores = (query.double() * q_scale[..., None, None]) @ keys.mT / math.sqrt(40) + table
+        weights = torch.cat([scores, sinks.view(-1, 1, 1).expand(2, 4, 30, 1)], -1).softmax(-1)
+        return weights[..., :-1] @ values
+
+    run = torch.compile(call, backend="flex_inductor", fullgraph=True) if compiled else call
+    learnt = [t.clone().requires_grad_() for t in (table, sinks, q_scale)]
+    with served_by("cpu", "chunked") if compiled else nullcontext():
+        out = run(*learnt)
+        got = torch.autograd.grad(out.float().square().sum(), learnt)
+    doubles = [t.double().requires_grad_() for t in (table, sinks, q_scale)]
+    want = torch.autograd.grad(exact(*doubles).square().sum(), doubles)
+    for ours, gold in zip(got, want, strict=True):  # the query is rounded to bfloat16, and so is the output
+        assert (ours - gold).norm() <= 0.01 * gold.norm()
 
 
 def test_over_ranks_they_and_their_scales_are_refused_by_name():

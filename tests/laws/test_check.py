@@ -275,3 +275,19 @@ def test_inputs_without_numbers_are_refused():
         flex_inductor.FlexError, match="expected a tuple or a dict with floating-point tensors"
     ):
         flex_inductor.check(torch.neg, (torch.zeros(3, dtype=torch.int64),))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["dropout_p", "dropout of the output"])
+def test_a_function_that_draws_random_numbers(own):
+    """Right it keeps the laws, wrong it does not."""
+    attend = attention(dropout_p=0.3) if own else attention()
+
+    def right(q, k, v):
+        return torch.nn.functional.dropout(attend(q, k, v), 0.0 if own else 0.3)
+
+    def wrong(q, k, v):
+        return right(q, k, v) * (3 if torch.compiler.is_compiling() else 1)
+
+    report = check((right, inputs()), ["documents", "compiled"])
+    assert outcomes(report) == dict.fromkeys(("documents", "compiled"), "holds"), str(report)
+    only(check((wrong, inputs()), ["compiled"]), "compiled")

@@ -259,3 +259,8 @@ def test_probabilities_of_nothing():
     assert not out.any() and probabilities.shape == (2, 4, 4, 3) and not probabilities.any()
     out, _, probabilities = flash.flash_attn_varlen_func(q[:0], q, q, none, some, 3, 4, **more)
     assert out.shape == (0, 4, 8) and probabilities.shape == (2, 4, 3, 4) and not probabilities.any()
+
+
+def test_a_softcap_below_0_is_none():
+    q, k, v = torch.randn(3, 1, 20, 2, 16)
+    assert torch.equal(flash.flash_attn_func(q, k, v, softcap=-1.0), flash.flash_attn_func(q, k, v))

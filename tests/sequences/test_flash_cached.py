@@ -343,7 +343,7 @@ def refusals():
         ({"page_table": cu}, "^block_table: expected an int32 tensor"),
         ({"max_seqlen_k": "x"}, "^max_seqlen_k: expected an integer from 0 on, got 'x'"),
         ({"max_seqlen_q": -1}, "^max_seqlen_q: expected an integer from 0 on, got -1"),
-        ({"softcap": "x"}, "^softcap: expected a number, 0 for none, got 'x'"),
+        ({"softcap": "x"}, "^softcap: expected a number, 0 or less for none, got 'x'"),
         ({"score_mod": 3}, "^score_mod must be a function"),
         ({"window_size": (1.5, 2)}, r"^window_size: expected a pair \(left, right\) of token counts"),
         ({"alibi_slopes": [1.0]}, "^alibi_slopes must be a torch.Tensor"),

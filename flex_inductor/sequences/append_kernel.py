@@ -77,7 +77,8 @@ def append(
     k_new_token, k_new_head, v_new_token, v_new_head, q_token, q_head, pages_sequence, pages_place,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     HEADS_PAD: tl.constexpr, Q_HEADS_PAD: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, Q_MOVES: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, Q_MOVES: tl.constexpr,
+    WIDE: tl.constexpr, Q_WIDE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     d = tl.arange(0, D_PAD)[None, :].to(tl.int64)
@@ -126,7 +127,7 @@ def append(
         head_q = tl.arange(0, Q_HEADS_PAD)[:, None].to(tl.int64)
         inside_q = (head_q < Q_HEADS) & (d < D)
         from_q = q + token.to(tl.int64) * q_token
-        new_q = rotated(from_q, q_head, head_q, d, inside_q, cos, sin, position, R, INTERLEAVED, WIDE)
+        new_q = rotated(from_q, q_head, head_q, d, inside_q, cos, sin, position, R, INTERLEAVED, Q_WIDE)
         at_q = turned + token.to(tl.int64) * (Q_HEADS * D) + head_q * D + d
         tl.store(at_q, new_q.to(turned.dtype.element_ty), mask=inside_q)
 
@@ -152,7 +153,7 @@ def launch(
     """As the op append_kv."""
     k, v = _lies_close(k), _lies_close(v)
     q, cos, sin = (None if x is None else _lies_close(x) for x in (q, cos, sin))
-    turned = k.new_empty(0) if q is None else k.new_empty(q.shape)
+    turned = k.new_empty(0) if q is None else q.new_empty(q.shape)
     sequences, (tokens, heads, d), length = starts.numel() - 1, k.shape, k_cache.size(1)
     room = length if pages is None else length * pages.size(1)
     if 0 in (room, k_cache.size(0)):
@@ -187,12 +188,17 @@ def launch(
                 PAGE=length,
                 INTERLEAVED=interleaved,
                 Q_MOVES=q_moves,
-                WIDE=tl.float64 if k.dtype == torch.float64 else tl.float32,
+                WIDE=_wide(k),
+                Q_WIDE=_wide(k if q is None else q),
                 **padded,
             )
     elif q is not None:
         turned.copy_(q)
     return turned
+
+
+def _wide(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def _lies_close(x: Tensor) -> Tensor:

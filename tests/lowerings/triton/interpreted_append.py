@@ -58,7 +58,22 @@ def test_other_queries_than_keys(q_moves):
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
-def on_cpu(given, q_starts, q_moves):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_a_query_of_another_dtype(kind, dtype):
+    """It stays what it is, and neither side is rotated more coarsely than alone."""
+    found = []
+    for launched in (run, on_cpu):
+        given = case("rows", kind)
+        q, k, v = given.new
+        given = given._replace(new=[q.to(dtype) / 3, k, v])
+        found.append([launched(given)[: sum(NEW)], *given.caches])
+    close = 1e-14 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=close, atol=close)
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=2e-3, atol=1e-6)
+
+
+def on_cpu(given, q_starts=None, q_moves=True):
     own, (q, k, v) = given.sequences, given.new
     return torch.ops.flex_inductor.append_kv(
         *given.caches, k, v, q, *given.rotary, own.cu_q, q_starts, own.used_q, own.used_k,

@@ -14,8 +14,14 @@ from tests.sequences.appended import NEW, case, expected, int32
 
 interpret.prepare(vars(append_kernel))
 
-KINDS = {"rows": torch.float64, "padding": torch.float32, "1": torch.float16, "16": torch.float32}
-CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}
+KINDS = {
+    "rows": torch.float64,
+    "padding": torch.float32,
+    "1": torch.float16,
+    "16": torch.float32,
+    "3": torch.float8_e4m3fn,
+}
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.float8_e4m3fn: 2**-4}
 
 
 def run(given, rotary=True, interleaved=True, q_starts=None, q_moves=True):
@@ -59,7 +65,7 @@ def test_other_queries_than_keys(q_moves):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.float8_e4m3fn])
 def test_a_query_of_another_dtype(kind, dtype):
     """It stays what it is, and neither side is rotated more coarsely than alone."""
     found = []
@@ -70,7 +76,22 @@ def test_a_query_of_another_dtype(kind, dtype):
         found.append([launched(given)[: sum(NEW)], *given.caches])
     close = 1e-14 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(found[0][0], found[1][0], rtol=close, atol=close)
-    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=2e-3, atol=1e-6)
+    coarse = 2**-3 if kind == torch.float8_e4m3fn else 2e-3
+    for got, want in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=coarse, atol=1e-6)
+
+
+def test_every_number_of_8_bits():
+    """By an angle of 0 that shrinks or grows it: rounded, and beyond the largest number is the largest."""
+    bits = torch.arange(256)
+    bits = torch.cat([bits[bits % 128 != 127], torch.tensor([127, 255])]).to(torch.uint8)  # a pair is NaN
+    given = case("rows", torch.float8_e4m3fn)
+    numbers = torch.nn.functional.pad(bits, (0, 56)).view(torch.float8_e4m3fn).view(13, 2, 12)
+    for factor in (1, 0.3, -7):
+        rotary = torch.full((80, 6), float(factor)), torch.zeros(80, 6)
+        found = run(given._replace(new=[numbers, *given.new[1:]], rotary=rotary))
+        want = (numbers.float() * factor).clamp(-448, 448).to(numbers.dtype)
+        torch.testing.assert_close(found.float(), want.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def on_cpu(given, q_starts=None, q_moves=True):

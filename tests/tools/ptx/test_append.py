@@ -8,13 +8,31 @@ from flex_inductor.tools import ptx
 from tests.marks import slow_but
 from tests.sequences import appended
 
-KINDS = {"rows": torch.float64, "padding": torch.float32, "1": torch.float16, "16": torch.bfloat16}
-CLOSE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+KINDS = {
+    "rows": torch.float64,
+    "padding": torch.float32,
+    "1": torch.float16,
+    "16": torch.bfloat16,
+    "3": torch.float8_e4m3fn,
+}
+CLOSE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+    torch.float8_e4m3fn: 2**-4,
+}
 CASES = [
     (kind, target, rotary)
     for kind in KINDS
     for target in ("sm_80", "sm_90")
     for rotary in (None, True, False)
+]
+RUN = [
+    ("16", "sm_80", True),
+    ("padding", "sm_90", None),
+    ("3", "sm_80", None),  # no such numbers there
+    ("3", "sm_80", False),
 ]
 
 
@@ -32,7 +50,7 @@ class Executed:
         return launch
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, ("16", "sm_80", True), ("padding", "sm_90", None)), ids=str)
+@pytest.mark.parametrize("case", slow_but(CASES, *RUN), ids=str)
 def test_where_tokens_go(case, monkeypatch):
     kind, target, interleaved = case
     kernel = Executed(target)

@@ -66,6 +66,20 @@ def test_wide_heads_have_a_kernel_for_each_gradient(kinds):
     assert sorted(kinds) == ["backward_dk", "backward_dq", "backward_dv", "forward"]
 
 
+def _columns_apart(tensor):
+    """The last column lies behind 2**31 numbers, of which memory is never touched."""
+    return torch.empty_strided(tensor.shape, (0, 0, 1, 2**31 // 60), dtype=tensor.dtype).copy_(tensor)
+
+
+@pytest.mark.parametrize("queries", [3, 70])
+def test_columns_further_apart_than_32_bits(queries, kinds):
+    query, key = (torch.randn(1, 1, n, 64, dtype=torch.float16) for n in (queries, 300))
+    with served_by("triton"):
+        out = interpret.compiled(flex_attention, dynamic=False)(*map(_columns_apart, (query, key)), key)
+    torch.testing.assert_close(out, flex_attention(query, key, key), rtol=2e-3, atol=2e-3)
+    assert kinds == (["decode", "combine"] if queries == 3 else ["forward"])
+
+
 @pytest.mark.parametrize("few", slow_but([False, True], True))
 def test_more_heads_and_batches_than_a_grid_has_room_for(few, monkeypatch):
     monkeypatch.setattr(kernel, "LARGEST_GRID", 1)

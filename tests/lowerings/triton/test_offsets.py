@@ -1,4 +1,4 @@
-"""Offsets into schedules of more than 2**31 elements."""
+"""Offsets into schedules, and tiles, of more than 2**31 elements."""
 
 import pytest
 
@@ -23,3 +23,12 @@ def test_runs(offsets, run):
     walk = Walk("", False, "partial", "runs", runs, runs)
     ends = [addresses.run_end(walk, end) for end in (0, 1)]
     assert ends == [f"tl.load(runs + {run} * 2)", f"tl.load(runs + {run} * 2 + 1)"]
+
+
+@pytest.mark.parametrize(
+    "stride, text", [("1", "d"), ("70000000", "d.to(tl.int64)"), ("size_3", "d.to(tl.int64)")]
+)
+def test_columns_that_lie_apart(stride, text):
+    """Stored like this too; interpreted_shapes.py loads them."""
+    tensor = Tensor("out", ["1", "2", "64", "64"], ["0", "0", "1", stride], "tl.int64")
+    assert addresses.columns(tensor, "d") == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sysconfig
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
 
 import torch
@@ -42,13 +42,23 @@ def missing_headers() -> str | None:
 @functools.cache
 def missing_for_triton() -> str | None:
     """Why Triton compiles nothing here; None if it may."""
-    pinned = [re.match(r"triton[=~]=(\d+\.\d+)[\d.]*", needed) for needed in requires("torch") or ()]
+    pin = re.compile(r"[\w-]*\btriton\b[\w-]*[=~]=(\d+\.\d+)[\d.]*")
+    pinned = [pin.match(needed) for needed in requires("torch") or ()]
     wanted = next((match for match in pinned if match), None)
     install = f"pip install '{wanted[0]}'" if wanted else "pip install triton"
-    try:
-        found = version("triton")
-    except PackageNotFoundError:
+    found = version_of("triton")
+    if found is None:
         return f"triton is not installed ({install})"
     if wanted and not found.startswith(f"{wanted[1]}."):
         return f"triton {found} does not fit torch {torch.__version__} ({install})"
     return None
+
+
+@functools.cache
+def version_of(module: str) -> str | None:
+    """Of what is installed under any name: triton for ROCm comes as triton-rocm, nightly builds as pytorch-triton."""
+    try:
+        return version(module)
+    except PackageNotFoundError:
+        names = packages_distributions().get(module)  # takes a while: it reads what all have installed
+        return version(names[0]) if names else None

@@ -169,12 +169,38 @@ def test_triton_that_is_missing_or_does_not_fit(monkeypatch, needed, installed, 
 
     monkeypatch.setattr(toolchain, "requires", lambda name: needed)
     monkeypatch.setattr(toolchain, "version", version)
-    toolchain.missing_for_triton.cache_clear()
-    try:
-        found = toolchain.missing_for_triton()
-    finally:
-        toolchain.missing_for_triton.cache_clear()
+    monkeypatch.setattr(toolchain, "packages_distributions", dict)
+    found = missing_for_triton()
     assert found is None if reason is None else re.fullmatch(reason, found)
+
+
+def missing_for_triton():
+    """Anew."""
+    caches = toolchain.missing_for_triton, toolchain.version_of
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        return toolchain.missing_for_triton()
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["triton-rocm", "pytorch-triton-rocm", "pytorch-triton", "triton-windows"])
+def test_triton_under_other_names(monkeypatch, name):
+    installed = "3.9.1"
+
+    def version(asked):
+        if asked != name:
+            raise toolchain.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(toolchain, "requires", lambda _: [f'{name}==3.9.1+git5; platform_system == "Linux"'])
+    monkeypatch.setattr(toolchain, "version", version)
+    monkeypatch.setattr(toolchain, "packages_distributions", lambda: {"triton": [name]})
+    assert missing_for_triton() is None
+    installed = "3.7.1"
+    assert f"(pip install '{name}==3.9.1')" in missing_for_triton()
 
 
 def test_kernels_for_a_target_without_triton(monkeypatch):

@@ -62,16 +62,13 @@ def show(sections: dict[str, list[Fact]]) -> None:
 
 
 def versions() -> Iterator[Fact]:
-    from importlib.metadata import PackageNotFoundError, version
-
     from flex_inductor import __version__
+    from flex_inductor.lowerings.toolchain import version_of
 
     yield Fact("flex_inductor", __version__)
     for name in ("torch", "triton"):
-        try:
-            yield Fact(name, version(name))
-        except PackageNotFoundError:
-            yield Fact(name, "not installed", ok=False)
+        found = version_of(name)
+        yield Fact(name, found or "not installed", ok=None if found else False)
     yield Fact("python", f"{platform.python_version()} on {platform.platform()}")
 
 

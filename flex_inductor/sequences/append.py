@@ -237,10 +237,17 @@ def _with_torch(
     return _rotated(q, cos, sin, position.clamp_(min=0), interleaved)
 
 
-def _with_triton(*args):
-    from .append_kernel import launch
+@functools.cache
+def _on_cuda():
+    try:
+        from .append_kernel import launch
+    except ImportError:  # on Windows torch brings no Triton
+        return _with_torch
+    return launch
 
-    return launch(*args)
+
+def _with_triton(*args):
+    return _on_cuda()(*args)
 
 
 def _verified(k_cache, v_cache, *rest):

@@ -1,11 +1,14 @@
 """New keys and values in caches: where they are written, how they are rotated, and that attention then reads them."""
 
+import sys
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from flex_inductor import Sequences, append_kv, varlen_attention
 from flex_inductor.errors import FlexError
+from flex_inductor.sequences import append
 from tests.sequences.appended import DIM, HEADS, LENGTH, NEW, QUERY_HEADS, VALUE_DIM, case, expected, int32
 
 KINDS = ("rows", "padding", "1", "3", "16", "64")
@@ -38,6 +41,16 @@ def test_without_rotary():
     assert append_kv(*given.caches, *given.new[1:], given.sequences) is None
     for got, want in zip(given.caches, expected(case("16"), False, True), strict=False):
         assert torch.equal(got.double(), want)
+
+
+def test_cards_without_triton(monkeypatch):
+    """Torch's operations do it."""
+    monkeypatch.setitem(sys.modules, "flex_inductor.sequences.append_kernel", None)
+    append._on_cuda.cache_clear()
+    try:
+        assert append._on_cuda() is append._with_torch
+    finally:
+        append._on_cuda.cache_clear()
 
 
 def test_a_step_in_one_graph():

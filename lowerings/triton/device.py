@@ -98,8 +98,11 @@ def current_device(device: torch.device) -> Device:
         return Device("interpreter", 1 << 30, multiprocessors=8)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return known_device(properties.gcnArchName.split(":")[0])
-    found = known_device(f"sm_{properties.major}{properties.minor}")
-    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+        arch = properties.gcnArchName.split(":")[0]
+        found = known_device(arch)._replace(warp=properties.warp_size)
+        shared = 0 if arch in ARCHITECTURES else getattr(properties, "shared_memory_per_block", 0)
+    else:
+        found = known_device(f"sm_{properties.major}{properties.minor}")
+        shared = getattr(properties, "shared_memory_per_block_optin", 0)
     found = found._replace(multiprocessors=properties.multi_processor_count)
     return found._replace(shared_bytes=shared) if shared else found

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 import flex_inductor
 from flex_inductor import flex_attention
 from flex_inductor.lowerings.triton.configs import Config, Shape, candidates, describe
-from flex_inductor.lowerings.triton.device import known_device
+from flex_inductor.lowerings.triton.device import Device, current_device, known_device
 from flex_inductor.lowerings.triton.fitting import hinted, to_time, without_effect
 from flex_inductor.lowerings.triton.tables import TABLES
 
@@ -192,3 +192,20 @@ def test_what_the_autotuner_finds_is_kept_for_the_next_process(tmp_path, monkeyp
     assert kernel.configs == [fastest.launch()]
     assert choice.why == "fastest when timed before" and choice.config == fastest._asdict()
     assert not hasattr(kernel, "save_cache_hook")
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("gfx942:sramecc+", Device("gfx942", 64 << 10, 64, 38)),  # a part of a card
+        ("gfx950", Device("gfx950", 160 << 10, 64, 38)),
+        ("gfx1201", Device("gfx1201", 48 << 10, 32, 38)),
+    ],
+)
+def test_a_card_of_amd_is_asked_what_it_has(monkeypatch, name, found):
+    has = types.SimpleNamespace(
+        gcnArchName=name, warp_size=found.warp, multi_processor_count=38, shared_memory_per_block=48 << 10
+    )
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: has)
+    assert current_device(torch.device("cuda")) == found

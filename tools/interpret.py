@@ -75,7 +75,7 @@ def prepare(namespace: dict[str, Any]) -> None:
     _keep_conditions()
     _patch_the_language_once()
     namespace["libdevice"] = _Libdevice()
-    for same in (each_alone, reciprocal, _in_place, _add_in_place):
+    for same in (each_alone, rounded_product, reciprocal, _in_place, _add_in_place):
         namespace[same.__name__] = triton.jit(types.FunctionType(same.__code__, namespace))
 
 
@@ -84,6 +84,10 @@ def prepare(namespace: dict[str, Any]) -> None:
 
 def each_alone(x: Any) -> Any:
     return x
+
+
+def rounded_product(x: Any, y: Any) -> Any:
+    return x * y
 
 
 def reciprocal(x: Any) -> Any:

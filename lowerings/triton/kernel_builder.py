@@ -291,6 +291,7 @@ class Builder:
             # gfx950 knows no "tf32", not even where it means nothing: in 16 bits.
             "precision": repr(dot_precision(p.dtype) if self.nvidia else "ieee"),
             "nvidia": self.nvidia,
+            "amd": current_device(p.device).family == "amd",
             "tensor_memory": current_device(p.device).family == "blackwell",
             "tile_shape": self.tile,
             "places_of": "plain_places.jinja",

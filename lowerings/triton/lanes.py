@@ -125,12 +125,22 @@ class _Lowering(LaneLowering):
 
     def run_node(self, node: fx.Node) -> Any:
         self.kernel.rough = self.kernel.approximate and node not in self.decisive
+        self.kernel.rounds = node in self.decisive and node.target in _PRODUCTS and _is_added(node)
         result = super().run_node(node)
         if node.op != "call_function" or not isinstance(result, ir.TensorBox):
             return result
         return _value(_computed(result), result.get_dtype(), result.get_device_or_error())
 
 
+_PRODUCTS = {aten.mul.Scalar, aten.mul.Tensor}
+_SUMS = {
+    aten.add.Scalar,
+    aten.add.Tensor,
+    aten.rsub.Scalar,
+    aten.rsub.Tensor,
+    aten.sub.Scalar,
+    aten.sub.Tensor,
+}
 _ROUNDING = {
     aten.ceil.default,
     aten.floor.default,
@@ -159,6 +169,12 @@ def _decisive(graph: fx.Graph, scored: Sequence[str]) -> set[fx.Node]:
         if touched & {*node.all_input_nodes}:
             touched.add(node)
     return found - touched
+
+
+def _is_added(node: fx.Node) -> bool:
+    return any(
+        user.target in _SUMS or (user.target is aten.neg.default and _is_added(user)) for user in node.users
+    )
 
 
 def _is_float(node: fx.Node) -> bool:

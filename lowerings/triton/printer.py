@@ -104,6 +104,7 @@ class LaneKernel(Kernel):
         self.beside = beside
         self.uses_mantissas = False  # `as_mantissa`
         self.rough = approximate  # whether what is written now may be
+        self.rounds = False  # whether products that are written now must be rounded before they are added
         self.functions = Rough(nvidia)
         self.below: dict[str, sympy.Expr] = {}
         self.constants: dict[str, Any] = {}
@@ -293,6 +294,8 @@ class LaneOps(CSEProxy):
         return found
 
     def mul(self, x: CSEVariable, y: CSEVariable) -> CSEVariable:
+        if self.kernel.rounds and x.dtype == y.dtype == torch.float32:
+            return self.kernel.new(f"rounded_product({x}, {y})", torch.float32)
         found = self._default("mul", (x, y), {})
         for one, other in ((x, y), (y, x)):
             factor = self.kernel.constants.get(str(other), 0)

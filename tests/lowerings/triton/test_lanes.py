@@ -43,6 +43,22 @@ def test_indices_are_divided_as_eagerly_and_scores_fast(divide, quotient):
     assert any(text.endswith(quotient) for text in written(divide))
 
 
+@pytest.mark.parametrize(
+    "mod, rounded",
+    [
+        (lambda s, q: s + torch.floor(q * 0.7 + 0.3), "rounded_product(x_0, x_1)"),
+        (lambda s, q: s + torch.round(-(q * 0.7) + 1), "rounded_product(x_0, x_1)"),
+        (lambda s, q: s * (q * 0.7 - 0.5 > 1), "rounded_product(x_0, x_1)"),
+        (lambda s, q: s + torch.floor(q * 0.7), None),  # not added before it is rounded
+        (lambda s, q: s + (q * 0.7 + 0.3), None),  # no index, and compared with nothing
+        (lambda s, q: s + torch.floor(s * 0.7 + 0.3), None),
+    ],
+)
+def test_a_product_is_rounded_before_a_sum_that_decides(mod, rounded):
+    found = [text for text in written(mod) if text.startswith("rounded_product")]
+    assert found == ([] if rounded is None else [rounded])
+
+
 def difference(fn, below):
     """The statements for fn(score, q_idx, kv_idx) where both indices are below a number."""
     indices = torch.zeros(2, dtype=torch.int32).unbind()

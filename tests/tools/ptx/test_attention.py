@@ -129,6 +129,19 @@ def test_call(case):
     check(*case)
 
 
+@pytest.mark.parametrize("target", slow_but(["sm_80", "sm_90", "sm_100"], "sm_80"))
+def test_an_index_computed_in_floats(target):
+    """Where a product and a sum are rounded once, keys 31 and 41 are looked up elsewhere."""
+    q, k = torch.randn(2, 1, 1, 64, 32, dtype=torch.float16)
+    table = torch.randn(64)
+
+    def attend(q, k):
+        return flex_attention(q, k, k, lambda s, b, h, m, n: table[torch.floor(n * 0.7 + 0.3).int()])
+
+    found = execute.compiled(attend, target)(q, k)
+    torch.testing.assert_close(found, attend(q, k), rtol=2e-3, atol=2e-3)
+
+
 NARROW = [
     (target, dtype, narrow)
     for target in ("sm_80", "sm_90", "sm_100")

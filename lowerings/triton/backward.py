@@ -36,7 +36,7 @@ WIDEST_TOGETHER = 128  # head dim at which one kernel has registers for d(key) a
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple[Any, ...], list[Choice]]:
     found = mods(programs(problem), call.inputs)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value")}
-    tensors["exponent"] = _exponent(call)
+    tensors["lse"] = _lse(call, base_two=found.score is None)
     tensors["grad_out"] = _grad_out(problem, call)
     tensors["delta"] = _delta(call)
     if call.inputs.grad_mean is not None:
@@ -83,12 +83,13 @@ def _grad_out(problem: AttentionProblem, call: LoweredCall) -> Any:
     return realized(zeros)
 
 
-def _exponent(call: LoweredCall) -> Any:
-    """[B, H, whole tiles]: the logsumexp in base two, which is subtracted from scores; inf for rows without live
-    lanes and beyond the last, so that their weights are 0."""
+def _lse(call: LoweredCall, base_two: bool) -> Any:
+    """[B, H, whole tiles]: the logsumexp, subtracted from scores (`power` in tiles.jinja); inf for rows without
+    live lanes and beyond the last, so that their weights are 0."""
     nothing = lowerings[aten.eq](call.lse, float("-inf"))
     finite = lowerings[aten.where](nothing, float("inf"), call.lse)
-    return _in_whole_tiles(lowerings[aten.mul](finite, LOG2_E), float("inf"))
+    scaled = lowerings[aten.mul](finite, LOG2_E) if base_two else finite
+    return _in_whole_tiles(scaled, float("inf"))
 
 
 def _in_whole_tiles(rows: Any, beyond: float) -> Any:

@@ -126,7 +126,7 @@ def dv_cost(config: Config, shape: Shape, device: Device) -> tuple[int, int]:
 
 def _of_keys(config: Config, shape: Shape, device: Device, twice: int) -> int:
     shared = _backward_shared(config, shape, device, config.block_n, config.block_m, twice)
-    statistics = config.block_m * 8 * max(config.stages - 1, 0)  # the exponent and delta of rows
+    statistics = config.block_m * 8 * max(config.stages - 1, 0)  # the logsumexp and delta of rows
     return shared + _aside(config, 0, 0, device) + (0 if device.family == "amd" else statistics)
 
 

@@ -19,7 +19,7 @@ from .configs import Config
 from .device import current_device
 from .fitting import Chosen, chosen, few, first_choice, packed, queries_of, refused_config, shape_of
 from .kernel import empty
-from .kernel_builder import LN_2, Builder, further, softmax_values, tiles, walked
+from .kernel_builder import Builder, further, softmax_values, tiles, walked
 
 # Instances that keep a multiprocessor busy.
 INSTANCES_EACH = 2
@@ -118,7 +118,6 @@ def _combine(
         **builder.written(outputs),
         "more": further(outputs),
         "splits": count,
-        "to_natural": repr(LN_2),
     }
     launched = builder.launch(queries, problem.H, _batches(problem))
     builder.add("combine.jinja", Chosen("combine", [Config(1, 1, 4, 1)]), values, launched)

@@ -39,7 +39,6 @@ Grid: TypeAlias = Callable[[Config], Sequence[Any]]
 
 ALL = frozenset(("b", "h", "q_idx", "kv_idx", SCORED))
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 FAR = 1 << 30  # no position in a sequence is larger
 
 

@@ -275,7 +275,7 @@ tl.store(lse)""",
             """\
 q = load_tile(query)
 d_out = load_tile(grad_out)
-row_exponent = tl.load(exponent)
+row_lse = tl.load(lse)
 row_delta = tl.load(delta)
 score_1 = tl.full([], 256, tl.int32)
 mask_0 = each_alone(q_idx)
@@ -327,7 +327,7 @@ for head in range(0, 1):
     for step in range(0, last):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
-        row_exponent = tl.load(exponent)
+        row_lse = tl.load(lse)
         row_delta = tl.load(delta)
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx
@@ -346,7 +346,7 @@ for head in range(0, 1):
     for step in range(0, last):
         block = tl.load(row_blocks)
         q = load_tile(query_head)
-        row_exponent = tl.load(exponent)
+        row_lse = tl.load(lse)
         row_delta = tl.load(delta)
         score = tl.dot(k_scaled, tl.trans(q))
         score_0 = q_idx - kv_idx

@@ -83,14 +83,15 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
         raise errors.mixed("device", query.device, key.device, value.device)
     if query.device.type == "meta":
         raise errors.meta_tensors()
-    if is_narrow(key):  # the query may be wider, but for float64
-        mixed = key.dtype != value.dtype or query.dtype == torch.float64
-    else:
-        mixed = query.dtype != key.dtype or query.dtype != value.dtype
+    if is_narrow(key):
+        if key.dtype != value.dtype:
+            raise errors.narrow_differ(key.dtype, value.dtype)
+        if query.dtype == torch.float64:
+            raise errors.narrow_with_float64(key.dtype)
+    elif query.dtype != key.dtype or query.dtype != value.dtype:
         wide = torch.float64 in (query.dtype, key.dtype, value.dtype)  # autocast leaves it as it is
-        mixed = mixed and (wide or not torch.is_autocast_enabled(query.device.type))
-    if mixed:
-        raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
+        if wide or not torch.is_autocast_enabled(query.device.type):
+            raise errors.mixed("dtype", query.dtype, key.dtype, value.dtype)
     if query.size(-1) != key.size(-1):
         raise errors.head_dims_differ(query, key)
     if key.size(0) != value.size(0) or key.size(1) != value.size(1) or key.size(2) != value.size(2):

@@ -114,7 +114,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def not_a_tensor(name: str, value: Any) -> FlexTypeError:
-    return FlexTypeError(f"{name} must be a torch.Tensor, but is a {type(value).__name__}.")
+    return FlexTypeError(f"{name} must be a torch.Tensor, but is {described(value)}.")
 
 
 def nested_tensor(name: str) -> FlexValueError:
@@ -155,6 +155,19 @@ def mixed(what: str, query: Any, key: Any, value: Any) -> FlexValueError:
     return FlexValueError(
         f"query, key and value must have the same {what}, but query has {query}, key {key} and value {value}. "
         f"Convert them with .to()."
+    )
+
+
+def narrow_differ(key: torch.dtype, value: torch.dtype) -> FlexValueError:
+    return FlexValueError(
+        f"key and value must have the same 8-bit type, but key has {key} and value {value}. Convert one with .to()."
+    )
+
+
+def narrow_with_float64(key: torch.dtype) -> FlexValueError:
+    return FlexValueError(
+        f"query has dtype torch.float64, which is not served with keys and values of {key}. Convert the query to "
+        "float32, or key and value to float64."
     )
 
 
@@ -250,7 +263,13 @@ def not_callable(name: str, value: Any) -> FlexTypeError:
 def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {_shape(value)} and dtype {value.dtype}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return kind_of(value)
+
+
+def kind_of(value: Any) -> str:
+    """The type's name with its article."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 # Block_mask.
@@ -265,7 +284,7 @@ def _block_mask_type() -> type:
 def not_a_block_mask(value: Any) -> FlexTypeError:
     hint = " Wrap the function: create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)." if callable(value) else ""
     return FlexTypeError(
-        f"block_mask must be a BlockMask, a RunSchedule or None, but is a {type(value).__name__}.{hint}"
+        f"block_mask must be a BlockMask, a RunSchedule or None, but is {kind_of(value)}.{hint}"
     )
 
 
@@ -277,8 +296,9 @@ def block_mask_lengths(mask_q: int, mask_kv: int, q_len: int, kv_len: int) -> Fl
 
 
 def block_mask_batch(name: str, mask_size: int, size: int) -> FlexValueError:
+    allowed = "1" if size == 1 else f"{size} or 1"
     return FlexValueError(
-        f"block_mask has {name}={mask_size}, but query has {name}={size}. It must be {size} or 1: make it with "
+        f"block_mask has {name}={mask_size}, but query has {name}={size}. It must be {allowed}: make it with "
         f"create_block_mask(..., {name}={size}) or {name}=None."
     )
 
@@ -292,7 +312,8 @@ def block_mask_device(device: Any, expected: Any) -> FlexValueError:
 def sliced_block_mask() -> FlexRuntimeError:
     return FlexRuntimeError(
         "block_mask was sliced, which drops its mask_mod, because row i of the slice is no longer q_idx i. "
-        "Set block_mask.mask_mod to a function with the offset added to q_idx before the call."
+        "Set block_mask.mask_mod to a function with the offset added to q_idx, and before torch 2.14 also "
+        "block_mask.seq_lengths to (queries, keys) of the slice."
     )
 
 
@@ -309,6 +330,10 @@ def unknown_option(where: str, name: Any, known: Iterable[str]) -> FlexValueErro
 
 def bad_option(where: str, name: str, value: Any, expected: str) -> FlexValueError:
     return FlexValueError(f"{where}[{name!r}] is {value!r}; expected {expected}.")
+
+
+def bad_argument(name: str, expected: str, got: Any) -> FlexValueError:
+    return FlexValueError(f"{name}: expected {expected}, got {got}.")
 
 
 def kernel_differs(

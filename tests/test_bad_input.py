@@ -35,6 +35,17 @@ CASES = {
     "dtype": (lambda: {"value": make(dtype=torch.int64)}, ValueError),
     "layout": (lambda: {"value": make().to_sparse()}, ValueError),
     "mixed dtypes": (lambda: {"key": make(dtype=torch.float64)}, ValueError),
+    "8-bit types": (
+        lambda: {"key": make(dtype=torch.float8_e4m3fn), "value": make(dtype=torch.float8_e5m2)},
+        ValueError,
+    ),
+    "8 bits with float64": (
+        lambda: (
+            {"query": make(dtype=torch.float64)}
+            | dict.fromkeys(("key", "value"), make(dtype=torch.float8_e5m2))
+        ),
+        ValueError,
+    ),
     "mixed devices": (lambda: {"key": make(device="meta")}, ValueError),
     "meta": (lambda: dict.fromkeys(("query", "key", "value"), make(device="meta")), ValueError),
     "head dims": (lambda: {"key": make(2, 4, 32, 16)}, ValueError),
@@ -55,6 +66,10 @@ CASES = {
     "block_mask": (lambda: {"block_mask": causal}, TypeError),
     "mask lengths": (lambda: {"block_mask": mask(M=48)}, ValueError),
     "mask batch": (lambda: {"block_mask": mask(B=3)}, ValueError),
+    "mask batch of one": (
+        lambda: dict.fromkeys(("query", "key", "value"), make(1, 4, 32, 8)) | {"block_mask": mask(B=2)},
+        ValueError,
+    ),
     "mask heads": (lambda: {"block_mask": mask(H=2)}, ValueError),
     "mask device": (lambda: {"block_mask": mask().to("meta")}, ValueError),
     "sliced mask": (lambda: {"block_mask": mask()[:, :, :1]}, RuntimeError),
@@ -143,6 +158,10 @@ layout:
   value has layout torch.sparse_coo; expected torch.strided. Convert it with value.to_dense().
 mixed dtypes:
   query, key and value must have the same dtype, but query has torch.float32, key torch.float64 and value torch.float32. Convert them with .to().
+8-bit types:
+  key and value must have the same 8-bit type, but key has torch.float8_e4m3fn and value torch.float8_e5m2. Convert one with .to().
+8 bits with float64:
+  query has dtype torch.float64, which is not served with keys and values of torch.float8_e5m2. Convert the query to float32, or key and value to float64.
 mixed devices:
   query, key and value must have the same device, but query has cpu, key meta and value cpu. Convert them with .to().
 meta:
@@ -177,14 +196,16 @@ mask lengths:
   block_mask was made for Q_LEN=48 and KV_LEN=32, but query has length 32 and key 32. Make it with create_block_mask(mask_mod, B, H, 32, 32).
 mask batch:
   block_mask has B=3, but query has B=2. It must be 2 or 1: make it with create_block_mask(..., B=2) or B=None.
+mask batch of one:
+  block_mask has B=2, but query has B=1. It must be 1: make it with create_block_mask(..., B=1) or B=None.
 mask heads:
   block_mask has H=2, but query has H=4. It must be 4 or 1: make it with create_block_mask(..., H=4) or H=None.
 mask device:
   block_mask is on meta, but query is on cpu. Move it with block_mask.to('cpu').
 sliced mask:
-  block_mask was sliced, which drops its mask_mod, because row i of the slice is no longer q_idx i. Set block_mask.mask_mod to a function with the offset added to q_idx before the call.
+  block_mask was sliced, which drops its mask_mod, because row i of the slice is no longer q_idx i. Set block_mask.mask_mod to a function with the offset added to q_idx, and before torch 2.14 also block_mask.seq_lengths to (queries, keys) of the slice.
 kernel options:
-  kernel_options must be a dict of hints, or None, but is a int.
+  kernel_options must be a dict of hints, or None, but is an int.
 kernel option:
   kernel_options has no option 'BLOCK_Q'. Known: BACKEND, BLOCKS_ARE_CONTIGUOUS, BLOCK_M, BLOCK_M1, BLOCK_M2, BLOCK_N, BLOCK_N1, BLOCK_N2, FORCE_USE_FLEX_ATTENTION, PRESCALE_QK, ROWS_GUARANTEED_SAFE, USE_TMA, WRITE_DQ, kpack, matrix_instr_nonkdim, num_splits, num_stages, num_warps, waves_per_eu.
 kernel option's value:

@@ -96,5 +96,7 @@ def _saved(path: str) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text())
         return {name: data[name] for name in ("target", "versions", "calls", "kernels", "plans")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError):
+        raise Refused(f"--against {path}: not a report saved with --json") from None
+    except (OSError, ValueError) as error:
         raise Refused(f"--against {path}: not a report saved with --json ({error})") from None

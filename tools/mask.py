@@ -63,10 +63,12 @@ def construct(name: str, options: list[str]) -> Callable:
     constructor = CONSTRUCTORS[name]
     parameters = inspect.signature(constructor).parameters
     readers = {key: partial(_value, name, key) for key in parameters}
+    if options and not parameters:
+        raise Refused(f"{name}: takes no options, got {' '.join(options)}. Leave them out.")
     given = pairs(name, options, readers, f"key=value with a key of {', '.join(parameters)}")
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
     if missing:
-        raise Refused(f"{name}: needs {', '.join(f'{k}=...' for k in missing)}.")
+        raise Refused(f"{name}: needs {' '.join(f'{k}=VALUE' for k in missing)}.")
     if name == "document" and "lengths" not in given:
         given = {k: torch.as_tensor(v) if isinstance(v, list) else v for k, v in given.items()}
     if name == "ragged":

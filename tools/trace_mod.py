@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import linecache
 import math
@@ -260,24 +259,22 @@ def _lanes_of(mod: Any) -> tuple[str, ...]:
 def _window(
     q: Tensor, k: Tensor, b: int, h: int, q_range: tuple[int, int], kv_range: tuple[int, int]
 ) -> tuple[slice, slice]:
-    bad = functools.partial(errors.bad_option, "trace_mod")
+    bad = errors.bad_argument
     for name, tensor in (("q", q), ("k", k)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            came = f"shape {[*tensor.shape]}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise bad(name, came, "a tensor of 4 dimensions")
+            raise bad(f"trace_mod: {name}", "a tensor of 4 dimensions", errors.described(tensor))
     if q.size(-1) != k.size(-1):
         raise errors.head_dims_differ(q, k)
     for name, index, size in (("b", b, q.size(0)), ("h", h, q.size(1))):
         if not 0 <= index < size:
-            raise bad(name, index, f"0 to {size - 1}")
+            raise bad(f"trace_mod: {name}", f"0 to {size - 1}", index)
     found = []
     for name, (start, stop), size in (("q_range", q_range, q.size(2)), ("kv_range", kv_range, k.size(2))):
-        stop = min(stop, size)
-        if not 0 <= start < stop:
-            raise bad(name, (start, stop), f"(start, stop) within 0 to {size}")
-        found.append(slice(start, stop))
+        if not 0 <= start < min(stop, size):
+            raise bad(f"trace_mod: {name}", f"(start, stop) within 0 to {size}", (start, stop))
+        found.append(slice(start, min(stop, size)))
     if math.prod(span.stop - span.start for span in found) > MOST_LANES:
-        raise bad("q_range", q_range, f"at most {MOST_LANES} pairs of query and key")
+        raise bad("trace_mod: q_range", f"at most {MOST_LANES} pairs of query and key", q_range)
     return found[0], found[1]
 
 

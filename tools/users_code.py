@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flex_inductor.errors import FlexError
+from flex_inductor.errors import FlexError, kind_of
 
 DTYPES = {
     "f16": "float16",
@@ -85,18 +85,19 @@ def called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, An
     given = dict(map(_input, inputs))
     function = found(where)
     parameters = inspect.signature(getattr(function, "forward", function))
-    if given:
-        try:
-            parameters.bind(**given)
-        except TypeError as error:
-            raise Refused(f"--input: {where}{parameters} does not take {', '.join(given)}: {error}") from None
-        return function, (), given
+    try:
+        parameters.bind_partial(**given)
+    except TypeError as error:
+        raise Refused(f"--input: {where}{parameters} does not take {', '.join(given)}: {error}") from None
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     every = parameters.parameters.values()
-    if needed := [p.name for p in every if p.default is p.empty and p.kind not in variable]:
+    needed = [p.name for p in every if p.default is p.empty and p.kind not in variable]
+    if missing := [name for name in needed if name not in given]:
         raise Refused(
-            f"{where} takes {', '.join(needed)}: give them with --input, such as --input {needed[0]}=1x8x1024x64:bf16"
+            f"{where}: no --input for {', '.join(missing)}; give it, such as --input {missing[0]}=1x8x1024x64:bf16"
         )
+    if given:
+        return function, (), given
     with running(where):
         made = function()
     match made:
@@ -105,7 +106,7 @@ def called(where: str, inputs: list[str]) -> tuple[Callable, tuple, dict[str, An
         case tuple((fn, Mapping() as kwargs)) if callable(fn):
             return fn, (), dict(kwargs)
     raise Refused(
-        f"{where} must return (fn, args) with a tuple or a dict of arguments, but returned a {type(made).__name__}; "
+        f"{where} must return (fn, args) with a tuple or a dict of arguments, but returned {kind_of(made)}; "
         f"to call the function itself, give its arguments with --input"
     )
 

@@ -213,6 +213,10 @@ def unknown_law(name: str, laws: Sequence[str]) -> FlexValueError:
     return FlexValueError(f"laws: got {name!r}, expected some of {', '.join(laws)}.")
 
 
+def law_without_list(laws: str) -> FlexTypeError:
+    return FlexTypeError(f"laws: expected a list of names, got {laws!r}. Pass laws=[{laws!r}].")
+
+
 def no_numbers(inputs: Any) -> FlexTypeError:
     return FlexTypeError(
         f"inputs: expected a tuple or a dict with floating-point tensors for the function, got {type(inputs).__name__} "

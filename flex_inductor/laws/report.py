@@ -153,6 +153,8 @@ Law = Callable[[], tuple[str, Sequence[str]]]
 
 def judged(subject: str, laws: dict[str, Law], wanted: Iterable[str] | None) -> Report:
     """Run the laws that are wanted, all by default."""
+    if isinstance(wanted, str):
+        raise errors.law_without_list(wanted)
     asked = list(laws) if wanted is None else list(wanted)
     if unknown := [name for name in asked if name not in laws]:
         raise errors.unknown_law(unknown[0], list(laws))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from .analysis.trace import name_of
-from .errors import FlexError, MaskArgumentError
+from .errors import FlexError, MaskArgumentError, not_drawable
 from .library.blockmask import create_block_mask
 from .runs import FULL, PARTIAL, density
 from .schedule import RunSchedule
@@ -59,6 +59,7 @@ def draw_mask(
 
     Raises:
         MaskArgumentError: the file has another ending, a mask_mod lacks its lengths, or `b`, `h` or `zoom` is outside.
+        FlexTypeError: `mask` is none of the three.
         FlexError: matplotlib is not installed.
 
     Example:
@@ -150,6 +151,8 @@ def _schedule_of(mask: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, block: Any,
         return mask
     if isinstance(mask, BlockMask):
         return RunSchedule.from_block_mask(mask)
+    if not callable(mask):
+        raise not_drawable(mask)
     if Q_LEN is None or KV_LEN is None:
         raise MaskArgumentError("draw_mask: a mask function also needs Q_LEN and KV_LEN.")
     return create_block_mask(mask, B, H, Q_LEN, KV_LEN, device, block, compact=True)

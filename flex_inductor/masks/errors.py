@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import FlexError, FlexTypeError, FlexValueError
+from ..errors import FlexError, FlexTypeError, FlexValueError, kind_of
 
 __all__ = ["FlexError", "MaskArgumentError", "MaskModError"]
 
@@ -57,6 +57,13 @@ def capture_elsewhere(mask_mod: str, capture: str, device: Any, expected: Any) -
     return MaskModError(
         f"{mask_mod}: captures `{capture}`, which is on {device}, but the mask is built on {expected}. Move it there, "
         f"or pass device={str(device)!r}."
+    )
+
+
+def not_drawable(mask: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"draw_mask: mask: expected a mask_mod, a BlockMask or a RunSchedule, got {kind_of(mask)}. Pass a mask_mod "
+        "with Q_LEN and KV_LEN."
     )
 
 

@@ -19,6 +19,7 @@ from ..errors import (
     FlexTypeError,
     FlexValueError,
     described,
+    kind_of,
     not_callable,
 )
 
@@ -40,14 +41,14 @@ def operator_refused(name: str, why: str, functions: Iterable[str]) -> FlexValue
 
 def argument_refused(value: Any) -> FlexValueError:
     return FlexValueError(
-        f"A mod gives an operator a {type(value).__name__}, which cannot be written into a compiled graph. Expected "
+        f"A mod gives an operator {kind_of(value)}, which cannot be written into a compiled graph. Expected "
         f"tensors, numbers, text, dtypes, devices, layouts, memory formats, and lists of them."
     )
 
 
 def constant_refused(name: str, value: Any) -> FlexValueError:
     return FlexValueError(
-        f"A mod holds `{name}`, a {type(value).__name__}, which cannot be written into a compiled graph. Expected a "
+        f"A mod holds `{name}`, {kind_of(value)}, which cannot be written into a compiled graph. Expected a "
         f"plain dense tensor; capture anything else from outside the mod as one."
     )
 

@@ -261,6 +261,7 @@ def test_padding_is_no_document():
         ),
         ([30.0], None, "documents: expected lengths, such as [100, 156], or a tensor of integers"),
         (torch.zeros(80), None, "got torch.float32 [80]"),
+        (LENGTHS, "masked", "laws: expected a list of names, got 'masked'. Pass laws=['masked']."),
         (LENGTHS, ["shifts"], "laws: got 'shifts', expected some of masked, shift, permutation, documents"),
     ],
 )

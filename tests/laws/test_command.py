@@ -120,7 +120,7 @@ REFUSED = {
     "lengths": ([f"{SCRIPT}:right", "--documents=30,x"], "argument --documents: expected lengths such as 40,56, got '30,x'."),
     "documents": ([f"{SCRIPT}:right", "--documents=30,40"], "documents: they have 70 tokens, and no input has"),
     "raises": ([f"{SCRIPT}:raises"], f"{SCRIPT}:raises fails: ZeroDivisionError: one by zero (functions.py:"),
-    "needs inputs": ([f"{SCRIPT}:attends"], f"{SCRIPT}:attends takes q, k, v: give them with --input, "),
+    "needs inputs": ([f"{SCRIPT}:attends"], f"{SCRIPT}:attends: no --input for q, k, v; give it, such as --input q="),
 }  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flex_inductor import Sequences
+from flex_inductor.errors import FlexTypeError
 from flex_inductor.masks import draw, library, load_ipython_extension
 from flex_inductor.masks.draw import FULL_COLOUR, draw_mask, tile_shares, tile_tokens
 from flex_inductor.masks.errors import MaskArgumentError
@@ -107,6 +109,14 @@ def test_a_function_needs_lengths():
         draw_mask(library.causal())
 
 
+@pytest.mark.parametrize(
+    ("mask", "kind"), [(3, "an int"), (Sequences.from_lengths([3]).mask(), "a SequenceMask")]
+)
+def test_what_is_no_mask_is_named(mask, kind):
+    with pytest.raises(FlexTypeError, match=f"expected a mask_mod, a BlockMask or a RunSchedule, got {kind}"):
+        draw_mask(mask)
+
+
 def command(*words: str) -> int:
     return cli.main(["mask", *words])
 
@@ -142,7 +152,8 @@ def test_command_takes_lists_and_draws(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sliding_window"], "sliding_window: needs size=..."),
+        (["sliding_window"], "sliding_window: needs size=VALUE."),
+        (["causal", "size=3"], "causal: takes no options, got size=3. Leave them out."),
         (["causal", "--zoom", "0", "0"], "--zoom: expected --out with it, the file of the drawing"),
         (["sliding_window", "width=3"], "expected key=value with a key of size, causal; got 'width=3'"),
         (

@@ -212,7 +212,7 @@ def test_wrong_calls():
     with pytest.raises(FlexError, match=r"^q: expected \[tokens, heads, head_dim\]"):
         flash.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5)
     for call, text in (
-        (lambda: flash.flash_attn_func(q, None, v), "^k must be a torch.Tensor, but is a NoneType"),
+        (lambda: flash.flash_attn_func(q, None, v), "^k must be a torch.Tensor, but is None"),
         (
             lambda: flash.flash_attn_func(q, k, v[0]),
             r"^v: expected \[batch, length, heads, head_dim\], got shape",

@@ -77,7 +77,7 @@ def test_heads_that_differ_need_enable_gqa():
 def test_wrong_calls():
     tokens, cu = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
     for (query, key), more, text in (
-        ((None, tokens), {}, "^query must be a torch.Tensor, but is a NoneType"),
+        ((None, tokens), {}, "^query must be a torch.Tensor, but is None"),
         ((tokens, tokens[0]), {}, r"^key: expected \[tokens, heads, head_dim\], got shape \[2, 8\]"),
         ((tokens, tokens), {"return_aux": True}, "^return_aux must be an AuxRequest or None, but is a bool"),
     ):

@@ -80,14 +80,22 @@ REFUSED = {
     "fails": ([f"{SCRIPT}:fails"], f"{SCRIPT}:fails fails: ZeroDivisionError: integer division or modulo by zero ("),
     "no attention": ([f"{SCRIPT}:no_attention"], "relu never calls flex_attention with these arguments: "),
     "devices": ([f"{SCRIPT}:two_devices"], "The arguments are on several devices: cpu, meta. Move them to one; "),
-    "needs arguments": ([f"{SCRIPT}:causal"], f"{SCRIPT}:causal takes b, h, q_idx, kv_idx: give them with --input, "),
+    "needs arguments": ([f"{SCRIPT}:causal"], f"{SCRIPT}:causal: no --input for b, h, q_idx, kv_idx; give it, such as --input b="),
     "returns another": ([f"{SCRIPT}:inputs"], f"{SCRIPT}:inputs must return (fn, args) with a tuple or a dict of arguments, but"),
     "input": ([f"{SCRIPT}:causal", "--input", "b=3:f8"], "--input b=3:f8: expected NAME=SHAPE:DTYPE such as "),
+    "an argument without input": ([f"{SCRIPT}:causal", *(f"--input={name}=3" for name in ("b", "h", "kv_idx"))], f"{SCRIPT}:causal: no --input for q_idx; "),
     "inputs": ([f"{SCRIPT}:causal", "--input", "z=3:f16"], f"--input: {SCRIPT}:causal(b, h, q_idx, kv_idx) does not take z"),
-    "target": ([f"{SCRIPT}:plain_causal", "--target", "sm_1"], "flex_inductor.inspect['target'] is 'sm_1'; expected one of cpu, sm_80, "),
+    "target": ([f"{SCRIPT}:plain_causal", "--target", "sm_1"], "target: expected one of cpu, sm_80, "),
     "against": ([f"{SCRIPT}:plain_causal", "--against", SCRIPT], f"--against {SCRIPT}: not a report saved with --json ("),
     "kernel": ([f"{SCRIPT}:plain_causal", "--kernel", "nothing"], "--kernel nothing: no such kernel; there is forward"),
 }  # fmt: skip
+
+
+def test_against_json_of_something_else(tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    err = run(capsys, f"{SCRIPT}:plain_causal", "--against", str(other))[2]
+    assert err == f"flex-inductor inspect: --against {other}: not a report saved with --json\n"
 
 
 @pytest.mark.parametrize("name", REFUSED)

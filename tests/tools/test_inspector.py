@@ -159,6 +159,5 @@ def test_unknown_target():
     with pytest.raises(FlexError) as error:
         flex_inductor.inspect(flex_attention, target="sm_70")
     assert str(error.value) == (
-        "flex_inductor.inspect['target'] is 'sm_70'; expected one of cpu, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, "
-        "gfx942, gfx950."
+        "target: expected one of cpu, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, gfx942, gfx950, got 'sm_70'."
     )

@@ -177,7 +177,7 @@ def test_a_long_mask_mixes_colours():
     [
         (["caausal"], "mask: expected one of causal, sliding_window, "),
         (["none", "a=1"], "got 'none a=1'"),
-        (["sliding_window"], "sliding_window: needs size=..."),
+        (["sliding_window"], "sliding_window: needs size=VALUE."),
         (["documents", "mean=x"], "documents: expected mean=, sigma= or seed= and a number; got 'mean=x'"),
         (["documents", "mode=3"], "got 'mode=3'"),
         (

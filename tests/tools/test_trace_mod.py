@@ -120,14 +120,17 @@ def test_a_line_in_a_loop_is_shown_once_for_each_round():
 
 
 REFUSED = {
-    "b": ({"b": 1}, "trace_mod['b'] is 1; expected 0 to 0."),
-    "h": ({"h": 2}, "trace_mod['h'] is 2; expected 0 to 1."),
-    "q_range": ({"q_range": (6, 8)}, "trace_mod['q_range'] is (6, 6); expected (start, stop) within 0 to 6."),
+    "b": ({"b": 1}, "trace_mod: b: expected 0 to 0, got 1."),
+    "h": ({"h": 2}, "trace_mod: h: expected 0 to 1, got 2."),
+    "q_range": ({"q_range": (6, 8)}, "trace_mod: q_range: expected (start, stop) within 0 to 6, got (6, 8)."),
     "kv_range": (
         {"kv_range": (3, 3)},
-        "trace_mod['kv_range'] is (3, 3); expected (start, stop) within 0 to 6.",
+        "trace_mod: kv_range: expected (start, stop) within 0 to 6, got (3, 3).",
     ),
-    "q": ({"q": torch.zeros(3)}, "trace_mod['q'] is 'shape [3]'; expected a tensor of 4 dimensions."),
+    "q": (
+        {"q": torch.zeros(3)},
+        "trace_mod: q: expected a tensor of 4 dimensions, got a tensor of shape [3] and ",
+    ),
     "arity": ({"mod": lambda a: a}, "score_mod must take 5 arguments, "),
     "result": ({"mod": lambda s, b, h, q, k: s > 0}, "score_mod must return one floating-point score, "),
 }

@@ -145,10 +145,9 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
     devices = sorted({t.device.type for t in tree_iter(given) if isinstance(t, Tensor)})
     if len(devices) > 1:
         raise errors.mixed_devices(devices)
-    bad = functools.partial(call_errors.bad_option, "flex_inductor.inspect")
     there = devices[0] if devices else "cpu"
     if there not in ("cpu", "cuda"):
-        raise bad("arguments", f"on {there}", "tensors on cpu or cuda")
+        raise call_errors.bad_argument("arguments", "tensors on cpu or cuda", f"some on {there}")
     if there == "cuda":
         from flex_inductor.lowerings.triton.device import current_device
 
@@ -157,7 +156,7 @@ def _target(fn: Callable, args: Any, kwargs: Any, target: str | None) -> str:
             raise errors.not_this_device(target, own)
         return own
     if target not in (None, *KNOWN_TARGETS):
-        raise bad("target", target, f"one of {', '.join(KNOWN_TARGETS)}")
+        raise call_errors.bad_argument("target", f"one of {', '.join(KNOWN_TARGETS)}", repr(target))
     return target or "cpu"
 
 

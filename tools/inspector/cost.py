@@ -112,7 +112,7 @@ def _device(name: str | None, target: str) -> Device:
     if name is None:
         return this_cpu(torch.get_num_threads()) if target == "cpu" else _card(target)
     if name not in DEVICES:
-        raise errors.bad_option("cost", "device", name, f"one of {', '.join(DEVICES)}")
+        raise errors.bad_argument("cost: device", f"one of {', '.join(DEVICES)}", repr(name))
     return DEVICES[name]
 
 

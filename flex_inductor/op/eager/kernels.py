@@ -54,7 +54,7 @@ def set_eager_kernels(mode: str) -> str:
     """
     global _mode
     if mode not in _MODES:
-        raise errors.bad_option("set_eager_kernels", "mode", mode, f"one of {', '.join(_MODES)}")
+        raise errors.bad_argument("set_eager_kernels: mode", f"one of {', '.join(_MODES)}", repr(mode))
     before, _mode = _mode, mode
     known.forget()
     return before

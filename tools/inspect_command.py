@@ -77,8 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _last(arguments: argparse.Namespace) -> int:
     from .inspector import last
 
+    others = ("input", "no_backward", "target", "kernel", "source_only", "html", "against")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name)]
     if arguments.function is not None:
-        raise Refused(f"--last shows what another process compiled: leave {arguments.function} out")
+        given.insert(0, arguments.function)
+    if given:
+        raise Refused(f"--last shows what another process compiled: leave {', '.join(given)} out")
     record = last.read()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")

@@ -176,6 +176,14 @@ REFUSED = {
     "no record": (None, [], "there is no record in "),
     "not a record": ("{}", [], "cannot be read ('format'); it is written anew by the next process that "),
     "a function": ("{}", ["train.py:f"], "--last shows what another process compiled: leave train.py:f out"),
+    "options of a function": (
+        "{}",
+        [
+            *(f"--{name}=x" for name in ("input", "target", "kernel", "html", "against")),
+            *("--no-backward", "--source-only"),
+        ],
+        "leave --input, --no-backward, --target, --kernel, --source-only, --html, --against out",
+    ),
 }
 
 

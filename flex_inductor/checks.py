@@ -98,6 +98,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
         raise errors.key_value_differ(key, value)
     if key.size(0) != query.size(0) and key.size(0) != 1:
         raise errors.batch_mismatch(query, key)
+    _check_bool("enable_gqa", enable_gqa)
     if query.size(1) != key.size(1):
         if not enable_gqa:
             raise errors.gqa_not_enabled(query.size(1), key.size(1))
@@ -110,6 +111,7 @@ def check_options(
 ) -> None:
     if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise errors.bad_scale(scale)
+    _check_bool("return_lse", return_lse)
     if return_lse and return_aux is not None:
         raise errors.lse_and_aux()
     if return_aux is not None and not isinstance(return_aux, REQUESTS):
@@ -118,6 +120,11 @@ def check_options(
         raise errors.not_callable("score_mod", score_mod)
     check_kernel_options(kernel_options)
     _check_scale(scale, query)
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise errors.not_a_bool(name, value)
 
 
 def _check_scale(scale: Any, query: Tensor) -> None:

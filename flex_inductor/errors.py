@@ -217,6 +217,12 @@ def heads_do_not_divide(query_heads: int, kv_heads: int) -> FlexValueError:
     )
 
 
+def not_a_bool(name: str, value: Any) -> FlexTypeError:
+    return FlexTypeError(
+        f"{name} must be True or False, but is {described(value)}. Call bool() on a result of numpy or torch."
+    )
+
+
 def bad_scale(scale: Any) -> FlexTypeError:
     return FlexTypeError(
         f"scale must be a Python number or None (for 1/sqrt(head_dim)), but is {described(scale)}. "

@@ -56,10 +56,12 @@ CASES = {
         lambda: {"key": make(2, 3, 32, 8), "value": make(2, 3, 32, 8), "enable_gqa": True},
         ValueError,
     ),
+    "gqa": (lambda: {"enable_gqa": "no"}, TypeError),
     "sinks": (lambda: {"sinks": torch.zeros(5)}, ValueError),
     "dropout": (lambda: {"dropout_p": 1.5}, ValueError),
     "scale": (lambda: {"scale": torch.tensor(1.0)}, TypeError),
     "scale beyond": (lambda: {"scale": 1e300}, ValueError),
+    "lse": (lambda: {"return_lse": 3}, TypeError),
     "lse and aux": (lambda: {"return_lse": True, "return_aux": AuxRequest(lse=True)}, ValueError),
     "aux": (lambda: {"return_aux": True}, TypeError),
     "score_mod": (lambda: {"score_mod": mask()}, TypeError),
@@ -176,6 +178,8 @@ gqa not enabled:
   query has 4 heads and key has 2; without enable_gqa they must be equal. For grouped-query attention pass enable_gqa=True.
 heads:
   With enable_gqa, query's heads must be a multiple of key's, but query has 4 and key 3.
+gqa:
+  enable_gqa must be True or False, but is a str. Call bool() on a result of numpy or torch.
 sinks:
   sinks: expected a floating tensor with one number for each query head, [4], got a tensor of shape [5] and dtype torch.float32.
 dropout:
@@ -184,6 +188,8 @@ scale:
   scale must be a Python number or None (for 1/sqrt(head_dim)), but is a tensor of shape [] and dtype torch.float32. A tensor scale that needs a gradient belongs in score_mod: lambda score, *_: score * scale.
 scale beyond:
   scale is beyond what float32, the dtype of the scores, holds (3.4e+38). Give a smaller one, or query, key and value in float64.
+lse:
+  return_lse must be True or False, but is an int. Call bool() on a result of numpy or torch.
 lse and aux:
   return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone.
 aux:

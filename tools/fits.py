@@ -145,7 +145,7 @@ PREFACE = """# What kernels take of cards
 `make fits` compiles what untuned calls get for every card and writes this page;
 `python -m flex_inductor.tools.fits --cards sm_90 --out docs/fits.md` writes one card's part anew. Shared memory is that
 of one instance, registers and local memory those of a thread. Each number is the largest of all calls (those of
-`tools/fits.py`). fp32 is without TF32. Nothing has run on a card.
+`tools/fits.py`). fp32 is without TF32. Compilers give the numbers, not cards.
 """
 
 

@@ -194,7 +194,7 @@ FEATURES: dict[str, tuple[Claim, ...]] = {
         Claim("no", CUDNN_README),
     ),
     "Published speed on GPUs": (
-        Claim("**none**: no card has run it", "docs/triton.md"),
+        Claim("one H200, for half an hour", "docs/benchmarks/h200.md"),
         Claim("yes", "pytorch.org/blog/flexattention"),
         Claim("its backends: FlashAttention, cuDNN", SDPA),
         Claim("yes", FA_README),

@@ -291,6 +291,7 @@ class Builder:
             "precision": repr(dot_precision(p.dtype) if self.nvidia else "ieee"),
             "nvidia": self.nvidia,
             "amd": current_device(p.device).family == "amd",
+            "hopper": current_device(p.device).family == "hopper",
             "tensor_memory": current_device(p.device).family == "blackwell",
             "tile_shape": self.tile,
             "places_of": "plain_places.jinja",

@@ -96,6 +96,19 @@ def test_weights_stay_in_registers_behind_a_branch_too(attend):
     assert len(re.findall(r"^#mma\d* = ", compiled.asm["ttgir"], flags=re.MULTILINE)) == 1
 
 
+def test_products_of_a_score_mod_do_not_wait_one_by_one():
+    """As ptxas has them behind the branch of a length that tiles do not divide."""
+    q, k, v = (torch.randn(1, 1, 301, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+
+    def attend(q, k, v):
+        return flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: 20 * torch.tanh(score / 20))
+
+    kernels = {kind(kernel): kernel for kernel in attention_kernels(attend, q, k, v, target="sm_90")}
+    kernel = kernels["backward_dq"]
+    (loop,) = main_loops(machine_code(compile_for(kernel, kernel.configs[0], "sm_90")))
+    assert sum(i.matches("WARPGROUP.DEPBAR") for i in loop) < sum(i.matches("HGMMA") for i in loop) / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["causal", "softcap", "documents", "bias"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -36,6 +36,11 @@ def bias_alone(q, k, v, table):
     return flex_attention(q, k, v, lambda s, b, h, m, n: table[m, n])
 
 
+def scaled_by_index(q, k, v):
+    """By infinity one key after the last."""
+    return flex_attention(q, k, v, lambda s, b, h, m, n: s * (1 + 1 / (k.size(2) - n)))
+
+
 def grouped(q, k, v):
     mask = create_block_mask(causal(), None, None, q.size(2), k.size(2), "cpu", compact=True)
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -87,6 +92,10 @@ CALLS = {
         bias_alone, lambda q, k, v, table: sdpa(q * 0, k, v, attn_mask=table),
         [(1, 2, 70, 16)] * 3 + [(70, 70)], WITH_BACKWARD,
     ),
+    "scaled by index": (
+        scaled_by_index, lambda q, k, v: sdpa(q, k * (1 + 1 / torch.arange(k.size(2), 0, -1)[:, None]).to(k), v),
+        [(1, 2, 70, 64)] * 3, WITH_BACKWARD,
+    ),
     "grouped": (
         grouped, lambda q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True),
         [(1, 4, 256, 128)] + [(1, 2, 256, 128)] * 2, WITH_BACKWARD,
@@ -116,6 +125,7 @@ CASES = [
         ("alibi", "sm_90", torch.float16),
         ("bias", "sm_90", torch.bfloat16),
         ("bias alone", "sm_90", torch.float16),
+        ("scaled by index", "sm_90", torch.float16),
         ("decode", "sm_80", torch.float16),
         ("short", "sm_90", torch.float16),
         ("short", "sm_100", torch.bfloat16),

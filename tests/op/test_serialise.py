@@ -354,7 +354,7 @@ def test_a_mod_that_cannot_be_written_says_why():
     class Odd(torch.Tensor):
         pass
 
-    with pytest.raises(FlexValueError, match="A mod holds `_constant`, a Odd, which cannot be written"):
+    with pytest.raises(FlexValueError, match="A mod holds `_constant`, an Odd, which cannot be written"):
         serialise.graph_data(graph_of(constants=[("_constant", torch.ones(1).as_subclass(Odd))]))
     with pytest.raises(
         FlexValueError, match="A mod uses '<built-in function getpid>', which is not an operator"

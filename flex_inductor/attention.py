@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import compat, upward
-from .checks import check_call, check_unplanned, refuse_untested, refused
+from .checks import check_call, check_unplanned, is_distributed, refuse_untested, refused
 from .masks.planned import PlannedMask
 from .masks.schedule import RunSchedule, schedule_parts
 from .op import AttentionCall, Inputs, attention, untraced
@@ -133,7 +133,8 @@ def _plain_call(
     softmax, scales = Softmax(*of_softmax), Scales(*of_scales)
     _, score_mod, scale, return_lse, kernel_options, return_aux = options
     more = any(given is not None for given in (return_aux, softmax.sinks, softmax.rng_state, *scales))
-    elsewhere = isinstance(block_mask, PlannedMask) or _are_others(query, key, value)
+    others = _has_nested(query, key, value) or _has_distributed(query, key, value)
+    elsewhere = isinstance(block_mask, PlannedMask) or others
     if more or elsewhere or softmax.dropout_p or softmax.head_offset or is_narrow(key):
         return None
     check_unplanned(query, key, value, block_mask, softmax, scales, *options)
@@ -157,7 +158,7 @@ def _with_more(
         given = (scale, enable_gqa, return_lse, kernel_options)
         named = {"return_aux": return_aux, **softmax._asdict(), **scales._asdict()}
         return _served["nested"](query, key, value, score_mod, block_mask, *given, **named)
-    if _has_dtensors(query, key, value) and not isinstance(block_mask, PlannedMask):
+    if _has_distributed(query, key, value) and not isinstance(block_mask, PlannedMask):
         _import_dtensors()
         block_mask = _served["dtensors"](block_mask, query, key, value, softmax)
     wanted, softmax = asked(return_aux, return_lse), softmax.drawn(query)
@@ -219,17 +220,13 @@ def _has_nested(*tensors: Any) -> bool:
     return any(getattr(tensor, "is_nested", False) for tensor in tensors)
 
 
-def _has_dtensors(*tensors: Any) -> bool:
-    return any(hasattr(tensor, "placements") for tensor in tensors)
+def _has_distributed(*tensors: Any) -> bool:
+    return any(map(is_distributed, tensors))
 
 
 @compat.run_while_traced
 def _import_dtensors() -> None:
     upward.import_dtensors()
-
-
-def _are_others(*tensors: Any) -> bool:
-    return _has_nested(*tensors) or _has_dtensors(*tensors)
 
 
 def _dropout_mask(softmax: Softmax, query: Tensor, key: Tensor) -> Tensor | None:

@@ -62,6 +62,11 @@ def check_unplanned(
         check_block_mask(mask, query, key)
 
 
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a DTensor, whose module takes long to import."""
+    return hasattr(tensor, "placements")
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, narrow: bool = False) -> None:
     """Refuse tensors that are no query, key and value; `narrow`: of 8 bits are served too."""
     if torch.jit.is_tracing():
@@ -71,7 +76,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, n
             raise errors.not_a_tensor(name, tensor)
         if tensor.is_nested:
             raise errors.nested_tensor(name)
-        if hasattr(tensor, "placements"):
+        if is_distributed(tensor):
             raise errors.distributed_tensor(name)
         if tensor.layout != torch.strided:
             raise errors.not_strided(name, tensor.layout)

@@ -290,9 +290,7 @@ class Builder:
             # gfx950 knows no "tf32", not even where it means nothing: in 16 bits.
             "precision": repr(dot_precision(p.dtype) if self.nvidia else "ieee"),
             "nvidia": self.nvidia,
-            "amd": current_device(p.device).family == "amd",
-            "hopper": current_device(p.device).family == "hopper",
-            "tensor_memory": current_device(p.device).family == "blackwell",
+            "family": current_device(p.device).family,
             "tile_shape": self.tile,
             "places_of": "plain_places.jinja",
             "score_mod": inlined.score,

@@ -12,7 +12,16 @@ from ..call import LoweredCall
 from ..decision import Choice
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, fixed_layout, fp32_layout, inlinable, rendered, tiles, visited
+from .call import (
+    add_node,
+    fixed_layout,
+    fp32_layout,
+    inlinable,
+    rendered,
+    scaled_late,
+    tiles,
+    visited,
+)
 
 PARTS = 8  # at least this many work items, if there are as many rows of tiles
 ITEMS_OF_PART = 8  # rows of tiles of a sequence that several parts share
@@ -61,6 +70,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             parts=PARTS,
             items_of_part=ITEMS_OF_PART,
             leaf_bytes=LEAF_BYTES,
+            scaled_late=scaled_late(score, call),
             scatters=[
                 {
                     "over_rows": scatter.over_rows,

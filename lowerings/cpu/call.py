@@ -29,8 +29,6 @@ from .configs import Caches, candidates, estimate
 from .flatten import flatten
 from .tables import with_columns, with_tables
 
-AMX_KEYS = 32  # keys that one product of tiles takes: in smaller blocks some would belong to a neighbour
-
 _NARROW = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}  # bits of the exponent
 
 INCLUDES = "#include <torch/csrc/inductor/cpp_prefix.h>\n#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n"
@@ -108,6 +106,12 @@ def tiles(call: LoweredCall) -> dict[str, Any]:
     return {} if tile_map is None else dict(zip(template.TILES, map(realized, tile_map), strict=True))
 
 
+def scaled_late(score: lanes.Lanes | None, call: LoweredCall) -> bool:
+    """Whether products leave scores as they are, and exponentials scale them."""
+    # -inf, of what is masked, times a scale that is 0 in float32 would be NaN.
+    return score is None and call.scale >= torch.finfo(torch.float32).tiny
+
+
 def has_amx() -> bool:
     """Whether torch compiles for AMX here: the CPU and the compiler know it, the system permits it."""
     from torch._inductor.cpu_vec_isa import VecAMX, pick_vec_isa
@@ -137,7 +141,7 @@ def rendered(
         element=DTYPE_TO_CPP[kernel.tensors[0].get_dtype()],
         is_bf16=int(problem.dtype == torch.bfloat16),
         narrow=_NARROW.get(kernel.tensors[1].get_dtype(), 0),
-        has_amx=int(has_amx() and (problem.blocks is None or problem.blocks[1] % AMX_KEYS == 0)),
+        has_amx=int(has_amx()),
         signature=kernel.declaration,
         profile=profile,
         scale=f"{float(call.scale)!r}f",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._inductor.virtualized import V
 
 from flex_inductor.op.call import has_few_queries
@@ -15,7 +14,7 @@ from ..decision import Choice
 from ..hints import splits_asked
 from ..problem import AttentionProblem
 from . import lanes, template
-from .call import add_node, fixed_layout, inlinable, rendered, tiles, visited
+from .call import add_node, fixed_layout, inlinable, rendered, scaled_late, tiles, visited
 
 PACKED_BYTES = 8 << 20  # bytes of keys and values in use at a time
 
@@ -59,8 +58,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             lists,
             bodies,
             **config._asdict(),
-            # -inf, of what is masked, times a scale that is 0 in float32 would be NaN.
-            scaled_late=score is None and call.scale >= torch.finfo(torch.float32).tiny,
+            scaled_late=scaled_late(score, call),
             packed_bytes=PACKED_BYTES,
             splits=splits_asked(problem),
             walks=walked,

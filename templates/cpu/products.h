@@ -58,20 +58,52 @@ inline __attribute__((always_inline)) void each_panel(int64_t columns, Body body
   if (first < columns) body(first, std::false_type());
 }
 
+// Calls body(row, column, whole) for all blocks of a product. What AMX adds to lies far apart: a row is done before the next.
+template <typename Body>
+inline __attribute__((always_inline)) void each_block(int64_t rows, int64_t columns, Body body) {
+#if FLEX_AMX
+  for (int64_t r = 0; r < rows; r += BLOCK) each_panel(columns, [&](int64_t c, auto whole) { body(r, c, whole); });
+#else
+  each_panel(columns, [&](int64_t c, auto whole) {
+    for (int64_t r = 0; r < rows; r += BLOCK) body(r, c, whole);
+  });
+#endif
+}
+
+// What becomes of a register block's sums.
+struct Put {
+  Vec operator()(Vec sum, const float*) const { return sum; }
+};
+struct PutScaled {
+  float scale;
+  Vec operator()(Vec sum, const float*) const { return sum * Vec(scale); }
+};
+struct Add {
+  Vec operator()(Vec sum, const float* target) const { return Vec::loadu(target) + sum; }
+};
+
 // One register block: target[r][0:PANEL] = sum over s of rows[r * row_stride + s * row_step] * panel[s * panel_step],
-// as `finish` combines it with the target. If it is not WHOLE, the left half of that, with two steps in place of two halves.
+// as `finish` says. If it is not WHOLE, the left half of that, with two steps in place of two halves.
 template <bool WHOLE = true, typename Finish>
 inline __attribute__((always_inline)) void dot_block(
     const Packed* rows, int64_t row_stride, int64_t row_step, const Packed* panel, int64_t panel_step, int64_t steps,
     float* target, int64_t target_ld, Finish finish) {
 #if FLEX_AMX
   constexpr int64_t ROWS = 16, STEPS = DEPTH / STEP;  // of a tile
-  __m512 sum[BLOCK][2];
+  const int64_t target_bytes = target_ld * sizeof(float);
+  float* const lower = target + ROWS * target_ld;
   asm volatile("" ::: "memory");  // what tiles load is in memory: compilers do not know that they load
-  _tile_zero(0);
-  _tile_zero(2);
-  if (WHOLE) _tile_zero(1);
-  if (WHOLE) _tile_zero(3);
+  if (std::is_same_v<Finish, Add>) {
+    _tile_loadd(0, target, target_bytes);
+    _tile_loadd(2, lower, target_bytes);
+    if (WHOLE) _tile_loadd(1, target + W, target_bytes);
+    if (WHOLE) _tile_loadd(3, lower + W, target_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(2);
+    if (WHOLE) _tile_zero(1);
+    if (WHOLE) _tile_zero(3);
+  }
   for (int64_t s = 0; s < steps; s += STEPS) {
     const Packed *upper = rows + s * row_step, *left = panel + s * panel_step;
     _tile_loadd(4, upper, row_stride * sizeof(Packed));
@@ -83,10 +115,16 @@ inline __attribute__((always_inline)) void dot_block(
     _tile_dpbf16ps(2, 5, 6);
     if (WHOLE) _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, &sum[0][0], sizeof(sum[0]));
-  _tile_stored(2, &sum[ROWS][0], sizeof(sum[0]));
-  if (WHOLE) _tile_stored(1, &sum[0][1], sizeof(sum[0]));
-  if (WHOLE) _tile_stored(3, &sum[ROWS][1], sizeof(sum[0]));
+  _tile_stored(0, target, target_bytes);
+  _tile_stored(2, lower, target_bytes);
+  if (WHOLE) _tile_stored(1, target + W, target_bytes);
+  if (WHOLE) _tile_stored(3, lower + W, target_bytes);
+  asm volatile("" ::: "memory");
+  if constexpr (std::is_same_v<Finish, PutScaled>)
+    for (float* row = target; row < target + BLOCK * target_ld; row += target_ld) {
+      finish(Vec::loadu(row), row).store(row);
+      if (WHOLE) finish(Vec::loadu(row + W), row + W).store(row + W);
+    }
 #else
   Vec sum[BLOCK][2];
 #pragma GCC unroll 16
@@ -111,14 +149,11 @@ inline __attribute__((always_inline)) void dot_block(
     for (int r = 0; r < BLOCK; ++r)
       sum[r][0] = add_products(all_lanes(rows + r * row_stride + s * row_step), left, sum[r][0]);
   }
-#endif
 #pragma GCC unroll 16
   for (int r = 0; r < BLOCK; ++r) {
-    if (!WHOLE) {
-      finish(r, FLEX_AMX ? Vec(sum[r][0]) : Vec(sum[r][0]) + Vec(sum[r][1]), target + r * target_ld);
-      continue;
-    }
-    finish(r, Vec(sum[r][0]), target + r * target_ld);
-    finish(r, Vec(sum[r][1]), target + r * target_ld + W);
+    float* const row = target + r * target_ld;
+    finish(WHOLE ? sum[r][0] : sum[r][0] + sum[r][1], row).store(row);
+    if (WHOLE) finish(sum[r][1], row + W).store(row + W);
   }
+#endif
 }

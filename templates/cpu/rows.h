@@ -128,12 +128,13 @@ inline __attribute__((noinline)) void gather_rows(const From* from, int64_t row_
   std::fill(to + rows * width, to + row_count * width, To(0));
 }
 
-// A square of W x W words. A round weaves the lower half of its rows into the upper; log2(W) rounds turn it around.
+// A square of W words in each row(i). A round weaves the lower half of its rows into the upper; log2(W) rounds turn it around.
 // Rows after the first `count` are not written.
-inline void transpose_words(const float* from, int64_t from_ld, float* to, int64_t to_ld, int64_t count) {
+template <typename Row>
+inline void transpose_words(Row row, float* to, int64_t to_ld, int64_t count) {
   Vec rows[W], woven[W];
 #pragma GCC unroll 16
-  for (int64_t i = 0; i < W; ++i) rows[i] = Vec::loadu(from + i * from_ld);
+  for (int64_t i = 0; i < W; ++i) rows[i] = row(i);
 #pragma GCC unroll 4
   for (int64_t round = 1; round < W; round *= 2) {
 #pragma GCC unroll 8
@@ -153,7 +154,7 @@ inline __attribute__((noinline)) void transpose_panel(const Packed* rows, int64_
   auto* transposed = reinterpret_cast<float*>(to);
   for (int64_t r = 0; r < PANEL; r += W)
     for (int64_t s = 0; s < steps; s += W)
-      transpose_words(words + r * (ld / STEP) + s, ld / STEP, transposed + s * PANEL + r, PANEL, steps - s);
+      transpose_words([&](int64_t i) { return Vec::loadu(words + (r + i) * (ld / STEP) + s); }, transposed + s * PANEL + r, PANEL, steps - s);
 }
 
 // Pairs of rows, element by element, each pair `to_ld` after the last; `rows` is even, `width` a multiple of PANEL.

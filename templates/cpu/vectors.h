@@ -1,9 +1,13 @@
 // Vectors of numbers: in memory as kernels pack them, what is not finite, exp and tanh, tables.
 
 inline void store_packed(Vec numbers, float* to) { numbers.store(to); }
+inline void store_packed(Vec left, Vec right, float* to) { left.store(to), right.store(to + W); }
 #if FLEX_BF16_PAIRS
 inline void store_packed(Vec numbers, Packed* to) {
   _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
+}
+inline void store_packed(Vec left, Vec right, Packed* to) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(right, left));
 }
 #endif
 
@@ -97,29 +101,30 @@ inline Vec exp2_of_part(Vec f) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^t for t <= 0 (rounding may put it a little above), 0 where that is no normal number. Of NaN it is NaN with AVX, else
-// anything.
-inline Vec exp2_nonpositive(Vec t) {
-  // The whole part of t as an exponent, and a polynomial for what rounding leaves. Lanes that underflow, as those of masked
-  // scores do, are left out: Intel's processors take over a hundred cycles for one.
+// 2^(x * slope) where that is 1 at most (rounding may put it a little above), 0 where it is no normal number. Of NaN it is NaN
+// with AVX, else anything.
+inline Vec exp2_nonpositive(Vec x, Vec slope) {
+  // The whole part of the exponent, and a polynomial for what rounding leaves. Lanes that underflow, as those of masked scores
+  // do, are left out: Intel's processors take over a hundred cycles for one.
 #if defined(CPU_CAPABILITY_AVX512)
-  const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 p = exp2_of_part(_mm512_sub_ps(t, whole));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ), p, whole);
+  // The sum with a large number rounds, in one instruction for Intel's two.
+  const __m512 large = _mm512_set1_ps(0x1.8p23f), whole = _mm512_sub_ps(_mm512_fmadd_ps(x, slope, large), large);
+  const __m512 p = exp2_of_part(_mm512_fmsub_ps(x, slope, whole));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ), p, whole);
 #elif defined(CPU_CAPABILITY_AVX2)
-  const __m256 whole = _mm256_round_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256 p = exp2_of_part(_mm256_sub_ps(t, whole));
+  const __m256 whole = _mm256_round_ps(_mm256_mul_ps(x, slope), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 p = exp2_of_part(_mm256_fmsub_ps(x, slope, whole));
   // NaN as an integer has no bits left once it is shifted.
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
   const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
-  return _mm256_and_ps(power, _mm256_cmp_ps(t, _mm256_set1_ps(-125.5f), _CMP_NLT_UQ));
+  return _mm256_and_ps(power, _mm256_cmp_ps(whole, _mm256_set1_ps(-125.5f), _CMP_NLT_UQ));
 #else
-  return (t * Vec(1.f / LOG2_E)).exp_u20();
+  return (x * slope * Vec(1.f / LOG2_E)).exp_u20();
 #endif
 }
 
 // exp(x), as exp2_nonpositive.
-inline Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x * Vec(LOG2_E)); }
+inline Vec exp_nonpositive(Vec x) { return exp2_nonpositive(x, Vec(LOG2_E)); }
 
 // tanh as score_mods use it: three times as fast as the vector library's, good to a few units in the last place.
 template <typename T>

@@ -38,8 +38,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "forward: the output is not rescaled",
         CPU + "forward.jinja",
-        "at::vec::fmadd(Vec::loadu(target), Vec(own.shrink[r0 + r + row]), sum)",
-        "at::vec::fmadd(Vec::loadu(target), Vec(1.f), sum)",
+        "(Vec::loadu(sums) * Vec(own.shrink[r]))",
+        "(Vec::loadu(sums) * Vec(1.f))",
         MATRIX,
     ),
     Change(

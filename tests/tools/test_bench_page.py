@@ -118,7 +118,7 @@ def test_peak(tmp_path, monkeypatch):
     here = SimpleNamespace(run=lambda job: job.function(*job.arguments))
     monkeypatch.setattr(peak, "Worker", lambda: contextlib.nullcontext(here))
     monkeypatch.setattr(peak, "CALLS", (SHORT,))
-    monkeypatch.setattr(peak, "without_amx", lambda: None)
+    monkeypatch.setattr(peak, "without_amx", contextlib.nullcontext)
     monkeypatch.setattr(loops, "ROUNDS", 1000)
     monkeypatch.setattr(loops, "READ", 1 << 16)
     *_, memory_case = peak.cases(None)

@@ -7,6 +7,7 @@ memory. These are figures of all threads together.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -53,9 +54,14 @@ def measure(case: Case, arguments: Namespace) -> Iterator[Result]:
 
 def reached(unit: loops.Unit, count: int) -> list[tuple[str, list[float], float, float]]:
     """Each side's milliseconds in each round and its operations, and the unit's operations a second at best."""
-    torch.manual_seed(0)
     if unit.most != "AVX512_CORE_AMX":
-        without_amx()
+        with without_amx():
+            return _reached(unit, count)
+    return _reached(unit, count)
+
+
+def _reached(unit: loops.Unit, count: int) -> list[tuple[str, list[float], float, float]]:
+    torch.manual_seed(0)
     size = loops.gemm_size(unit.dtype)
     sides: dict[str, Any] = {"product": (loops.gemm_step(unit.dtype, size), 2 * size**3)}
     for call in (replace(call, dtype=unit.dtype) for call in CALLS):
@@ -71,9 +77,20 @@ def reached(unit: loops.Unit, count: int) -> list[tuple[str, list[float], float,
     return [("loop", [in_loop / peak * 1e3], in_loop, peak), *measured]
 
 
-def without_amx() -> None:
-    """Have Inductor compile for AVX-512 in this process where the machine has AMX: no setting does."""
+@contextlib.contextmanager
+def without_amx() -> Iterator[None]:
+    """Has Inductor compile for AVX-512 where the machine has AMX: no setting does.
+
+    Keys of its cache name the machine's instructions. So what is compiled here gets a cache of its own.
+    """
     from torch._inductor.cpu_vec_isa import VecAMX, valid_vec_isa_list
+    from torch._inductor.utils import fresh_cache
 
     found = valid_vec_isa_list()
+    all_found = found[:]
     found[:] = [isa for isa in found if not isinstance(isa, VecAMX)]
+    try:
+        with fresh_cache():
+            yield
+    finally:
+        found[:] = all_found

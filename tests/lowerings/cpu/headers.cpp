@@ -99,7 +99,7 @@ bool register_blocks_are_products() {
     int64_t written = 0;
     each_panel(width, [&](int64_t first, auto whole) {
       dot_block<whole>(rows.data(), depth, STEP, panel.data(), PANEL * STEP, steps, target.data() + first, PANEL + W,
-          [](int, Vec sum, float* to) { sum.store(to); });
+          Put());
       written = first + (whole ? PANEL : W);
     });
     EXPECT(written == round_up(width, W));

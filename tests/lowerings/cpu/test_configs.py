@@ -26,7 +26,7 @@ class Tables(expecttest.TestCase):
 
     def test_by_cache_and_head_dim(self):
         lines = []
-        for first, second, D in ((32, 256, 64), (32, 256, 256), (48, 1024, 64)):
+        for first, second, D in ((32, 256, 64), (32, 256, 256), (48, 1024, 64), (48, 2048, 64)):
             problem = SimpleNamespace(dtype=torch.float32, D=D, V=D)
             lines.append(f"L1 {first}K L2 {second}K D{D}")
             for kernel in TABLES:
@@ -47,7 +47,11 @@ L1 32K L2 256K D256
 L1 48K L2 1024K D64
   forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
-  backward: 64x128 128x128 128x64 64x64 32x128 32x32 (0 too large)""",
+  backward: 64x128 128x128 128x64 64x64 32x128 32x32 (0 too large)
+L1 48K L2 2048K D64
+  forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
+  decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
+  backward: 128x128 64x128 128x64 64x64 32x128 32x32 (0 too large)""",
         )
 
     def test_why_one_is_left_out(self):

@@ -93,9 +93,57 @@ inline void sum_four(Vec a, Vec b, Vec c, Vec d, float scale, float* sums) {
 #endif
 }
 
+// Tiles for `rows` rows of a KV head: 0 for scores of keys by rows, 4 for keys and 5 for the query; 1 for rows of the output, 6
+// for weights and 7 for values.
+#if FLEX_AMX
+struct RowTiles : Tiles {
+  explicit RowTiles(int64_t rows) : Tiles(shapes(std::min(rows, ROWS))) {}
+  static TileShapes shapes(int64_t rows) {
+    TileShapes found;
+    found.rows[1] = found.rows[6] = rows;
+    found.row_bytes[6] = KEYS * sizeof(Packed);
+    found.rows[7] = KEYS / STEP;
+    return found;
+  }
+};
+#else
+struct RowTiles {
+  explicit RowTiles(int64_t) {}
+};
+#endif
+
+// Puts a row of the query where dot_keys finds it.
+inline void put_query(const Packed* line, int64_t D_PAD, int64_t row, Packed* queries) {
+  Packed* const to = queries + row / TOGETHER * TOGETHER * D_PAD + row % TOGETHER * STEP;
+  for (int64_t d = 0; d < D_PAD; d += STEP) std::copy_n(line + d, STEP, to + d * TOGETHER);
+}
+
 // scores[r * TILE_LD + n] = queries[r] . keys[n] for `count` rows, at most ROWS of them.
+#if FLEX_AMX
+inline void dot_keys(int64_t count, const Packed* queries, int64_t, Part keys, Part soon, int64_t D, float scale, float* scores) {
+  // Copied, since rows may lie anywhere. Tiles are loaded from one place while the next is written.
+  alignas(64) Packed lines[4][KEYS][E];
+  alignas(64) float sums[KEYS][ROWS];
+  _tile_zero(0);
+  for (int64_t d = 0; d < D; d += E) {
+    auto& part = lines[d / E % 4];
+    for (int64_t n = 0; n < KEYS; ++n) {
+      fetch_row(soon[n] + d, 1);
+      _mm512_store_si512(part[n], operands(keys[n] + d, D - d)[0]);
+    }
+    asm volatile("" ::: "memory");  // see dot_block
+    _tile_loadd(4, part, sizeof(part[0]));
+    _tile_loadd(5, queries + d * ROWS, ROWS * STEP * sizeof(Packed));
+    _tile_dpbf16ps(0, 4, 5);
+  }
+  _tile_stored(0, sums, sizeof(sums[0]));
+  asm volatile("" ::: "memory");
+  transpose_words([&](int64_t n) { return Vec::loadu(sums[n]) * Vec(scale); }, scores, TILE_LD, count);
+}
+#else
 template <int64_t count>
-inline void dot_keys(const Packed* queries, int64_t ld, Part keys, Part soon, int64_t D, float scale, float* scores) {
+inline void dot_keys(std::integral_constant<int64_t, count>, const Packed* queries, int64_t ld, Part keys, Part soon, int64_t D,
+                     float scale, float* scores) {
   const Stored *const from[] = {keys[0], keys[1], keys[2], keys[3]}, *const later[] = {soon[0], soon[1], soon[2], soon[3]};
   Vec sum[count][KEYS];
 #pragma GCC unroll 8
@@ -120,8 +168,9 @@ inline void dot_keys(const Packed* queries, int64_t ld, Part keys, Part soon, in
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r) sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3], scale, scores + r * TILE_LD);
 }
+#endif
 
-// COLUMNS vectors of `columns` numbers of STEP values, as products take them. Of two values one may not be `there`.
+// COLUMNS vectors of `columns` numbers of STEP values, as products take them. Of two values some may not be `there`.
 inline void load_values(Part values, int64_t n, int64_t there, int64_t column, int64_t columns, Step (&row)[COLUMNS]) {
   const Stored* from = values[n] + column;
 #if FLEX_BF16_PAIRS
@@ -133,7 +182,7 @@ inline void load_values(Part values, int64_t n, int64_t there, int64_t column, i
 #pragma GCC unroll 8
   for (int64_t i = 0; i < COLUMNS; i += 2) {
     Step x = _mm512_setzero_si512(), y = x;
-    if (columns > i * W) x = operands(from + i * W, columns - i * W)[0];
+    if (columns > i * W && there > 0) x = operands(from + i * W, columns - i * W)[0];
     if (columns > i * W && there > 1) y = operands(second + i * W, columns - i * W)[0];
     row[i] = _mm512_permutex2var_epi16(x, left, y);
     row[i + 1] = _mm512_permutex2var_epi16(x, right, y);
@@ -150,9 +199,34 @@ inline void load_values(Part values, int64_t n, int64_t there, int64_t column, i
 
 // acc[r][v...] += weights[r] @ values for `count` rows, the first `keys` values and COLUMNS vectors of `columns` numbers from
 // `column` on.
+#if FLEX_AMX
+inline void add_values(int64_t count, const Packed* weights, Part values, Part soon, int64_t keys, int64_t column, int64_t columns,
+                       float* acc, int64_t ld) {
+  Step pairs[KEYS / STEP][COLUMNS];
+  alignas(64) float sums[COLUMNS][ROWS][W];
+  for (int64_t n = 0; n < KEYS; n += STEP) {
+    for (int64_t i = n; i < n + STEP; ++i) fetch_row(soon[i] + column, COLUMNS * W);
+    load_values(values, n, keys - n, column, columns, pairs[n / STEP]);
+  }
+  asm volatile("" ::: "memory");
+  _tile_loadd(6, weights, WEIGHTS_LD * sizeof(Packed));
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < COLUMNS; ++i) {
+    _tile_zero(1);
+    _tile_loadd(7, &pairs[0][i], sizeof(pairs[0]));
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_stored(1, sums[i], sizeof(sums[i][0]));
+  }
+  asm volatile("" ::: "memory");
+  for (int64_t r = 0; r < count; ++r)
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < COLUMNS; ++i)
+      (Vec::loadu(acc + r * ld + i * W) + Vec::loadu(sums[i][r])).store(acc + r * ld + i * W);
+}
+#else
 template <int64_t count>
-inline void add_values(const Packed* weights, Part values, Part soon, int64_t keys, int64_t column, int64_t columns, float* acc,
-                       int64_t ld) {
+inline void add_values(std::integral_constant<int64_t, count>, const Packed* weights, Part values, Part soon, int64_t keys,
+                       int64_t column, int64_t columns, float* acc, int64_t ld) {
   Vec sum[count][COLUMNS];
 #pragma GCC unroll 8
   for (int64_t r = 0; r < count; ++r)
@@ -174,6 +248,7 @@ inline void add_values(const Packed* weights, Part values, Part soon, int64_t ke
 #pragma GCC unroll 8
     for (int64_t i = 0; i < COLUMNS; ++i) sum[r][i].store(acc + r * ld + i * W);
 }
+#endif
 
 // The same for one row and `columns` from `column` on, without the masked keys whose score is -inf: what these hold may be NaN,
 // and so is 0 times that.
@@ -186,13 +261,17 @@ inline __attribute__((noinline, cold)) void add_live_values(
         acc[v] = std::fma(float(weights[n]), float(values[n][column + v]), acc[v]);
 }
 
-// `work` with the number of rows from `first` on as a constant, at most ROWS.
+// Calls work(first, count) for all rows, ROWS at most at a time. Without AMX the count is a constant.
 template <typename Work>
 inline void with_rows(int64_t rows, Work work) {
+#if FLEX_AMX
+  for (int64_t r = 0; r < rows; r += ROWS) work(r, std::min(ROWS, rows - r));
+#else
   for (int64_t r = 0; r < rows;) switch (std::min(ROWS, rows - r)) {
     case 1: work(r, std::integral_constant<int64_t, 1>()); r += 1; break;
     case 2: work(r, std::integral_constant<int64_t, 2>()); r += 2; break;
     case 3: work(r, std::integral_constant<int64_t, 3>()); r += 3; break;
     default: work(r, std::integral_constant<int64_t, ROWS>()); r += ROWS;
   }
+#endif
 }

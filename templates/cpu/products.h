@@ -42,7 +42,7 @@ struct alignas(64) TileShapes {
 };
 constexpr TileShapes TILE_SHAPES;
 struct Tiles {
-  Tiles() { _tile_loadconfig(&TILE_SHAPES); }
+  explicit Tiles(const TileShapes& shapes = TILE_SHAPES) { _tile_loadconfig(&shapes); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 };

@@ -84,18 +84,20 @@ inline Vec larger(Vec x, Vec y) {
 #endif
 }
 
-// 2^f for |f| <= 0.5. Weights that are rounded to bf16 need one term less: 2.8e-6 relative, else 9.1e-8.
+// 2^f for |f| <= 0.5, to 9.1e-8 relative. Weights that are rounded to bf16 are SHORT of a term: 2.8e-6.
+template <bool SHORT>
 inline Vec exp2_of_part(Vec f) {
-#if FLEX_BF16_PAIRS
-  Vec p = at::vec::fmadd(Vec(0.00958285306f), f, Vec(0.0559064247f));
-  p = at::vec::fmadd(p, f, Vec(0.240240986f));
-  p = at::vec::fmadd(p, f, Vec(0.693124193f));
-#else
-  Vec p = at::vec::fmadd(Vec(0.00132647273f), f, Vec(0.00967151299f));
-  p = at::vec::fmadd(p, f, Vec(0.0555073358f));
-  p = at::vec::fmadd(p, f, Vec(0.240222424f));
-  p = at::vec::fmadd(p, f, Vec(0.693147004f));
-#endif
+  Vec p;
+  if (SHORT) {
+    p = at::vec::fmadd(Vec(0.00958285306f), f, Vec(0.0559064247f));
+    p = at::vec::fmadd(p, f, Vec(0.240240986f));
+    p = at::vec::fmadd(p, f, Vec(0.693124193f));
+  } else {
+    p = at::vec::fmadd(Vec(0.00132647273f), f, Vec(0.00967151299f));
+    p = at::vec::fmadd(p, f, Vec(0.0555073358f));
+    p = at::vec::fmadd(p, f, Vec(0.240222424f));
+    p = at::vec::fmadd(p, f, Vec(0.693147004f));
+  }
   return at::vec::fmadd(p, f, Vec(1.f));
 }
 
@@ -103,17 +105,18 @@ constexpr float LOG2_E = 1.44269504f;
 
 // 2^(x * slope) where that is 1 at most (rounding may put it a little above), 0 where it is no normal number. Of NaN it is NaN
 // with AVX, else anything.
+template <bool SHORT = FLEX_BF16_PAIRS>
 inline Vec exp2_nonpositive(Vec x, Vec slope) {
   // The whole part of the exponent, and a polynomial for what rounding leaves. Lanes that underflow, as those of masked scores
   // do, are left out: Intel's processors take over a hundred cycles for one.
 #if defined(CPU_CAPABILITY_AVX512)
   // The sum with a large number rounds, in one instruction for Intel's two.
   const __m512 large = _mm512_set1_ps(0x1.8p23f), whole = _mm512_sub_ps(_mm512_fmadd_ps(x, slope, large), large);
-  const __m512 p = exp2_of_part(_mm512_fmsub_ps(x, slope, whole));
+  const __m512 p = exp2_of_part<SHORT>(_mm512_fmsub_ps(x, slope, whole));
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ), p, whole);
 #elif defined(CPU_CAPABILITY_AVX2)
   const __m256 whole = _mm256_round_ps(_mm256_mul_ps(x, slope), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256 p = exp2_of_part(_mm256_fmsub_ps(x, slope, whole));
+  const __m256 p = exp2_of_part<SHORT>(_mm256_fmsub_ps(x, slope, whole));
   // NaN as an integer has no bits left once it is shifted.
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
   const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));

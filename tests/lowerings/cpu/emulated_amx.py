@@ -77,14 +77,29 @@ def test_forward_and_backward(mod, mask, sizes):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.parametrize("queries, heads, kv_heads", [(1, 8, 8), (3, 12, 2), (4, 20, 1)])
+@pytest.mark.parametrize("mod, mask", [("relative_bias", "causal"), ("plain", "none")])
+def test_decode(queries, heads, kv_heads, mod, mask):
+    sizes = Sizes(queries=queries, keys=101, heads=heads, kv_heads=kv_heads, head_dim=40, value_dim=70)
+    captures, build = MODS[mod]
+    with tiles():
+        judge(
+            fused(attention_of(build), dynamic=False),
+            dense_of(build),
+            sizes.inputs(torch.bfloat16),
+            captures(sizes),
+            MASKS[mask](sizes),
+        )
+
+
 def test_blocks_that_are_no_whole_tiles():
     """Products of tiles read what lies beside a block of 16 keys, and it takes no part."""
-    sizes = Sizes(batch=1, queries=40, keys=120)
-    seen = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1], dtype=torch.bool)  # of blocks
+    sizes = Sizes(batch=1, queries=40, keys=376)
+    seen = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1] * 3, dtype=torch.bool)  # of blocks
     mask = create_block_mask(
-        lambda b, h, q, kv: seen[kv // 16], None, None, 40, 120, device="cpu", BLOCK_SIZE=16
+        lambda b, h, q, kv: seen[kv // 16], None, None, 40, 376, device="cpu", BLOCK_SIZE=16
     )
-    unseen = ~seen.repeat_interleave(16)[:120]
+    unseen = ~seen.repeat_interleave(16)[:376]
     attend = fused(attention_of(None))
     query, *keys_and_values = sizes.inputs(torch.bfloat16)
     with tiles():

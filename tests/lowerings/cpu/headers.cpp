@@ -24,7 +24,7 @@ namespace {
 #include "products.h"
 #include "rows.h"
 
-constexpr int64_t ROWS = W == 8 ? 2 : 4, KEYS = 4, CHUNK = 64, TILE_LD = CHUNK + W, WEIGHTS_LD = TILE_LD * STEP, COLUMNS = 4;
+constexpr int64_t ROWS = W == 8 ? 2 : 4, TOGETHER = 1, KEYS = 4, CHUNK = 64, TILE_LD = CHUNK + W, WEIGHTS_LD = TILE_LD * STEP, COLUMNS = 4;
 #if DECODES
 #include "decode.h"
 #endif
@@ -241,10 +241,10 @@ bool keys_are_multiplied_where_they_lie() {
   for (; now.keys < 5; ++now.keys) now.key_rows[now.keys] = now.value_rows[now.keys] = keys.data() + now.keys * D;
   now.repeat_last();
   const Part rows{now.key_rows, D}, none = rows;
-  dot_keys<1>(queries.data(), D_PAD, rows, none, D, 0.5f, scores.data());
+  dot_keys(std::integral_constant<int64_t, 1>(), queries.data(), D_PAD, rows, none, D, 0.5f, scores.data());
   for (int64_t r = 0; r < ROWS; ++r)
     for (int64_t n = 0; n < KEYS; ++n) EXPECT(scores[r * TILE_LD + n] == (r < 1 ? dot(r, n + 1) : HOLE));
-  dot_keys<ROWS>(queries.data(), D_PAD, {now.key_rows + KEYS, 0}, none, D, 0.5f, scores.data() + KEYS);
+  dot_keys(std::integral_constant<int64_t, ROWS>(), queries.data(), D_PAD, {now.key_rows + KEYS, 0}, none, D, 0.5f, scores.data() + KEYS);
   for (int64_t r = 0; r < ROWS; ++r)
     for (int64_t n = 0; n < KEYS; ++n) EXPECT(scores[r * TILE_LD + KEYS + n] == dot(r, 4));
   return true;
@@ -270,7 +270,7 @@ bool values_are_added_up() {
   const auto weights = numbers<Packed>(2 * WEIGHTS_LD);
   auto sums = numbers<float>(2 * V_PAD), before = sums;
   const Part all{rows.data(), 0};
-  add_values<2>(weights.data(), all, all, keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD);
+  add_values(std::integral_constant<int64_t, 2>(), weights.data(), all, all, keys, 0, std::min(V, COLUMNS * W), sums.data(), V_PAD);
   for (int64_t r = 0; r < 2; ++r)
     for (int64_t v = 0; v < std::min(V, COLUMNS * W); ++v) {
       float wanted = before[r * V_PAD + v];

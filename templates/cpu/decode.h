@@ -97,7 +97,7 @@ inline void sum_four(Vec a, Vec b, Vec c, Vec d, float scale, float* sums) {
 // for weights and 7 for values.
 #if FLEX_AMX
 struct RowTiles : Tiles {
-  explicit RowTiles(int64_t rows) : Tiles(shapes(std::min(rows, ROWS))) {}
+  explicit RowTiles(int64_t rows) : Tiles(shapes(std::clamp<int64_t>(rows, 1, ROWS))) {}  // a line may have none
   static TileShapes shapes(int64_t rows) {
     TileShapes found;
     found.rows[1] = found.rows[6] = rows;

@@ -24,6 +24,7 @@ if not NATIVE:
     torch.cpu._is_amx_tile_supported = torch.cpu._init_amx = lambda: True
 
 from flex_inductor import create_block_mask, fingerprint, flex_attention  # noqa: E402
+from flex_inductor.flash import flash_attn_varlen_func  # noqa: E402
 from tests.lowerings.cpu.helpers import fused  # noqa: E402
 from tests.support import MASKS, MODS, Sizes, attention_of, dense_of, judge, run  # noqa: E402
 
@@ -90,6 +91,27 @@ def test_decode(queries, heads, kv_heads, mod, mask):
             captures(sizes),
             MASKS[mask](sizes),
         )
+
+
+def test_decode_of_sequences_without_queries():
+    """Tiles have a row at least: a processor refuses others."""
+    torch.manual_seed(0)
+    queries, keys = torch.tensor([1, 0, 1, 0]), torch.tensor([70, 40, 130, 0])
+    ends = [torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (queries, keys)]
+    packed = [torch.randn(total, heads, 64).bfloat16() for total, heads in ((2, 8), (240, 2), (240, 2))]
+    attend = torch.compile(
+        lambda *inputs: flash_attn_varlen_func(*inputs, max_seqlen_q=1, max_seqlen_k=130),
+        backend="flex_inductor",
+    )
+    with torch.no_grad(), tiles():
+        found = attend(*packed, *ends)
+    for row, (start, stop) in enumerate(((0, 70), (110, 240))):
+        query, key, value = (
+            x.double() for x in (packed[0][row], packed[1][start:stop], packed[2][start:stop])
+        )
+        weights = torch.einsum("kgd,nkd->kgn", query.view(2, 4, 64), key).div(8).softmax(-1)
+        right = torch.einsum("kgn,nkd->kgd", weights, value).view(8, 64)
+        assert (found[row] - right).abs().max() < 0.01 * right.abs().max()
 
 
 def test_blocks_that_are_no_whole_tiles():

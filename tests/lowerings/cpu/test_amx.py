@@ -39,4 +39,4 @@ def test_products_of_tiles():
         text=True,
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert re.search(r"\b12 passed\b", result.stdout) and "skipped" not in result.stdout, result.stdout
+    assert re.search(r"\b13 passed\b", result.stdout) and "skipped" not in result.stdout, result.stdout

@@ -131,13 +131,13 @@ inline void dot_keys(int64_t count, const Packed* queries, int64_t, Part keys, P
       fetch_row(soon[n] + d, 1);
       _mm512_store_si512(part[n], operands(keys[n] + d, D - d)[0]);
     }
-    asm volatile("" ::: "memory");  // see dot_block
+    settle_memory();
     _tile_loadd(4, part, sizeof(part[0]));
     _tile_loadd(5, queries + d * ROWS, ROWS * STEP * sizeof(Packed));
     _tile_dpbf16ps(0, 4, 5);
   }
   _tile_stored(0, sums, sizeof(sums[0]));
-  asm volatile("" ::: "memory");
+  settle_memory();
   transpose_words([&](int64_t n) { return Vec::loadu(sums[n]) * Vec(scale); }, scores, TILE_LD, count);
 }
 #else
@@ -208,7 +208,7 @@ inline void add_values(int64_t count, const Packed* weights, Part values, Part s
     for (int64_t i = n; i < n + STEP; ++i) fetch_row(soon[i] + column, COLUMNS * W);
     load_values(values, n, keys - n, column, columns, pairs[n / STEP]);
   }
-  asm volatile("" ::: "memory");
+  settle_memory();
   _tile_loadd(6, weights, WEIGHTS_LD * sizeof(Packed));
 #pragma GCC unroll 4
   for (int64_t i = 0; i < COLUMNS; ++i) {
@@ -217,7 +217,7 @@ inline void add_values(int64_t count, const Packed* weights, Part values, Part s
     _tile_dpbf16ps(1, 6, 7);
     _tile_stored(1, sums[i], sizeof(sums[i][0]));
   }
-  asm volatile("" ::: "memory");
+  settle_memory();
   for (int64_t r = 0; r < count; ++r)
 #pragma GCC unroll 4
     for (int64_t i = 0; i < COLUMNS; ++i)

@@ -41,6 +41,8 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 constexpr TileShapes TILE_SHAPES;
+// Compilers do not know that tiles load and store: what is written before is in memory after this, and the other way round.
+inline __attribute__((always_inline)) void settle_memory() { asm volatile("" ::: "memory"); }
 struct Tiles {
   explicit Tiles(const TileShapes& shapes = TILE_SHAPES) { _tile_loadconfig(&shapes); }
   ~Tiles() { _tile_release(); }
@@ -92,7 +94,7 @@ inline __attribute__((always_inline)) void dot_block(
   constexpr int64_t ROWS = 16, STEPS = DEPTH / STEP;  // of a tile
   const int64_t target_bytes = target_ld * sizeof(float);
   float* const lower = target + ROWS * target_ld;
-  asm volatile("" ::: "memory");  // what tiles load is in memory: compilers do not know that they load
+  settle_memory();
   if (std::is_same_v<Finish, Add>) {
     _tile_loadd(0, target, target_bytes);
     _tile_loadd(2, lower, target_bytes);
@@ -119,7 +121,7 @@ inline __attribute__((always_inline)) void dot_block(
   _tile_stored(2, lower, target_bytes);
   if (WHOLE) _tile_stored(1, target + W, target_bytes);
   if (WHOLE) _tile_stored(3, lower + W, target_bytes);
-  asm volatile("" ::: "memory");
+  settle_memory();
   if constexpr (std::is_same_v<Finish, PutScaled>)
     for (float* row = target; row < target + BLOCK * target_ld; row += target_ld) {
       finish(Vec::loadu(row), row).store(row);

@@ -18,6 +18,11 @@ inline Vec load_packed(const Packed* from) {
 }
 #endif
 
+// A row of whole vectors times a number.
+inline void rescale(float* row, float by, int64_t width) {
+  for (int64_t i = 0; by != 1.f && i < width; i += W) (Vec::loadu(row + i) * Vec(by)).store(row + i);
+}
+
 inline float sum_lanes(Vec numbers) {
   return at::vec::vec_reduce_all<float>([](Vec& x, Vec& y) { return x + y; }, numbers);
 }

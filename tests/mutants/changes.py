@@ -38,8 +38,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "forward: the output is not rescaled",
         CPU + "forward.jinja",
-        "(Vec::loadu(sums) * Vec(own.shrink[r]))",
-        "(Vec::loadu(sums) * Vec(1.f))",
+        "own.shrink[r], value_width);",
+        "1.f, value_width);",
         MATRIX,
     ),
     Change(
@@ -101,8 +101,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "decode: what chunks before have added is not rescaled",
         CPU + "decode.jinja",
-        "shrink != 1.f && v < V_PAD",
-        "false && v < V_PAD",
+        "shrink, V_PAD);",
+        "1.f, V_PAD);",
         FEW_QUERIES,
     ),
     Change(

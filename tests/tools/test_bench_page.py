@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import os
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
+from flex_inductor.lowerings.cpu.call import has_amx
 from flex_inductor.tools import cli
 from flex_inductor.tools.bench import bias, decode, loops, memory, peak, shares, small, threads, varlen
 
@@ -110,6 +113,14 @@ def test_the_bare_loop_reads_each_page_once(count, ahead):
         for thread in range(torch.get_num_threads())
     )
     assert read == (keys + values)[pages.long()].sum()
+
+
+def test_what_is_compiled_without_amx_has_a_cache_of_its_own():
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), valid_vec_isa_list()[:]
+    with peak.without_amx():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != before[0]
+        assert not has_amx()
+    assert (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), valid_vec_isa_list()) == before
 
 
 @needs_avx2

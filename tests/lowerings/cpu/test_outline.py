@@ -81,8 +81,7 @@ dot_block<whole>(own.query.data + (r0 + r) * key_width, key_width, STEP,
 if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns); else full_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns);
 softmax_rows(own, r0, count, scores, weights, columns, first_column);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
-for (int64_t r = r0; r < r0 + count; ++r)
-for (int64_t v = 0; own.shrink[r] != 1.f && v < value_width; v += W) {
+for (int64_t r = r0; r < r0 + count; ++r) rescale(own.acc.data + r * value_width, own.shrink[r], value_width);
 for (int64_t r = 0; r < count; r += BLOCK) {
 each_panel(V, [&](int64_t v, auto whole) {
 dot_block<whole>(weights - before + r * WEIGHTS_LD + first, WEIGHTS_LD, STEP,

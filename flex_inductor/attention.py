@@ -25,7 +25,6 @@ from .softmax import (
     asked,
     dropout_mask,
     is_narrow,
-    with_entropy,
 )
 from .softmax import errors as softmax_errors
 
@@ -165,8 +164,7 @@ def _with_more(
 
     def call(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask_mod: Any, inputs: Inputs) -> Any:
         mods = (score_mod, mask_mod)
-        results = attention(*_call(query, key, value, *mods, scale, inputs, kernel_options, wanted))
-        return with_entropy(results, wanted, inputs.sinks)
+        return attention(*_call(query, key, value, *mods, scale, inputs, kernel_options, wanted))
 
     if isinstance(block_mask, PlannedMask):
         for name in ("dropout_mask", "head_max_scores", "column_sums"):

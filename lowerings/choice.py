@@ -128,7 +128,7 @@ _TIMED_APART = (
     "sinks",
     "partial",
     "kv_scales",
-    "grad_mean",
+    "grad_entropy",
 )  # inputs that change kernels
 
 

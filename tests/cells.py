@@ -30,8 +30,8 @@ OPERATIONS = {
     "sinks": "sinks",
     "dropout": "dropout",
     "kv_scales": "keys and values of 8 bits",
-    "mean_scores": "entropy",
-    "grad_mean": "entropy's gradient",
+    "entropy": "entropy",
+    "grad_entropy": "entropy's gradient",
     "max_indices": "max_indices",
     "column_sums": "column_sums",
 }

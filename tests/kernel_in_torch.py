@@ -17,7 +17,7 @@ from flex_inductor.op.call import QKV
 LENGTH, HEADS, HEAD_DIM = 96, 2, 16
 ROWS = slice(64, 96)  # of queries, and a block of keys that they see
 KEYS = slice(32, 64)
-FORWARD = ("out", "lse", "max_scores", "mean_scores", "max_indices")
+FORWARD = ("out", "lse", "max_scores", "entropy", "max_indices")
 
 
 def score_mod(score, b, h, q_idx, kv_idx, slopes, table):
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     table: Tensor
     grad_out: Tensor
     grad_lse: Tensor
-    grad_mean: Tensor
+    grad_entropy: Tensor
     scale: float
 
     @staticmethod
@@ -46,8 +46,8 @@ class Call(NamedTuple):
         query, key, value, grad_out = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
         slopes = torch.tensor([0.25, 0.0625])
         sizes = (LENGTH // 8, shape[:3], shape[:3])
-        table, grad_lse, grad_mean = (torch.randn(size, generator=generator) for size in sizes)
-        return Call(query, key, value, slopes, table, grad_out, grad_lse, grad_mean, HEAD_DIM**-0.5)
+        table, grad_lse, grad_entropy = (torch.randn(size, generator=generator) for size in sizes)
+        return Call(query, key, value, slopes, table, grad_out, grad_lse, grad_entropy, HEAD_DIM**-0.5)
 
     def arguments(self, *, backward: bool = False) -> list:
         """What both ops of verify begin with."""
@@ -56,7 +56,7 @@ class Call(NamedTuple):
         mask = trace_value(mask_mod, MASK_LANES, self.query, ())
         joint = trace_joint(score_mod, self.query, captures, [True] * 3) if backward else None
         mods = programs(score, mask, joint, guarded=True)
-        inputs = Inputs(captures, grad_mean=self.grad_mean if backward else None)
+        inputs = Inputs(captures, grad_entropy=self.grad_entropy if backward else None)
         text, tensors = call_text.dump(inputs, mods, self.scale, QKV if backward else ())
         return [*self[:3], tensors, text, ""]
 
@@ -101,9 +101,10 @@ class Kernel:
         weight = (scores - peak).exp()
         total = weight.sum(-1, keepdim=True)
         out = self.product("PV", weight.to(self.call.value.dtype).float(), self.call.value) / total
-        mean = (weight * scores.clamp(min=torch.finfo(scores.dtype).min)).sum(-1) / total.squeeze(-1)
+        share = weight / total
+        entropy = -(share * share.clamp(min=1e-30).log()).sum(-1)
         lse, peak = (peak + total.log()).squeeze(-1), peak.squeeze(-1)
-        rows = dict(zip(FORWARD[1:], (lse, peak, mean, scores.argmax(-1)), strict=True))
+        rows = dict(zip(FORWARD[1:], (lse, peak, entropy, scores.argmax(-1)), strict=True))
         if self.fault in rows:
             rows[self.fault][0, 1, 70] += 1 if self.fault == "max_indices" else 1e-3
         return out.to(self.call.query.dtype), *rows.values()
@@ -119,8 +120,8 @@ class Kernel:
             d_out @ call.value.float().transpose(-1, -2) * (self.amount if self.fault == "dO V^T" else 1.0)
         )
         grad = weight * (slope - delta.unsqueeze(-1))
-        of_mean = self.changed("mean's gradient", call.grad_mean)
-        grad += weight * scores.clamp(min=torch.finfo(scores.dtype).min) * of_mean.unsqueeze(-1)
+        of_entropy = self.changed("entropy's gradient", call.grad_entropy)
+        grad -= weight * weight.clamp(min=1e-30).log() * of_entropy.unsqueeze(-1)
         rounded = grad.to(dtype).float()
         d_query = self.product("dS K", rounded, call.key) * call.scale
         d_key = self.product("dS^T Q", rounded.transpose(-1, -2), call.query) * call.scale

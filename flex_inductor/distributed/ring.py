@@ -31,7 +31,7 @@ from ..op.eager import chunked, chunked_ops
 from ..op.layout import empty_like_layout
 from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by
-from ..softmax import with_sinks
+from ..softmax import entropy_of_both, entropy_with_sinks, with_sinks
 from ..visits import BlockRuns
 from ..visits.places import TileMap
 from .exchange import agree, named, process_group
@@ -186,9 +186,7 @@ def forward(
         without = lse
         out, lse = with_sinks(out, without, call.inputs.sinks)
         rest[1:] = [
-            with_sinks(rows.unsqueeze(-1), without, call.inputs.sinks)[0].squeeze(-1)
-            if name == "mean_scores"
-            else rows
+            entropy_with_sinks(rows, without, call.inputs.sinks) if name == "entropy" else rows
             for name, rows in zip(more, rest[1:], strict=True)
         ]
     return empty_like_layout(call.query, out.shape).copy_(out), lse, *rest
@@ -198,11 +196,11 @@ def _merged(one: Outputs, other: Outputs, more: Sequence[str]) -> Outputs:
     """Attention to the keys of both; changes the output of the first."""
     (out, lse, peak, *rows), (part, part_lse, part_peak, *part_rows) = one, other
     total = torch.logaddexp(lse, part_lse)
-    # The difference is small: exp(lse - total) would carry the rounding of a large lse, times the mean score.
+    # The difference is small: exp(lse - total) would carry the rounding of a large lse.
     ahead = torch.where(total == -math.inf, 0.0, part_lse - lse)
     weight, part_weight = torch.sigmoid(-ahead), torch.sigmoid(ahead)
     further = {
-        "mean_scores": lambda row, of_part: row + (of_part - row) * part_weight,
+        "entropy": lambda row, of_part: entropy_of_both(row, of_part, lse, part_lse),
         "max_indices": lambda row, of_part: torch.where(
             (part_peak > peak) | ((part_peak == peak) & (of_part < row)), of_part, row
         ),

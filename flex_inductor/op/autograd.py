@@ -43,14 +43,14 @@ class _AttentionFunction(torch.autograd.Function):
         more = dict(zip(ctx.call.options.more, output[3:], strict=True))
         ctx.mark_non_differentiable(*_without_gradient(output, ctx.call.options.more))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, more.get("mean_scores"), *tensors)
+        ctx.save_for_backward(out, lse, more.get("entropy"), *tensors)
         ctx.save_for_forward(out, lse, None, *tensors)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, _grad_max, *grad_more):
-        out, lse, mean, *tensors = ctx.saved_tensors
-        grad_mean = dict(zip(ctx.call.options.more, grad_more, strict=True)).get("mean_scores")
-        if grad_out is None and grad_lse is None and grad_mean is None:
+        out, lse, entropy, *tensors = ctx.saved_tensors
+        grad_entropy = dict(zip(ctx.call.options.more, grad_more, strict=True)).get("entropy")
+        if grad_out is None and grad_lse is None and grad_entropy is None:
             return (None,) * (3 + len(tensors))
         call: AttentionCall = filled(ctx.call, tensors)
         query, key, value, inputs = *call[:3], call.inputs
@@ -59,10 +59,12 @@ class _AttentionFunction(torch.autograd.Function):
             needed[1:] = [True, True]
         wants = tuple(name for name, need in zip(QKV, needed, strict=True) if need)
         wide = bool(inputs.stand_ins) and query.dtype != score_dtype(query.dtype)
-        given = inputs._replace(stand_ins=(), sinks=None, partial=inputs.partial or wide, grad_mean=grad_mean)
+        given = inputs._replace(
+            stand_ins=(), sinks=None, partial=inputs.partial or wide, grad_entropy=grad_entropy
+        )
         scale: Any = call.scale
-        # d mean / d score is weight * (1 + score - mean): kernels add weight * score.
-        of_lse = grad_lse if grad_mean is None else _added(grad_lse, grad_mean * (1 - mean))
+        # d entropy / d score is -weight * (log(weight) + entropy): kernels subtract weight * log(weight).
+        of_lse = grad_lse if grad_entropy is None else _added(grad_lse, -entropy * grad_entropy)
         backward = BackwardCall(
             query, key, value, out, lse, grad_out, of_lse,
             call.score_mod, ctx.joint, call.mask_mod, scale, wants, given, call.options,
@@ -82,19 +84,14 @@ class _AttentionFunction(torch.autograd.Function):
         if wide and d_query is not None:
             d_query = d_query.to(query.dtype)
         if inputs.sinks is not None:
-            of_rows = (
-                out,
-                lse,
-                grad_out,
-                grad_lse if grad_mean is None else _added(grad_lse, -mean * grad_mean),
-            )
+            of_rows = out, lse, grad_out, of_lse, grad_entropy
             d_inputs = (*d_inputs, gradient_of_sinks(inputs.sinks, *of_rows) if needs.sinks else None)
         return None, None, None, d_query, d_key, d_value, *inputs.by_tensor(d_inputs)
 
     @staticmethod
     def jvp(ctx, *tangents):
         out, lse, _, *tensors = ctx.saved_tensors
-        if "mean_scores" in ctx.call.options.more:
+        if "entropy" in ctx.call.options.more:
             raise derivative_of_entropy()
         call, along = filled(ctx.call, tensors), filled(ctx.call, tangents[3:])
         found = second.forward_jvp(call, ctx.joint, ctx.source, out, lse, along)
@@ -110,7 +107,7 @@ class _AttentionFunction(torch.autograd.Function):
 
 def _without_gradient(outputs: Sequence[Tensor], more: Sequence[str]) -> list[Tensor]:
     named = zip(("out", "lse", "max_scores", *more), outputs, strict=True)
-    return [output for name, output in named if name not in ("out", "lse", "mean_scores")]
+    return [output for name, output in named if name not in ("out", "lse", "entropy")]
 
 
 def _added(one: Tensor | None, other: Tensor) -> Tensor:

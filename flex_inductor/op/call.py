@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     dropout: Tensor | None = None  # int64 [4]: seed, offset, head_offset, weights of 65536 that are left out
     in_blocks: bool = False  # for dropout: whether tiles of a map begin at multiples of their block for mods
     kv_scales: tuple[Tensor, ...] = ()  # [B or 1, K, N] in fp32: what multiplies narrow keys and values
-    grad_mean: Tensor | None = None  # [B, H, M], backward: the gradient of each row's mean score
+    grad_entropy: Tensor | None = None  # [B, H, M], backward: the gradient of each row's entropy
 
     def given(self) -> list[str]:
         """The names of the inputs that the call has."""

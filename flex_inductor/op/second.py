@@ -127,7 +127,7 @@ def _computed(name: str, source: Source, given: _Given) -> list[Tensor]:
     call, inputs = given.call, given.call.inputs
     if inputs.kv_scales:
         raise errors.derivative_of_narrow()
-    if inputs.grad_mean is not None:
+    if inputs.grad_entropy is not None:
         raise derivative_of_entropy()
     check_served(inputs, SERVES)
     graphs: list[Any] = []

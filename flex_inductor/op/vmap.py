@@ -94,11 +94,13 @@ class _FoldedMods:
         if inputs.kv_scales:
             scales = map(fold.tensor, inputs.kv_scales, dims.kv_scales)
             self.inputs = self.inputs._replace(kv_scales=tuple(scales))
-        if inputs.grad_mean is not None:
-            self.inputs = self.inputs._replace(grad_mean=fold.tensor(inputs.grad_mean, dims.grad_mean))
+        if inputs.grad_entropy is not None:
+            self.inputs = self.inputs._replace(
+                grad_entropy=fold.tensor(inputs.grad_entropy, dims.grad_entropy)
+            )
 
 
-_FOLDED = {"score_captures", "mask_captures", "schedule", "partial", "sinks", "kv_scales", "grad_mean"}
+_FOLDED = {"score_captures", "mask_captures", "schedule", "partial", "sinks", "kv_scales", "grad_entropy"}
 
 
 class _Fold:

@@ -15,7 +15,7 @@ from ..masks.ordinary import without_gradient_levels
 from ..masks.planned import needs_plan
 from ..op import Inputs, attention, untraced
 from ..options import call_options
-from ..softmax import AuxRequest, RngState, Scales, Softmax, answer, asked, dropout_mask, with_entropy
+from ..softmax import AuxRequest, RngState, Scales, Softmax, answer, asked, dropout_mask
 from ..visits.places import COLUMNS, TileMap
 from . import errors
 from .mask import SequenceMask
@@ -111,7 +111,7 @@ def varlen_attention(
         of_softmax["in_blocks"] = True  # positions of queries are their places
     wanted = asked(return_aux, return_lse)
     scattered = sequences.pages is not None
-    found = attention(
+    *results, last = attention(
         query,
         key,
         value,
@@ -121,7 +121,6 @@ def varlen_attention(
         Inputs(schedule=mask.visits, tile_map=tile_map, scattered=scattered, **of_softmax, **of_rows),
         call_options(kernel_options, lse=wanted.reads_lse, max_scores=wanted.maxima, more=wanted.more),
     )
-    *results, last = with_entropy(found, wanted, of_softmax.get("sinks"))
     if wanted.column_sums:
         last = last.squeeze(0).transpose(0, 1) if key.size(0) == 1 else last.transpose(1, 2)
         last = last.view(by_token)

@@ -3,7 +3,15 @@
 Dynamo traces what is in this folder.
 """
 
-from .arguments import RngState, Softmax, gradient_of_sinks, weight_of_sinks, with_sinks
+from .arguments import (
+    RngState,
+    Softmax,
+    entropy_of_both,
+    entropy_with_sinks,
+    gradient_of_sinks,
+    weight_of_sinks,
+    with_sinks,
+)
 from .narrow import NARROW, Scales, is_narrow
 from .requests import (
     COLUMN_SUMS,
@@ -15,7 +23,6 @@ from .requests import (
     answer,
     asked,
     dropout_mask,
-    with_entropy,
 )
 
 __all__ = [
@@ -32,9 +39,10 @@ __all__ = [
     "answer",
     "asked",
     "dropout_mask",
+    "entropy_of_both",
+    "entropy_with_sinks",
     "gradient_of_sinks",
     "is_narrow",
     "weight_of_sinks",
-    "with_entropy",
     "with_sinks",
 ]

@@ -95,17 +95,39 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return out * share.unsqueeze(-1), total
 
 
+def entropy_with_sinks(entropy: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The entropy of rows [B, H, M], from that and the logsumexp without sinks."""
+    return entropy_of_both(entropy, torch.zeros_like(entropy), lse, sinks.to(lse.dtype).unsqueeze(-1))
+
+
+def entropy_of_both(one: Tensor, other: Tensor, lse: Tensor, other_lse: Tensor) -> Tensor:
+    """The entropy of rows, from those of two parts of their weights; 0 where both are empty."""
+    ahead = torch.where(lse == other_lse, 0.0, lse - other_lse)
+    share, rest = torch.sigmoid(ahead), torch.sigmoid(-ahead)
+    both = one * share + other * rest + torch.special.entr(share) + torch.special.entr(rest)
+    return torch.where(torch.maximum(lse, other_lse) == -math.inf, 0.0, both)
+
+
 def weight_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:
     """0 in rows that are in no tile of a map."""
     return (sinks.to(lse.dtype).unsqueeze(-1) - torch.where(lse != -math.inf, lse, math.inf)).exp()
 
 
 def gradient_of_sinks(
-    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None
+    sinks: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_entropy: Tensor | None = None,
 ) -> Tensor:
-    """That of the sinks, from the results that count them."""
+    """That of the sinks, from the results that count them; the gradient of lse as the op's backward gets it."""
     through = torch.zeros_like(lse) if grad_lse is None else grad_lse
     if grad_out is not None:
         through = through - (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)
-    rows = torch.where(lse > -math.inf, weight_of_sinks(sinks, lse) * through, 0.0).sum(-1)
+    weight = weight_of_sinks(sinks, lse)
+    terms = weight * through
+    if grad_entropy is not None:
+        terms = terms + torch.special.entr(weight) * grad_entropy
+    rows = torch.where(lse > -math.inf, terms, 0.0).sum(-1)
     return (rows.sum(0, keepdim=True) if sinks.size(0) == 1 else rows).to(sinks.dtype)

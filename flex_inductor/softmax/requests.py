@@ -12,12 +12,12 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.utils import _pytree as pytree
 
 from . import dropout
-from .arguments import RngState, Softmax, weight_of_sinks
+from .arguments import RngState, Softmax
 
-# The op's further results: the sum of a row's scores times their weights, and the kv_idx of its largest score, or -1
+# The op's further results: the entropy of a row's weights, and the kv_idx of its largest score, or -1
 # where it sees none. COLUMN_SUMS, the sum of the weights that a key takes, is a call of the backward op.
 COLUMN_SUMS = "column_sums"
-MORE = ("mean_scores", "max_indices", COLUMN_SUMS)
+MORE = ("entropy", "max_indices", COLUMN_SUMS)
 
 
 class AuxRequest(NamedTuple):
@@ -119,22 +119,6 @@ def over_rows(max_scores: Any) -> Tensor:
     return torch.nn.functional.pad(of_head, (0, 1), value=-torch.inf).amax(1)
 
 
-def entropy(lse: Tensor, mean: Tensor, sinks: Tensor | None) -> Tensor:
-    """The entropy of rows [B, H, M] by their lse and mean score, which leaves `sinks` [B or 1, H] out."""
-    if sinks is not None:
-        scores = sinks.where(sinks > -torch.inf, 0.0).to(lse.dtype).unsqueeze(-1)
-        mean = mean + weight_of_sinks(sinks, lse) * scores
-    return torch.where(lse > -torch.inf, lse - mean, 0.0)
-
-
-def with_entropy(results: Sequence[Any], wanted: AuxRequest, sinks: Tensor | None) -> Sequence[Any]:
-    """The op's results, with the entropy in place of the mean scores where it is asked for."""
-    if not wanted.entropy:
-        return results
-    out, lse, max_scores, mean, *rest = results
-    return out, lse, max_scores, entropy(lse, mean, sinks), *rest
-
-
 def answer(
     request: Any,
     return_lse: bool,
@@ -143,7 +127,7 @@ def answer(
     kept: Tensor | None = None,
     packed: bool = False,
 ) -> Any:
-    """What the user gets from results `with_entropy`. `kept` is dropout's mask.
+    """What the user gets from the op's results. `kept` is dropout's mask.
 
     Rows of `packed` sequences are in one batch, which the user does not see.
     """
@@ -152,8 +136,7 @@ def answer(
         return (out, lse) if return_lse else out
     wanted = asked(request, return_lse)
     more = dict(zip(wanted.more, results[3:], strict=True))
-    beside = {name: more.get(name) for name in (COLUMN_SUMS, "max_indices")}
-    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, entropy=more.get("mean_scores"), **beside)
+    found = AuxOutput(lse, max_scores, softmax.rng_state, kept, **more)
     if wanted.head_max_scores:
         found = found._replace(head_max_scores=over_rows(found.max_scores))
     if packed:

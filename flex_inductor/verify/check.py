@@ -70,7 +70,7 @@ class _Part(NamedTuple):
 
 
 SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
+SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_entropy"}
 
 
 class _Call(NamedTuple):
@@ -147,7 +147,7 @@ def _forward(*args: Any) -> Tensor:
 @torch.no_grad()
 def _backward(*args: Any) -> list[Tensor]:
     call = _call(*args[:6])
-    upstream, grads = (*args[6:10], call.call.inputs.grad_mean), args[10]
+    upstream, grads = (*args[6:10], call.call.inputs.grad_entropy), args[10]
     found = iter(grads)
     wants = "".join(
         name for name, whole in zip(("q", "k", "v"), QKV, strict=True) if whole in call.call.wants

@@ -35,7 +35,7 @@ from .leaves import Leaves
 from .mods import Mod, apart
 
 LANES, KEYS = 1 << 17, 512  # of a tile: in float64 it fits a cache, and half of a causal mask is left out
-OF_ROWS = ("lse", "max_scores", "mean_scores", "max_indices")
+OF_ROWS = ("lse", "max_scores", "entropy", "max_indices")
 # Errors of products: so many standard deviations. One rounding has a standard deviation of at most 0.6 of its bound.
 SPREAD = 6
 TINY = 2.0**-120  # a weight below may be 0
@@ -232,7 +232,7 @@ class Exact:
             weight, off = self._weights(scores, lse)
             value = self.of_keys(self.value, tile)
             shift = off.sum(-1, keepdim=True)  # of the sum that weights are divided by
-            mean = self._mean_scores(tile, scores, weight, off)
+            entropy = self._entropy(tile, weight, off, None if self.sinks is None else (sink - lse).exp())
             weight, off = self.dropped(tile, weight, off)
             out = _times(weight, value, scores.live)
             size = size_of(value)
@@ -258,17 +258,24 @@ class Exact:
             results["max_scores"].value[at] = peak
             results["max_scores"].error[at] = torch.maximum(*ends)
             for name, (found, error) in (
-                ("mean_scores", mean),
+                ("entropy", entropy),
                 ("max_indices", self._max_indices(tile, scores)),
             ):
                 results[name].value[at], results[name].error[at] = found, error
         return results
 
-    def _mean_scores(self, tile: _Tile, scores: Scores, weight: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
-        score, shift = finite(scores.value), off.sum(-1)
-        mean, terms = (weight * score).sum(-1), (weight * score.abs()).sum(-1)
-        moved = (off * score.abs() + (weight + off) * scores.error).sum(-1) + shift * mean.abs()
-        return mean, moved / (1 - shift).clamp(min=0.05) + self._sums(_length(tile.n)) * terms
+    def _entropy(
+        self, tile: _Tile, weight: Tensor, off: Tensor, of_sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        shift, log = off.sum(-1), weight.clamp(min=TINY).log()
+        entropy = torch.special.entr(weight).sum(-1)
+        if of_sink is not None:
+            entropy = entropy + torch.special.entr(of_sink.squeeze(-1))
+        # Its gradient is -weight * (log(weight) + entropy); the sum of the weights is as far off as they are together.
+        moved = (off * size_of(log + entropy.unsqueeze(-1))).sum(-1) + shift * (1 + size_of(entropy))
+        return entropy, moved / (1 - shift).clamp(min=0.05) + self._sums(_length(tile.n)) * (
+            1 + size_of(entropy)
+        )
 
     def _max_indices(self, tile: _Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         """Any is right where roundings decide which score is the largest."""
@@ -291,7 +298,7 @@ class Exact:
     ) -> dict[str, Bounded]:
         """Gradients of those of query, key and value that `wants` names; those of captures are added to `leaves`.
 
-        `upstream` has out, lse, their gradients and that of mean scores; None for gradients that are zero.
+        `upstream` has out, lse, their gradients and that of the entropy; None for gradients that are zero.
         The region's rows for the query, its keys for the others: all that adds to these must be in it.
         """
         sums = {
@@ -352,7 +359,7 @@ class Exact:
 
         Weights come with their error bound, gradients with two: for errors of their own, and of their row.
         """
-        out, lse, grad_out, grad_lse, grad_mean = upstream
+        out, lse, grad_out, grad_lse, grad_entropy = upstream
         value = self.of_keys(self.value, tile)
         out = self.rows(out, tile)
         d_out = torch.zeros_like(out) if grad_out is None else self.rows(grad_out, tile)
@@ -367,10 +374,10 @@ class Exact:
             tile, d_out @ value.transpose(-1, -2), self._of_products(d_out, value)
         )
         slope = slope - delta
-        if grad_mean is not None:
-            d_mean, score = self.rows(grad_mean, tile).unsqueeze(-1), finite(scores.value)
-            slope = slope + d_mean * score
-            slope_off = slope_off + size_of(d_mean) * (scores.error + OPERATIONS * eps * size_of(score))
+        if grad_entropy is not None:
+            d_entropy, log = self.rows(grad_entropy, tile).unsqueeze(-1), weight.clamp(min=TINY).log()
+            slope = slope - d_entropy * log
+            slope_off = slope_off + size_of(d_entropy) * size_of(off / weight.clamp(min=TINY))
         grad = (weight * slope).where(scores.live, 0.0)
         reached = (weight + off).nan_to_num(0.0).where(scores.live, 0.0)
         alone = off * size_of(slope) + reached * slope_off + OPERATIONS * eps * size_of(grad)

@@ -35,7 +35,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
     if call.grad_lse is not None:
         tensors["grad_lse"] = realized(call.grad_lse)
-    for name in ("dropout", "grad_mean"):
+    for name in ("dropout", "grad_entropy"):
         if (given := getattr(call.inputs, name)) is not None:
             tensors[name] = realized(given)
     tensors |= lists | tiles(call)

@@ -23,7 +23,7 @@ class CpuRoute:
     name = "cpu"
     serves = frozenset(
         {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean", COLUMN_SUMS}
+        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_entropy", COLUMN_SUMS}
     )
     forms = frozenset(FORMS)
 

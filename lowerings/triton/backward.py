@@ -39,8 +39,8 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[tuple[Any, ...]
     tensors["lse"] = _lse(call, base_two=found.score is None)
     tensors["grad_out"] = _grad_out(problem, call)
     tensors["delta"] = _delta(call)
-    if call.inputs.grad_mean is not None:
-        tensors["grad_mean"] = _in_whole_tiles(call.inputs.grad_mean, 0.0)
+    if call.inputs.grad_entropy is not None:
+        tensors["grad_entropy"] = _in_whole_tiles(call.inputs.grad_entropy, 0.0)
     fakes = dict(zip(("d_query", "d_key", "d_value"), V.graph.current_node.meta["val"], strict=False))
     grads: dict[str, Any] = dict.fromkeys(fakes)
     joint = found.joint

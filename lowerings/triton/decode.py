@@ -96,7 +96,7 @@ def _parts(problem: AttentionProblem, count: int, more: Sequence[str]) -> dict[s
     """Buffers for the instances' results."""
     size = [count, _batches(problem), problem.H, queries_of(problem)]
     of_rows = {"part_peak": torch.float32, "part_total": torch.float32}
-    if "mean_scores" in more:
+    if "entropy" in more:
         of_rows["part_weighted"] = torch.float32
     if "max_indices" in more:
         of_rows["part_largest"] = torch.int32

@@ -281,6 +281,7 @@ class Builder:
                 "EVEN_N": self._even(p.N, blocks[1], "BLOCK_N"),
                 "TO_LOG2": LOG2_E if scaled else LOG2_E * scale,
             },
+            "LOG2_E": LOG2_E,
             "to_natural": repr(1.0 if scaled else scale),
             "scaled": scaled and not before,
             "scaled_before": before,
@@ -297,7 +298,7 @@ class Builder:
             "mask_mod": inlined.mask,
             "joint": inlined.joint,
             "hoisted": inlined.hoisted,
-            "grad_mean": None,
+            "grad_entropy": None,
             **self.softmax_inputs(),
             "narrow": narrow.of(p, self.call, self.tensor),
         }

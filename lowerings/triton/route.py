@@ -21,7 +21,7 @@ class TritonRoute:
     name = "triton"
     serves = frozenset(
         {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial"}
-        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
+        | {"sinks", "dropout", "in_blocks", "kv_scales", "grad_entropy"}
     )
     forms = frozenset(FORMS)
 

@@ -84,8 +84,30 @@ inline Finished finished(float peak, float total, float sink) {
   return {share / all, top + std::log(all)};
 }
 
-// A score whose product with a weight of 0 is 0.
-inline Vec finite(Vec score) { return at::vec::maximum(score, Vec(std::numeric_limits<float>::lowest())); }
+// The logarithm of a weight whose product with a weight of 0 is 0.
+inline Vec finite(Vec log) { return at::vec::maximum(log, Vec(std::numeric_limits<float>::lowest())); }
+
+// What is subtracted from scores changes: `change` goes to the logarithms of the weights, whose exponential is `shrink`.
+// `weighted` is the sum of the weights times their logarithms, `total` that of the weights before they shrink.
+// The bound keeps 0 times it 0.
+inline Vec moved(Vec weighted, Vec total, float change, float shrink) {
+  return at::vec::fmadd(total, Vec(std::max(change, -1e30f)), weighted) * Vec(shrink);
+}
+inline float moved(float weighted, float total, float change, float shrink) {
+  return (weighted + total * std::max(change, -1e30f)) * shrink;
+}
+
+// The entropy of a row, by such sums.
+inline float entropy_of(float peak, float total, float weighted) {
+  return total == 0.f ? 0.f : std::log(total) - weighted / total;
+}
+inline float entropy_of(float peak, float total, float weighted, float sink) {
+  const float top = std::max(peak, sink);
+  if (top == -INF) return 0.f;
+  const float share = std::exp(peak - top), of_sink = std::exp(sink - top);
+  const float all = total * share + of_sink;
+  return std::log(all) - (moved(weighted, total, peak - top, share) + moved(0.f, 1.f, sink - top, of_sink)) / all;
+}
 
 // The kv_idx of a row's largest score, the first of several, once further keys have `count` scores. `top` is the largest
 // of these or more; `index` is of the largest so far, `peak`, or -1.

@@ -110,6 +110,48 @@ def packed(run, prefix=3):
     torch.testing.assert_close(grads, exact, rtol=1e-4, atol=1e-4)
 
 
+def with_padding(run, sizes=SIZES, sink=-torch.inf):
+    """Masks that are added: the least number there is, for the first tile of keys, and for all keys of a row."""
+    query, key, value = (t.requires_grad_() for t in sizes.inputs(torch.float32))
+    added = torch.zeros(sizes.queries, sizes.keys)
+    added[:, :65] = added[1] = torch.finfo(torch.float32).min
+    sinks = torch.full([sizes.heads], sink)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + added[q_idx, kv_idx]
+
+    def call(query, key, value):
+        aux = {"return_aux": REQUEST, "sinks": sinks if sink > -torch.inf else None}
+        return flex_attention(query, key, value, score_mod, enable_gqa=True, **aux)[1]
+
+    scores = and_sinks(logits(None, query.double(), key.double(), (), None) + added.double(), sinks)
+    got, want = run(call)(query, key, value).entropy, entropy_of(scores)
+    torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(got)
+    weights[:, :, 1] = 0  # the logsumexp of such a row is rounded by more than scores differ
+    grads = (torch.autograd.grad((entropy * weights).sum(), (query, key)) for entropy in (got, want))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def of_large_scores(run, sizes=SIZES):
+    """Scores without rounding, so that nothing but the entropy has any."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randint(-1, 2, t.shape).float() for t in sizes.inputs(torch.float32))
+
+    def call(query, key, value):
+        return flex_attention(
+            query, key, value, lambda score, *_: score + 4096, enable_gqa=True, return_aux=REQUEST
+        )[1]
+
+    want = entropy_of(logits(None, query.double(), key.double(), (), None))
+    torch.testing.assert_close(run(call)(query, key, value).entropy, want.float(), rtol=2e-6, atol=2e-6)
+
+
+LARGE = {
+    "padding": with_padding,
+    "padding, sinks": functools.partial(with_padding, sink=0.5),
+    "large": of_large_scores,
+}
 compiled = functools.partial(torch.compile, backend="flex_inductor", dynamic=False)
 
 
@@ -130,6 +172,14 @@ def test_the_first_of_the_largest(sizes):
     largest(lambda call: call, sizes)
     with served_by("cpu"):
         largest(functools.partial(compiled, options={"verify": True}), sizes)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("check", LARGE)
+def test_scores_that_are_large(check, sizes):
+    LARGE[check](lambda call: call, sizes)
+    with served_by("cpu"):
+        LARGE[check](functools.partial(compiled, options={"verify": True}), sizes)
 
 
 def test_packed_sequences():

@@ -87,17 +87,26 @@ def test_compiled_as_one_process(group, method, dtype, ranks):
 
 
 def test_parts_of_a_ring_with_large_scores():
-    """Weights come from a difference, so the mean score is not off by rounding times the square of the scores."""
+    """Weights come from a difference, so results are not off by rounding times the scores."""
 
     def part(scores):
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
-        return [weights @ values[: scores.size(-1)], lse, scores.amax(-1), (weights * scores).sum(-1)]
+        return [
+            weights @ values[: scores.size(-1)],
+            lse,
+            scores.amax(-1),
+            torch.special.entr(weights).sum(-1),
+        ]
 
     generator = torch.Generator().manual_seed(0)
     scores = 300 + torch.randn(1, 2, 50, 40, generator=generator, dtype=torch.float64)
     values = torch.ones(40, 3, dtype=torch.float64)
     parts = [[t.float() for t in part(half)] for half in scores.split(20, -1)]
-    merged = ring._merged(*parts, ("mean_scores",))
-    for got, right in zip(merged, part(scores), strict=True):
-        torch.testing.assert_close(got.double(), right, rtol=4 * 2**-24, atol=0)
+    merged = ring._merged(*parts, ("entropy",))
+    *found, entropy = merged
+    *exact, right = part(scores)
+    for got, want in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=4 * 2**-24, atol=0)
+    # Each logsumexp is rounded by 256 * 2**-24, and a share changes by a quarter of their difference.
+    torch.testing.assert_close(entropy.double(), right, rtol=4 * 2**-24, atol=128 * 2**-24)

@@ -50,10 +50,10 @@ KERNELS_FOR_CPUS = [
         MATRIX + " " + OF_CPU + "forward.py",
     ),
     Change(
-        "forward: mean scores are not rescaled",
+        "forward: the sums of the entropy are not rescaled",
         CPU + "forward.jinja",
-        "Vec times_scores = Vec::loadu(weighted) * Vec(own.shrink[first + r]);",
-        "Vec times_scores = Vec::loadu(weighted);",
+        "moved(Vec::loadu(weighted), Vec::loadu(total), own.change[r], own.shrink[first + r])",
+        "Vec::loadu(weighted)",
         "tests/accuracy/test_entropy.py::test_compiled[cpu-bias]",
     ),
     Change(
@@ -136,8 +136,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "backward: delta is not subtracted",
         CPU + "backward.jinja",
-        "- delta){{ of_mean }}",
-        "){{ of_mean }}",
+        "- delta){{ of_entropy }}",
+        "){{ of_entropy }}",
         MATRIX,
     ),
     Change(
@@ -202,8 +202,8 @@ KERNELS_FOR_CARDS = [
     Change(
         "combine: parts' sums are added as they are",
         TRITON + "combine.jinja",
-        "tl.load(part_total + place, mask=inside, other=0.0) * grow",
-        "tl.load(part_total + place, mask=inside, other=0.0)",
+        "total = total * shrink + of_part * grow",
+        "total = total * shrink + of_part",
         INTERPRETED + "shapes.py " + INTERPRETED + "softmax.py",
     ),
     Change(
@@ -322,10 +322,10 @@ OPERATIONS = [
         EAGER + " tests/op/test_schedule.py",
     ),
     Change(
-        "entropy: the gradient of the mean score",
+        "entropy: the gradient with the other sign",
         OP + "autograd.py",
-        "grad_mean * (1 - mean)",
-        "grad_mean * (1 + mean)",
+        "-entropy * grad_entropy",
+        "entropy * grad_entropy",
         "tests/accuracy/test_entropy.py",
     ),
     Change(

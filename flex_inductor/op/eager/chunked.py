@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...mod_ir.arguments import score_dtype
 from ...mod_ir.split import Programs
-from ...softmax import COLUMN_SUMS, with_sinks
+from ...softmax import COLUMN_SUMS, entropy_with_sinks, with_sinks
 from ..call import QKV, Inputs
 from ..layout import empty_like_layout
 from .lanes import Accumulators
@@ -26,12 +26,12 @@ NOTHING = {
     "out": 0.0,
     "lse": -math.inf,
     "max_scores": -math.inf,
-    "mean_scores": 0.0,
+    "entropy": 0.0,
     "max_indices": -1,
     COLUMN_SUMS: 0.0,
 }
 SERVES = {"score_captures", "mask_captures", "schedule", "tile_map", "scattered", "partial", COLUMN_SUMS}
-SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_mean"}
+SERVES |= {"sinks", "dropout", "in_blocks", "kv_scales", "grad_entropy"}
 
 
 def forward(
@@ -65,26 +65,35 @@ def forward(
                 largest = torch.where((top > peak) | ((top == peak) & (index < largest)), index, largest)
             new_peak = torch.maximum(peak, top)
             safe_peak = torch.where(new_peak == -math.inf, 0.0, new_peak)
-            shrink = torch.exp(peak - safe_peak)
+            change = peak - safe_peak
+            shrink = change.exp()
             weight = (score - safe_peak).exp_()
+            if "entropy" in more:
+                # The bound keeps 0 times it 0.
+                weighted = weighted.addcmul_(total, change.clamp(min=-1e30)).mul_(shrink)
+                weighted -= torch.special.entr(weight).sum(-1, keepdim=True)
             total = total.mul_(shrink).add_(weight.sum(-1, keepdim=True))
-            if "mean_scores" in more:
-                weighted = weighted.mul_(shrink).add_((weight * _finite(score)).sum(-1, keepdim=True))
             weight = run.dropped(tile, weight)
             acc = acc.mul_(shrink).add_(run.per_query_head(weight, run.value(tile), live))
             peak = new_peak
-        sums = torch.cat([acc, weighted], -1)
-        result, row_lse = sums / torch.where(total == 0, 1.0, total), (peak + total.log()).squeeze(-1)
+        safe_total = torch.where(total == 0, 1.0, total)
+        result, row_lse = acc / safe_total, (peak + total.log()).squeeze(-1)
+        found = {"max_indices": largest}
+        if "entropy" in more:
+            found["entropy"] = safe_total.log() - weighted / safe_total
         if inputs.sinks is not None:
             batches = rows.b if inputs.sinks.size(0) > 1 else slice(0, 1)
-            result, row_lse = with_sinks(result, row_lse, inputs.sinks[batches, rows.h])
+            sinks = inputs.sinks[batches, rows.h]
+            if "entropy" in more:
+                found["entropy"] = entropy_with_sinks(found["entropy"].squeeze(-1), row_lse, sinks)
+            result, row_lse = with_sinks(result, row_lse, sinks)
         at = rows.b, rows.h, rows.m
-        out[at] = result[..., :-1].to(out.dtype)
+        out[at] = result.to(out.dtype)
         lse[at] = row_lse
         row_max[at] = peak.squeeze(-1)
         for name, tensor in known.items():
             if name != COLUMN_SUMS:
-                tensor[at] = result[..., -1] if name == "mean_scores" else largest.squeeze(-1)
+                tensor[at] = found[name].view(row_lse.shape)
     if COLUMN_SUMS in known:
         known[COLUMN_SUMS].copy_(_column_sums(query, key, lse, inputs, mods, scale))
     return out, lse, row_max, *further
@@ -140,8 +149,9 @@ def backward(
                 run.add_per_kv_head(d_value, tile, run.dropped(tile, weight), d_out, live)
             d_weight = run.dropped(tile, run.per_query_head(d_out, run.value(tile).transpose(-1, -2)))
             d_score = d_weight.sub_(delta).mul_(weight)
-            if inputs.grad_mean is not None:
-                d_score += weight * _finite(score) * inputs.grad_mean[rows.b, rows.h, rows.m].unsqueeze(-1)
+            if inputs.grad_entropy is not None:
+                grad_entropy = inputs.grad_entropy[rows.b, rows.h, rows.m].unsqueeze(-1)
+                d_score += torch.special.entr(weight) * grad_entropy
             if leaves is not None:
                 d_score = leaves.add(run.indices(tile), raw, d_score, live)
             if dead is not None:
@@ -156,11 +166,6 @@ def backward(
     ]
     captured = leaves.gradients() if leaves is not None else (None,) * len(captures)
     return grads[0], grads[1], grads[2], captured
-
-
-def _finite(score: Tensor) -> Tensor:
-    """Scores whose product with a weight of 0 is 0."""
-    return score.clamp(min=torch.finfo(score.dtype).min)
 
 
 def empty_outputs(

@@ -64,6 +64,13 @@ def test_first_of_the_largest(sizes, kinds):
         test_entropy.largest(lambda call: interpret.compiled(call, dynamic=False), sizes)
 
 
+@pytest.mark.parametrize("sizes", [test_entropy.SIZES, test_entropy.FEW], ids=["many", "few"])
+@pytest.mark.parametrize("check", test_entropy.LARGE)
+def test_scores_that_are_large(check, sizes, kinds):
+    with served_by("triton"):
+        test_entropy.LARGE[check](lambda call: interpret.compiled(call, dynamic=False), sizes)
+
+
 def test_entropy_of_packed_sequences():
     with served_by("triton", "triton"):
         test_entropy.packed(lambda call: interpret.compiled(call, dynamic=False))

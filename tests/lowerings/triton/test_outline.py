@@ -226,7 +226,7 @@ tl.store(part_total)
 
 for part in range(0, 4):
     found = tl.load(part_peak)
-    total = total * shrink + tl.load(part_total) * grow
+    of_part = tl.load(part_total)
     values = tl.load(part_acc)
 store_tile(out, acc)""",
         )

@@ -143,8 +143,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "backward: dropout is of another column",
         CPU + "backward.jinja",
-        "(kv_first & 31) + i);",
-        "(kv_first & 15) + i);",
+        "(kv_first & 31) + c0 + i);",
+        "(kv_first & 15) + c0 + i);",
         "tests/accuracy/test_dropout.py::test_a_tile_may_begin_between_two_groups_of_bits",
     ),
     Change(

@@ -67,6 +67,7 @@ TABLES: dict[str, list[Any]] = {
         BackwardConfig(64, 128),
         BackwardConfig(128, 128),
         BackwardConfig(128, 64),
+        BackwardConfig(256, 128),
         BackwardConfig(64, 64),
         BackwardConfig(32, 128),
         BackwardConfig(32, 32),
@@ -75,8 +76,8 @@ TABLES: dict[str, list[Any]] = {
 
 _PANEL = 32  # the widest
 # Each tile of queries brings the keys that it visits, and their gradients, into the second cache anew. Large ones do so
-# half as often, and were faster with 2 MB there, but not with 1 MB.
-_LARGE, _LARGE_CACHE = BackwardConfig(128, 128), 2 << 20
+# less often, and were faster with 2 MB there, but not with 1 MB.
+_LARGE, _LARGE_CACHE = BackwardConfig(256, 128), 2 << 20
 
 
 def candidates(

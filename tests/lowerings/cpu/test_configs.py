@@ -39,19 +39,19 @@ class Tables(expecttest.TestCase):
 L1 32K L2 256K D64
   forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 64x64x32 32x32x32 (1 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
-  backward: 64x128 128x64 64x64 32x128 32x32 (1 too large)
+  backward: 64x128 128x64 64x64 32x128 32x32 (2 too large)
 L1 32K L2 256K D256
   forward: 64x64x32 32x32x32 (6 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
-  backward: 32x32 (5 too large)
+  backward: 32x32 (6 too large)
 L1 48K L2 1024K D64
   forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
-  backward: 64x128 128x128 128x64 64x64 32x128 32x32 (0 too large)
+  backward: 64x128 128x128 128x64 256x128 64x64 32x128 32x32 (0 too large)
 L1 48K L2 2048K D64
   forward: 128x256x16 128x128x32 64x128x32 256x128x32 128x64x64 128x256x32 64x64x32 32x32x32 (0 too large)
   decode: 64x2048 128x2048 64x4096 64x1024 32x1024 (0 too large)
-  backward: 128x128 64x128 128x64 64x64 32x128 32x32 (0 too large)""",
+  backward: 256x128 64x128 128x128 128x64 64x64 32x128 32x32 (0 too large)""",
         )
 
     def test_why_one_is_left_out(self):

@@ -9,7 +9,6 @@ kind is held.
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -31,7 +30,7 @@ from ..op.eager import chunked, chunked_ops
 from ..op.layout import empty_like_layout
 from ..op.library import BACKWARD, FORWARD, define
 from ..op.ring import HALVES, Ring, computed_by
-from ..softmax import entropy_of_both, entropy_with_sinks, with_sinks
+from ..softmax import entropy_of_both, entropy_with_sinks, shares, with_sinks
 from ..visits import BlockRuns
 from ..visits.places import TileMap
 from .exchange import agree, named, process_group
@@ -196,11 +195,9 @@ def _merged(one: Outputs, other: Outputs, more: Sequence[str]) -> Outputs:
     """Attention to the keys of both; changes the output of the first."""
     (out, lse, peak, *rows), (part, part_lse, part_peak, *part_rows) = one, other
     total = torch.logaddexp(lse, part_lse)
-    # The difference is small: exp(lse - total) would carry the rounding of a large lse.
-    ahead = torch.where(total == -math.inf, 0.0, part_lse - lse)
-    weight, part_weight = torch.sigmoid(-ahead), torch.sigmoid(ahead)
+    weight, part_weight = shares(lse, part_lse)
     further = {
-        "entropy": lambda row, of_part: entropy_of_both(row, of_part, lse, part_lse),
+        "entropy": lambda row, of_part: entropy_of_both(row, of_part, weight, part_weight),
         "max_indices": lambda row, of_part: torch.where(
             (part_peak > peak) | ((part_peak == peak) & (of_part < row)), of_part, row
         ),

@@ -9,6 +9,7 @@ from .arguments import (
     entropy_of_both,
     entropy_with_sinks,
     gradient_of_sinks,
+    shares,
     weight_of_sinks,
     with_sinks,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "entropy_with_sinks",
     "gradient_of_sinks",
     "is_narrow",
+    "shares",
     "weight_of_sinks",
     "with_sinks",
 ]

@@ -89,23 +89,27 @@ class Softmax(NamedTuple):
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The output and the logsumexp of rows [B, H, M], from those without sinks."""
     sinks = sinks.to(lse.dtype).unsqueeze(-1)
-    total = torch.logaddexp(lse, sinks)
-    # The difference is small: exp(lse - total) would carry the rounding of a large lse.
-    share = (lse - sinks).where(total != -math.inf, -math.inf).sigmoid()
-    return out * share.unsqueeze(-1), total
+    share, _ = shares(lse, sinks)
+    return out * share.unsqueeze(-1), torch.logaddexp(lse, sinks)
 
 
 def entropy_with_sinks(entropy: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The entropy of rows [B, H, M], from that and the logsumexp without sinks."""
-    return entropy_of_both(entropy, torch.zeros_like(entropy), lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return entropy_of_both(
+        entropy, torch.zeros_like(entropy), *shares(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    )
 
 
-def entropy_of_both(one: Tensor, other: Tensor, lse: Tensor, other_lse: Tensor) -> Tensor:
-    """The entropy of rows, from those of two parts of their weights; 0 where both are empty."""
-    ahead = torch.where(lse == other_lse, 0.0, lse - other_lse)
-    share, rest = torch.sigmoid(ahead), torch.sigmoid(-ahead)
-    both = one * share + other * rest + torch.special.entr(share) + torch.special.entr(rest)
-    return torch.where(torch.maximum(lse, other_lse) == -math.inf, 0.0, both)
+def entropy_of_both(one: Tensor, other: Tensor, share: Tensor, rest: Tensor) -> Tensor:
+    """The entropy of rows, from those of two parts of their weights and from the parts' shares."""
+    return one * share + other * rest + torch.special.entr(share) + torch.special.entr(rest)
+
+
+def shares(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What each of two parts of rows has of their weights; all is the second's where both are empty."""
+    # The difference is small: exp(lse - total) would carry the rounding of a large lse.
+    ahead = (lse - other_lse).where(torch.maximum(lse, other_lse) != -math.inf, -math.inf)
+    return torch.sigmoid(ahead), torch.sigmoid(-ahead)
 
 
 def weight_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:

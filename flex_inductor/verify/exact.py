@@ -271,11 +271,10 @@ class Exact:
         entropy = torch.special.entr(weight).sum(-1)
         if of_sink is not None:
             entropy = entropy + torch.special.entr(of_sink.squeeze(-1))
+        terms = 1 + size_of(entropy)
         # Its gradient is -weight * (log(weight) + entropy); the sum of the weights is as far off as they are together.
-        moved = (off * size_of(log + entropy.unsqueeze(-1))).sum(-1) + shift * (1 + size_of(entropy))
-        return entropy, moved / (1 - shift).clamp(min=0.05) + self._sums(_length(tile.n)) * (
-            1 + size_of(entropy)
-        )
+        moved = (off * size_of(log + entropy.unsqueeze(-1))).sum(-1) + shift * terms
+        return entropy, moved / (1 - shift).clamp(min=0.05) + self._sums(_length(tile.n)) * terms
 
     def _max_indices(self, tile: _Tile, scores: Scores) -> tuple[Tensor, Tensor]:
         """Any is right where roundings decide which score is the largest."""

@@ -78,14 +78,14 @@ def forward(
             peak = new_peak
         safe_total = torch.where(total == 0, 1.0, total)
         result, row_lse = acc / safe_total, (peak + total.log()).squeeze(-1)
-        found = {"max_indices": largest}
+        found = {"max_indices": largest.squeeze(-1)}
         if "entropy" in more:
-            found["entropy"] = safe_total.log() - weighted / safe_total
+            found["entropy"] = (safe_total.log() - weighted / safe_total).squeeze(-1)
         if inputs.sinks is not None:
             batches = rows.b if inputs.sinks.size(0) > 1 else slice(0, 1)
             sinks = inputs.sinks[batches, rows.h]
             if "entropy" in more:
-                found["entropy"] = entropy_with_sinks(found["entropy"].squeeze(-1), row_lse, sinks)
+                found["entropy"] = entropy_with_sinks(found["entropy"], row_lse, sinks)
             result, row_lse = with_sinks(result, row_lse, sinks)
         at = rows.b, rows.h, rows.m
         out[at] = result.to(out.dtype)
@@ -93,7 +93,7 @@ def forward(
         row_max[at] = peak.squeeze(-1)
         for name, tensor in known.items():
             if name != COLUMN_SUMS:
-                tensor[at] = found[name].view(row_lse.shape)
+                tensor[at] = found[name]
     if COLUMN_SUMS in known:
         known[COLUMN_SUMS].copy_(_column_sums(query, key, lse, inputs, mods, scale))
     return out, lse, row_max, *further

@@ -123,23 +123,37 @@ def test_copies_without_a_fence():
         matmul("sm_90", without_fences, fences="none")
 
 
-@pytest.mark.parametrize(
-    "change, found", [("mov.b32 t, {0};", None), ("add.u32 {0}, {0}, 1;", "has changed while")]
-)
-def test_weights_that_a_product_reads(change, found):
-    """They may be read before the wait, as LLVM does, but not change."""
+def attention_with(pattern: str, added: str):
+    """What an attention kernel for sm_90 does with `added` to the text that matches first."""
     tensors = [torch.randn(64, 16).half() for _ in range(3)]
     args = (*tensors, torch.empty(64, 16), 64)
     compiled, given = compiled_for(kernels.attention, args, "sm_90", 4, 1, {"D": 16, "BM": 64, "BN": 64})
-    behind = re.compile(
-        r"(wgmma\.mma_async[^;{]*\{[^}]*\},\s*\{(%r\d+)[^;]*;.*?wgmma\.commit_group[^;]*;)", re.DOTALL
-    )
-    added = r"\1 { .reg .b32 t; " + change.format(r"\2") + " }"
-    text, count = behind.subn(added, compiled.asm["ptx"], count=1)
+    text, count = re.subn(pattern, added, compiled.asm["ptx"], count=1, flags=re.DOTALL)
     assert count == 1
-    fails = pytest.raises(ptx.Fault, match=found) if found else contextlib.nullcontext()
-    with fails:
-        ptx.run_text(text, "attention", 1, [*given, 0, 0], num_warps=4, shared_bytes=compiled.metadata.shared)
+    ptx.run_text(text, "attention", 1, [*given, 0, 0], num_warps=4, shared_bytes=compiled.metadata.shared)
+
+
+# A product of registers with weights, of which the first is named.
+WEIGHTED = r"wgmma\.mma_async[^;{]*\{[^}]*\},\s*\{(%r\d+)[^;]*;"
+
+
+@pytest.mark.parametrize(
+    "change, found", [(r"mov.b32 t, \2;", None), (r"add.u32 \2, \2, 1;", "has changed while")]
+)
+def test_weights_that_a_product_reads(change, found):
+    """They may be read before the wait, as LLVM does, but not change."""
+    with pytest.raises(ptx.Fault, match=found) if found else contextlib.nullcontext():
+        attention_with(rf"({WEIGHTED}.*?wgmma\.commit_group[^;]*;)", rf"\1 {{ .reg .b32 t; {change} }}")
+
+
+@pytest.mark.parametrize("behind_a_product", [False, True])
+def test_weights_that_are_computed_behind_the_fence(behind_a_product):
+    """The assembler moves the fence right before a group's first product, and no further."""
+    change = r" add.u32 \5, \5, 0; "
+    added = rf"\1\3{change}\4" if behind_a_product else rf"{change}\1\3\4"
+    late = pytest.raises(ptx.Fault, match="computed after the last")
+    with late if behind_a_product else contextlib.nullcontext():
+        attention_with(rf"({WEIGHTED})([^;]*?)({WEIGHTED})", added)
 
 
 def test_two_blocks_write_one_place():

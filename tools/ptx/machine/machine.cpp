@@ -175,7 +175,7 @@ void step(Warp& warp) {
   ++counts.warps;
   counts.lanes += __builtin_popcount(active);
   if (active && !in.execute(warp, active)) each(lanes, [&](int lane) { --warp.counters[lane]; });
-  const uint32_t stamp = in.copies ? newest(warp, in.operands[1]) : warp.fences;
+  const uint32_t stamp = in.copies ? newest(warp, in.operands[1]) : warp.phase;
   for (int slot : in.results) warp.stamps[slot] = stamp;
 }
 

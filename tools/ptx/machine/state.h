@@ -97,8 +97,9 @@ struct Warp {
   uint32_t last_product = 0;     // of tensor memory: its number in the block
   std::map<int, int> in_flight;  // sums of products under way, and how many
   std::map<int, Fault> doubts;   // of registers whose values were read while another warp wrote them
-  std::vector<uint32_t> stamps;  // of each register: the fences passed when its value was computed
-  uint32_t fences = 1, used_fences = 1;  // passed, and passed before the last product
+  // Fences and the first products behind them, counted; the number after the last fence and after the last such product.
+  uint32_t phase = 1, fenced = 1, started = 1;
+  std::vector<uint32_t> stamps;  // of each register: the phase when its value was computed
 
   Bits* at(int slot);
   Bits& of(int slot, int lane) { return registers[slot * LANES + lane]; }

@@ -211,7 +211,7 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
   if (in.name != "wgmma") return {};
   if (in.with.has("fence"))
     return [](Warp& warp, uint32_t) {
-      ++warp.fences;
+      warp.fenced = ++warp.phase;
       return true;
     };
   if (Action found = bind_groups(in, &Warp::products)) return found;
@@ -226,13 +226,15 @@ inline Action bind_warp_group(const Instruction& in, Launch& launch) {
     auto flag = [&warp, &in](size_t i) { return i < in.operands.size() ? int(warp.at(in.operands[i].slots[0])[0]) : 0; };
     const bool adds = flag(3) != 0, left_transposed = !from_registers && flag(6), right_transposed = flag(from_registers ? 6 : 7);
     const double sign = int32_t(flag(4)) * int32_t(flag(5));
-    // Fragments may be: ptxas puts what the fence becomes behind them, right before a group's first product.
-    const bool new_fence = warp.fences > std::exchange(warp.used_fences, warp.fences);
+    if (warp.fenced == 1) throw Fault{"race", "there is no wgmma.fence before the first product"};
+    if (warp.fenced > warp.started) warp.started = ++warp.phase;
     const auto& fragments = in.operands[1].slots;
-    for (int slot : in.touched)
-      if (warp.stamps[slot] >= warp.fences && !(new_fence && from_registers && std::count(fragments.begin(), fragments.end(), slot)))
+    for (int slot : in.touched) {
+      // Fragments may be computed up to a group's first product: ptxas puts what the fence becomes right before it.
+      const bool is_fragment = from_registers && std::count(fragments.begin(), fragments.end(), slot);
+      if (warp.stamps[slot] >= (is_fragment ? warp.started : warp.fenced))
         throw Fault{"race", "a register of a product was computed after the last wgmma.fence"};
-    if (warp.fences == 1) throw Fault{"race", "there is no wgmma.fence before the first product"};
+    }
     const Matrix b = Matrix::of_wgmma(warp.at(in.operands[2].slots[0])[0], right_transposed);
     const Matrix a = from_registers ? Matrix{} : Matrix::of_wgmma(warp.at(in.operands[1].slots[0])[0], left_transposed);
     const int row = warp.index % 4 * 16;

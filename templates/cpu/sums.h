@@ -1,5 +1,4 @@
-// Sums of a tile's lanes along its rows, columns or diagonals. Rows lie `ld` apart, and there is room for W numbers before and
-// after each.
+// Sums of lanes along rows, columns or diagonals. Rows lie `ld` apart, and there is room for W numbers before and after each.
 inline void clear_beside(float* lanes, int64_t ld, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; ++r) {
     Vec(0.f).store(lanes + r * ld - W);
@@ -17,13 +16,13 @@ inline void sum_rows(float* lanes, int64_t ld, int64_t rows, int64_t columns, fl
   }
 }
 
-// sums[n]: all of column n. A few more are written.
-inline void sum_columns(const float* lanes, int64_t ld, int64_t rows, int64_t columns, float* sums) {
+// Adds all of column n to sums[n]. A few more are written.
+inline void add_columns(const float* lanes, int64_t ld, int64_t rows, int64_t columns, float* sums) {
   constexpr int64_t FEW = 32 / W;
   for (int64_t n = 0; n < columns; n += FEW * W) {
     Vec sum[FEW];
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < FEW; ++i) sum[i] = Vec(0.f);
+    for (int64_t i = 0; i < FEW; ++i) sum[i] = Vec::loadu(sums + n + i * W);
     for (int64_t r = 0; r < rows; ++r)
 #pragma GCC unroll 4
       for (int64_t i = 0; i < FEW; ++i) sum[i] = sum[i] + Vec::loadu(lanes + r * ld + n + i * W);
@@ -32,8 +31,8 @@ inline void sum_columns(const float* lanes, int64_t ld, int64_t rows, int64_t co
   }
 }
 
-// sums[d]: the lanes of row r and column n with rows - 1 - r + n = d. A few zeros are written after them.
-inline void sum_diagonals(float* lanes, int64_t ld, int64_t rows, int64_t columns, float* sums) {
+// Adds to sums[d] the lanes of row r and column n with rows - 1 - r + n = d.
+inline void add_diagonals(float* lanes, int64_t ld, int64_t rows, int64_t columns, float* sums) {
   clear_beside(lanes, ld, rows, columns);
   constexpr int64_t FEW = 4;  // sums under way at once: one would wait for its last addition
   for (int64_t d = 0; d < rows + columns - 1; d += W) {
@@ -47,6 +46,6 @@ inline void sum_diagonals(float* lanes, int64_t ld, int64_t rows, int64_t column
 #pragma GCC unroll 4
       for (int64_t i = 0; i < FEW; ++i) sum[i] = sum[i] + Vec::loadu(from + (r + i) * (ld + 1));
     for (; r < stop; ++r) sum[0] = sum[0] + Vec::loadu(from + r * (ld + 1));
-    (sum[0] + sum[1] + (sum[2] + sum[3])).store(sums + d);
+    (Vec::loadu(sums + d) + (sum[0] + sum[1] + (sum[2] + sum[3]))).store(sums + d);
   }
 }

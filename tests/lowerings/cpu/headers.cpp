@@ -71,13 +71,19 @@ bool lanes_are_summed_in_three_directions() {
           const float lane = first[r * ld + n] = number(r * columns + n);
           wanted[0][r] += lane, wanted[1][n] += lane, wanted[2][rows - 1 - r + n] += lane;
         }
-      std::vector<float> sums(rows + columns + 64);
-      sum_columns(first, ld, rows, columns, sums.data());
-      EXPECT(std::equal(sums.begin(), sums.begin() + columns, wanted[1].begin()));
-      sum_rows(first, ld, rows, columns, sums.data());
-      EXPECT(std::equal(sums.begin(), sums.begin() + rows, wanted[0].begin()));
-      sum_diagonals(first, ld, rows, columns, sums.data());
-      EXPECT(std::equal(sums.begin(), sums.begin() + rows + columns - 1, wanted[2].begin()));
+      // A strip of rows after the other.
+      std::vector<float> sums[3];
+      for (auto& s : sums) s.assign(rows + columns + 64, 0.f);
+      for (int64_t r0 = 0; r0 < rows; r0 += 16) {
+        const int64_t count = std::min<int64_t>(16, rows - r0);
+        float* const strip = first + r0 * ld;
+        sum_rows(strip, ld, count, columns, sums[0].data() + r0);
+        add_columns(strip, ld, count, columns, sums[1].data());
+        add_diagonals(strip, ld, count, columns, sums[2].data() + rows - r0 - count);
+      }
+      EXPECT(std::equal(sums[0].begin(), sums[0].begin() + rows, wanted[0].begin()));
+      EXPECT(std::equal(sums[1].begin(), sums[1].begin() + columns, wanted[1].begin()));
+      EXPECT(std::equal(sums[2].begin(), sums[2].begin() + rows + columns - 1, wanted[2].begin()));
     }
   return true;
 }

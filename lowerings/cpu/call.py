@@ -27,7 +27,7 @@ from ..problem import AttentionProblem
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
 from .flatten import flatten
-from .tables import with_columns, with_tables
+from .tables import with_tables
 
 _NARROW = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}  # bits of the exponent
 
@@ -56,9 +56,9 @@ def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
     if call.inputs.tile_map is not None:
         sizes = {}  # its indices are data
     inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(programs(problem), call.inputs)))
-    for of_mod, tables in zip(inlined, (with_tables, with_tables, with_columns), strict=True):
+    for of_mod in inlined:
         if of_mod is not None and sizes:
-            of_mod.mod = tables(flatten(of_mod.mod, sizes), sizes)
+            of_mod.mod = with_tables(flatten(of_mod.mod, sizes), sizes)
     return inlined
 
 

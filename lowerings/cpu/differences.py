@@ -17,12 +17,12 @@ from flex_inductor.mod_ir.program import LaneProgram
 from flex_inductor.mod_ir.ranges import operation
 
 from ..lanes import graph
+from .index_ranges import INTEGERS
 
 aten = torch.ops.aten
 
 DIFFERENCE, HEAD, NUMBER = "difference", "head", "number"
 MOST_EVALUATED = 1 << 20  # differences
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class _Linear(NamedTuple):
@@ -59,7 +59,7 @@ def coordinate(program: LaneProgram, name: str) -> fx.Node:
 
 def _sum(node: fx.Node, linear: dict[fx.Node, _Linear]) -> _Linear | None:
     name = operation(node.target)
-    if name not in ("add", "sub", "neg") or node.kwargs or node.meta["val"].dtype not in _INTEGERS:
+    if name not in ("add", "sub", "neg") or node.kwargs or node.meta["val"].dtype not in INTEGERS:
         return None
     parts = [_Linear(0, 0) if isinstance(arg, int) else linear.get(arg) for arg in node.args]
     first, second = (*parts, _Linear(0, 0))[:2]

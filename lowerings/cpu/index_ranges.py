@@ -16,7 +16,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from flex_inductor.mod_ir.ranges import Order, Range, Walk, operation
 
-_INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 LONGEST = 2**31 - 1  # indices have 32 bits
 FOUND = "range"  # in a node's meta: the range of what it loads from a table, if known
 # All others need operands that have not wrapped around.
@@ -72,7 +72,7 @@ def shortened(node: fx.Node, bounds: dict[str, Range]) -> list[fx.Node]:
     name, to = operation(node.target), getattr(node.meta.get("val"), "dtype", None)
     if name not in _OF_TRUTH and (name != "_to_copy" or to in (torch.int64, torch.float32, torch.float64)):
         return []
-    given = [x for x in node.args if isinstance(x, fx.Node) and x.meta["val"].dtype in _INTEGERS]
+    given = [x for x in node.args if isinstance(x, fx.Node) and x.meta["val"].dtype in INTEGERS]
     if to != torch.int32:
         return given
     ranges = [(x, _walk(bounds).range(x)) for x in given]
@@ -93,7 +93,7 @@ def _walk(bounds: dict[str, Range]) -> Walk:
 
 
 def _made(value: Any) -> tuple[str, Any]:
-    if not isinstance(value, fx.Node) or getattr(value.meta.get("val"), "dtype", None) not in _INTEGERS:
+    if not isinstance(value, fx.Node) or getattr(value.meta.get("val"), "dtype", None) not in INTEGERS:
         return "", ()
     name = operation(value.target)
     if name == "_to_copy":

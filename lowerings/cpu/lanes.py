@@ -319,7 +319,8 @@ class Scatter(NamedTuple):
 def scatters(joint: Lanes) -> list[Scatter]:
     result = []
     program = joint.mod.program
-    kinds = differences.found(program)
+    tables = [node for node, tensor in joint.mod.named.items() if isinstance(tensor, ir.IRNode)]
+    kinds = differences.found(program, tables)
     for i, (leaf, _, indices) in enumerate(program.by_leaf(joint.mod.outputs)):
         over_rows, over_columns = "q_idx" not in leaf.axes, "kv_idx" not in leaf.axes
         over_diagonals = not (over_rows or over_columns) and all(index in kinds for index in indices)

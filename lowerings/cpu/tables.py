@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops
 
-from flex_inductor.mod_ir.ranges import operation
+from flex_inductor.mod_ir.ranges import Range, operation
 
 from ..buffers import realized
 from ..lanes import Mod, graph, outside
 from . import differences
-from .index_ranges import FOUND, bounds_of, range_of
+from .index_ranges import FOUND, INTEGERS, bounds_of, range_of
 from .regroup import regroup
 
 aten = torch.ops.aten
@@ -33,10 +34,10 @@ FEW_ROWS = 32  # with fewer queries, a table of differences has about as many en
 
 def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod, its lane graph changed in place to load such values; `sizes` are those of b, h, q_idx and kv_idx."""
-    return with_columns(_with_differences(mod, sizes), sizes)
+    return _with_columns(_with_differences(mod, sizes), sizes)
 
 
-def with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
+def _with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod with tables of values of the key alone, one entry for each key."""
     key = differences.coordinate(mod.program, "kv_idx")
     lane = graph(mod.program.lane)
@@ -71,6 +72,11 @@ def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
     ends = [node for node in kinds if slow[node] and any(user not in kinds for user in node.users)]
     if not ends:
         return mod
+    for node in ends:
+        if node.meta["val"].dtype in INTEGERS and (
+            values := differences.evaluated(program, node, queries, keys)
+        ):
+            node.meta[FOUND] = Range(*map(sympy.Integer, values))
     query, key, head = (differences.coordinate(program, name) for name in ("q_idx", "kv_idx", "h"))
     dtype = key.meta["val"].dtype
     # Only the difference counts: all are those of the last query and of keys, some of them beyond the last.

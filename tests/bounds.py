@@ -30,6 +30,8 @@ UNIT = 2.0**-24  # a rounding in fp32, as a share
 DEVIATIONS = 3
 LARGE = 1 << 21  # more numbers in a sum: only worst cases, to save time
 FUNCTION = 4  # units of exp, tanh and other functions; kernels' own exp has 3
+# Units of a weight that becomes bf16, where products take it (docs/cpu.md): the row's sum has the weights before that.
+SHORT_EXP = 49
 # Of a card's tanh for inputs of 16 bits: 1 - 2 / (1 + exp(2 x)), with a hardware exp that is off by 2 units.
 FAST_TANH = 3e-7
 UNBOUNDED = 1e300  # products of it and 0 are 0
@@ -90,6 +92,7 @@ class Bounds(TorchDispatchMode):
         super().__init__()
         self.dtype = dtype if dtype != torch.float64 else torch.float32
         self.unit = torch.finfo(self.dtype).eps / 2
+        self.exp = SHORT_EXP if dtype == torch.bfloat16 else FUNCTION
         self.scale = 1.0 if dtype != torch.float64 else 2.0**-28  # twice: the reference rounds as well
         self.shadows: dict[int, tuple[StorageWeakRef, Tensor, float]] = {}
 
@@ -298,7 +301,16 @@ class Bounds(TorchDispatchMode):
     ) -> Tensor:
         x, (dim, *_) = values[0], values[1:]
         lse = torch.logsumexp(x, dim, True)
-        return _of_lse(x, errors[0], lse, dim).view_as(y)
+        return self._of_lse(x, errors[0], lse, dim).view_as(y)
+
+    def _of_lse(self, x: Tensor, e: Tensor, lse: Tensor, dim: int) -> Tensor:
+        """The error of the logsumexp of rows, as it is kept for the backward."""
+        weight = (x - lse).exp().nan_to_num(0.0)
+        peak = x.amax(dim, True)
+        below = torch.where(x == -torch.inf, 0.0, peak - x)
+        one = torch.ones_like(peak)
+        rounded = _summed(x.size(dim), one, one, weight.square().sum(dim, True)) + UNIT * self.exp
+        return (weight * (e + UNIT * below)).sum(dim, True) + rounded + UNIT * (lse.abs() + 2 * peak.abs())
 
     def _softmax(self, call: Callable, values: Sequence, errors: Sequence, y: Tensor, unit: float) -> Tensor:
         return y * torch.expm1(self._log_softmax(call, values, errors, y, unit)) + 1e-37
@@ -311,7 +323,9 @@ class Bounds(TorchDispatchMode):
         lse = torch.logsumexp(x, dim, True)
         distance = (x - lse).abs()
         return torch.where(
-            x == -torch.inf, 0.0, errors[0] + _of_lse(x, errors[0], lse, dim) + UNIT * (distance + FUNCTION)
+            x == -torch.inf,
+            0.0,
+            errors[0] + self._of_lse(x, errors[0], lse, dim) + UNIT * (distance + self.exp),
         )
 
     def _softmax_backward_data(
@@ -361,16 +375,6 @@ def _made(result: Any, given: Sequence[Tensor]) -> list[Tensor]:
     storages = {t.untyped_storage()._cdata for t in given}
     found = [y for y in _tensors([result]) if y.is_floating_point()]
     return [y for y in found if y.untyped_storage()._cdata not in storages]
-
-
-def _of_lse(x: Tensor, e: Tensor, lse: Tensor, dim: int) -> Tensor:
-    """The error of the logsumexp of rows, as it is kept for the backward."""
-    weight = (x - lse).exp().nan_to_num(0.0)
-    peak = x.amax(dim, True)
-    below = torch.where(x == -torch.inf, 0.0, peak - x)
-    one = torch.ones_like(peak)
-    rounded = _summed(x.size(dim), one, one, weight.square().sum(dim, True)) + UNIT * FUNCTION
-    return (weight * (e + UNIT * below)).sum(dim, True) + rounded + UNIT * (lse.abs() + 2 * peak.abs())
 
 
 def _spread(product: Callable[[Tensor, Tensor], Tensor], e: Tensor, c: Tensor, shared: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ UNIT = 2.0**-24  # a rounding in fp32, as a share
 DEVIATIONS = 3
 LARGE = 1 << 21  # more numbers in a sum: only worst cases, to save time
 FUNCTION = 4  # units of exp, tanh and other functions; kernels' own exp has 3
-# Units of a weight that becomes bf16, where products take it (docs/cpu.md): the row's sum has the weights before that.
+# Units of the exponential whose results become bf16 (docs/cpu.md). A row's sum takes them before they are rounded.
 SHORT_EXP = 49
 # Of a card's tanh for inputs of 16 bits: 1 - 2 / (1 + exp(2 x)), with a hardware exp that is off by 2 units.
 FAST_TANH = 3e-7

@@ -147,6 +147,11 @@ class Mod(NamedTuple):
         return dict(zip(placeholders[len(placeholders) - len(self.inputs) :], self.inputs, strict=True))
 
     @property
+    def tensor_nodes(self) -> list[fx.Node]:
+        """Those nodes whose inputs are tensors."""
+        return [node for node, given in self.named.items() if isinstance(given, ir.IRNode)]
+
+    @property
     def outputs(self) -> Sequence[Any]:
         """The nodes that the lane graph gives."""
         return graph(self.program.lane).find_nodes(op="output")[0].args[0]

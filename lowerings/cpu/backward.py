@@ -76,6 +76,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
                     "over_rows": scatter.over_rows,
                     "over_columns": scatter.over_columns,
                     "over_diagonals": scatter.over_diagonals,
+                    "summed": scatter.summed,
                     "size": " * ".join(["int64_t(1)", *map(kernel.text, sizes)]),
                     "code": lanes.code(
                         scatter.body,

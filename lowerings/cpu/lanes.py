@@ -315,12 +315,15 @@ class Scatter(NamedTuple):
     over_diagonals: bool  # one sum for each difference of key and query
     body: Body
 
+    @property
+    def summed(self) -> bool:
+        return self.over_rows or self.over_columns or self.over_diagonals
+
 
 def scatters(joint: Lanes) -> list[Scatter]:
     result = []
     program = joint.mod.program
-    tables = [node for node, tensor in joint.mod.named.items() if isinstance(tensor, ir.IRNode)]
-    kinds = differences.found(program, tables)
+    kinds = differences.found(program, joint.mod.tensor_nodes)
     for i, (leaf, _, indices) in enumerate(program.by_leaf(joint.mod.outputs)):
         over_rows, over_columns = "q_idx" not in leaf.axes, "kv_idx" not in leaf.axes
         over_diagonals = not (over_rows or over_columns) and all(index in kinds for index in indices)

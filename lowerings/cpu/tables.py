@@ -60,8 +60,7 @@ def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
         return mod
     queries, keys, heads = static
     program, lane = mod.program, graph(mod.program.lane)
-    named = mod.named
-    tables = [node for node, tensor in named.items() if isinstance(tensor, ir.IRNode)]
+    named, tables = mod.named, mod.tensor_nodes
     kinds = differences.found(program, tables)
     slow: dict[fx.Node, bool] = {}
     for node, kind in kinds.items():

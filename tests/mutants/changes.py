@@ -24,6 +24,7 @@ OP, MASKS, SEQUENCES, DISTRIBUTED = (
 INTERPRETED = "tests/lowerings/triton/interpreted_"
 OF_CPU = "tests/lowerings/cpu/test_"
 MATRIX = OF_CPU + "matrix.py::test_matrix[plain-causal-dtype0-contiguous]"
+RISING = OF_CPU + "forward.py::test_scores_that_rise[torch.float32-plain-none]"
 FEW_QUERIES = OF_CPU + "tile_map.py::test_decode_of_several_queries"
 EAGER = "tests/accuracy/test_matrix.py tests/accuracy/test_edges.py"
 
@@ -31,28 +32,35 @@ KERNELS_FOR_CPUS = [
     Change(
         "forward: the sum is not rescaled",
         CPU + "forward.jinja",
-        "Vec sum = Vec::loadu(total) * Vec(own.shrink[first + r]);",
-        "Vec sum = Vec::loadu(total);",
-        MATRIX,
+        "rescale(total, by, W);",
+        "",
+        RISING,
     ),
     Change(
         "forward: the output is not rescaled",
         CPU + "forward.jinja",
-        "own.shrink[r], value_width);",
-        "1.f, value_width);",
-        MATRIX,
+        "rescale(own.acc.data + (first + r) * value_width, by, value_width);",
+        "",
+        RISING,
     ),
     Change(
-        "forward: the largest score is one tile's alone",
+        "forward: a row never subtracts anything",
         CPU + "forward.jinja",
-        "after = at::vec::maximum(before, Vec::loadu(base + r));",
-        "after = Vec::loadu(base + r);",
-        MATRIX + " " + OF_CPU + "forward.py",
+        "subtracted.store(base + r);",
+        "",
+        RISING,
+    ),
+    Change(
+        "forward: what a row subtracts stays as it was first",
+        CPU + "forward.jinja",
+        "{{ 0 if exact else 8 }}",
+        "1e30f",
+        RISING,
     ),
     Change(
         "forward: the sums of the entropy are not rescaled",
         CPU + "forward.jinja",
-        "moved(Vec::loadu(weighted), Vec::loadu(total), own.change[r], own.shrink[first + r])",
+        "moved(Vec::loadu(weighted), Vec::loadu(total), own.change[r], by)",
         "Vec::loadu(weighted)",
         "tests/accuracy/test_entropy.py::test_compiled[cpu-bias]",
     ),

@@ -54,6 +54,28 @@ def test_blocks_that_panels_do_not_divide():
 
 
 @pytest.mark.parametrize(
+    "dtype, mod, mask",
+    [
+        (torch.float32, "plain", "none"),
+        (torch.bfloat16, "plain", "none"),
+        (torch.bfloat16, "softcap", "causal"),
+    ],
+    ids=str,
+)
+def test_scores_that_rise(dtype, mod, mask):
+    """What is subtracted from a row's scores rises within a tile and between tiles, for some of the rows."""
+    sizes = Sizes(queries=90, keys=700, head_dim=32, value_dim=40)
+    query, key, value = sizes.inputs(torch.float64)
+    key[..., 0] = 0
+    for place, by in ((40, 3), (75, 9), (100, 20), (300, 30), (520, -40), (690, 130)):
+        key[..., place:, 0] += by * sizes.head_dim**0.5
+    query[..., 0] = torch.tensor([1.0, 0.0, -1.0]).repeat(30)
+    captures, build = MODS[mod]
+    inputs = [tensor.to(dtype) for tensor in (query, key, value)]
+    judge(fused(attention_of(build)), dense_of(build), inputs, captures(sizes), MASKS[mask](sizes))
+
+
+@pytest.mark.parametrize(
     "dtype, mod",
     [
         (torch.float32, "bucketed_bias"),

@@ -75,15 +75,16 @@ auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, inductor_vec_mask_cast<float,
 tmp17.store(scores + x1 + x0*TILE_LD);
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !*packed.at(n - first_packed, key_width).dropped;
-each_panel(offset + columns, [&](int64_t n, auto whole) {
-for (int64_t r = 0; r < count; r += BLOCK)
-dot_block<whole>(own.query.data + (r0 + r) * key_width, key_width, STEP,
-if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns); else full_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0), count, columns);
-softmax_rows(own, r0, count, scores, weights, columns, first_column);
 for (int64_t r = 0; STEP > 1 && r < count; ++r) {
-for (int64_t r = r0; r < r0 + count; ++r) rescale(own.acc.data + r * value_width, own.shrink[r], value_width);
 for (int64_t r = 0; r < count; r += BLOCK) {
 each_panel(V, [&](int64_t v, auto whole) {
 dot_block<whole>(weights - before + r * WEIGHTS_LD + first, WEIGHTS_LD, STEP,
+for (int64_t c = 0; c < offset + columns; c += TILE_LD) {
+each_panel(stop, [&](int64_t n, auto whole) {
+for (int64_t r = 0; r < count; r += BLOCK)
+dot_block<whole>(own.query.data + (r0 + r) * key_width, key_width, STEP,
+if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index((n0 + at)), count, part); else full_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index((n0 + at)), count, part);
+for (int64_t r = 0; r < count && !all_there; ++r) std::copy_n(scores + r * TILE_LD, part, own.kept.data() + r * WIDE_LD + at);
+softmax_rows(own, r0, count, scores, weights + at, part, first_column, [&] { if (APART && at > 0) settle(at); });
 for (int64_t i = 0; !all_there && i < columns; ++i)""",
         )

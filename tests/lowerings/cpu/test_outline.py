@@ -75,7 +75,7 @@ auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, inductor_vec_mask_cast<float,
 tmp17.store(scores + x1 + x0*TILE_LD);
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !*packed.at(n - first_packed, key_width).dropped;
-for (int64_t r = 0; STEP > 1 && r < count; ++r) {
+for (int64_t r = 0; ahead + behind > 0 && r < count; ++r) {
 for (int64_t r = 0; r < count; r += BLOCK) {
 each_panel(V, [&](int64_t v, auto whole) {
 dot_block<whole>(weights - before + r * WEIGHTS_LD + first, WEIGHTS_LD, STEP,

@@ -71,13 +71,15 @@ def largest(run, sizes=SIZES, dtype=torch.float32):
     def call(query, key, value):
         return flex_attention(query, key, value, None, mask, enable_gqa=True, return_aux=REQUEST)[1]
 
-    scores = logits(None, query, key, (), mask)
-    first = (scores == scores.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)  # that is the first
-    want = first.where(scores.amax(-1) > -math.inf, -1)
-    assert sizes.queries < 6 or (want == -1).any()
-    got = run(call)(query, key, value)
-    assert got.max_indices.dtype == torch.int64 and torch.equal(got.max_indices, want)
-    torch.testing.assert_close(got.entropy, entropy_of(scores.double()).float(), rtol=2e-5, atol=2e-5)
+    call = run(call)
+    for by in (1, 0):  # with 0 all scores are the largest
+        scores = logits(None, query * by, key, (), mask)
+        first = (scores == scores.amax(-1, keepdim=True)).to(torch.int8).argmax(-1)  # that is the first
+        want = first.where(scores.amax(-1) > -math.inf, -1)
+        assert sizes.queries < 6 or (want == -1).any()
+        got = call(query * by, key, value)
+        assert got.max_indices.dtype == torch.int64 and torch.equal(got.max_indices, want)
+        torch.testing.assert_close(got.entropy, entropy_of(scores.double()).float(), rtol=2e-5, atol=2e-5)
 
 
 def packed(run, prefix=3):

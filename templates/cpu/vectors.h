@@ -119,7 +119,7 @@ inline Vec exp2_of(Vec x, Vec slope) {
   // do, are left out: Intel's processors take over a hundred cycles for one.
 #if FLEX_AMX
   if (SHORT) {
-    // Rounded down, by an instruction that is as quick as a product on processors with AMX. 0 <= f < 1: 2.9e-6.
+    // Rounding down is as quick as a product on processors with AMX. For 0 <= f < 1 the polynomial is good to 2.9e-6.
     const Vec exponent = x * slope, f = _mm512_reduce_ps(exponent, _MM_FROUND_TO_NEG_INF);
     Vec p = at::vec::fmadd(Vec(0.01342669f), f, Vec(0.05224247f));
     p = at::vec::fmadd(p, f, Vec(0.24128021f));

@@ -22,6 +22,7 @@ from .call import (
     tiles,
     visited,
 )
+from .differences import coordinate
 
 PARTS = 8  # at least this many work items, if there are as many rows of tiles
 ITEMS_OF_PART = 8  # rows of tiles of a sequence that several parts share
@@ -29,7 +30,7 @@ LEAF_BYTES = 64 << 20  # bytes of separate sums of captured gradients
 
 
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choice]]:
-    score, mask, joint = inlinable(problem, call)
+    score, mask, joint = inlinable(problem, call, scaled=False)
     walked, lists = visited(call, mask is not None)
     tensors = {name: realized(getattr(call, name)) for name in ("query", "key", "value", "out", "lse")}
     tensors["grad_out"] = realized(full_like(call.out, 0) if call.grad_out is None else call.grad_out)
@@ -88,6 +89,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
                 for scatter, sizes in zip(scatters, leaf_sizes, strict=True)
             ],
             adds_gradients=adds_gradients,
+            reads_score=joint is not None and bool(coordinate(joint.mod.program, "score").users),
             walks=walked,
             # With a map, mods see other heads than the tensors have.
             leaves_by_head=joint is not None

@@ -12,6 +12,7 @@ from torch._inductor import ir
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 
 from flex_inductor.masks.analysis.window import MOST, limits_of
+from flex_inductor.mod_ir.program import LaneProgram
 from flex_inductor.mod_ir.split import Programs, with_guards
 from flex_inductor.visits import Bounds
 from flex_inductor.visits.text import CPP, Walk, is_tensor, walks
@@ -26,6 +27,7 @@ from ..lanes import programs as without_guards
 from ..problem import AttentionProblem
 from . import lanes, template, tuner
 from .configs import Caches, candidates, estimate
+from .differences import coordinate
 from .flatten import flatten
 from .tables import with_tables
 
@@ -51,11 +53,16 @@ class Inlined(NamedTuple):
     joint: lanes.Lanes | None
 
 
-def inlinable(problem: AttentionProblem, call: LoweredCall) -> Inlined:
+def inlinable(problem: AttentionProblem, call: LoweredCall, scaled: bool = True) -> Inlined:
+    """The call's mods; score_mod scales the products that it is given, unless these are `scaled`."""
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     if call.inputs.tile_map is not None:
         sizes = {}  # its indices are data
-    inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(programs(problem), call.inputs)))
+    of_call = programs(problem)
+    for program in () if scaled else (of_call.score, of_call.joint):
+        if program is not None:
+            scale_scores(program, call.scale)
+    inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(of_call, call.inputs)))
     for of_mod in inlined:
         if of_mod is not None and sizes:
             of_mod.mod = with_tables(flatten(of_mod.mod, sizes), sizes)
@@ -106,8 +113,19 @@ def tiles(call: LoweredCall) -> dict[str, Any]:
     return {} if tile_map is None else dict(zip(template.TILES, map(realized, tile_map), strict=True))
 
 
+def scale_scores(program: LaneProgram, scale: float) -> None:
+    """Has the lane graph take products of queries and keys for scores."""
+    score = coordinate(program, "score")
+    lane = graph(program.lane)
+    with lane.inserting_before(next(node for node in lane.nodes if node.op != "placeholder")):
+        scaled = lane.call_function(torch.ops.aten.mul.Tensor, (score, float(scale)))
+    scaled.meta["val"] = score.meta["val"]
+    score.replace_all_uses_with(scaled, lambda user: user is not scaled)
+    lane.eliminate_dead_code()
+
+
 def scaled_late(score: lanes.Lanes | None, call: LoweredCall) -> bool:
-    """Whether products leave scores as they are, and exponentials scale them."""
+    """Whether exponentials scale scores, as no score_mod does."""
     # -inf, of what is masked, times a scale that is 0 in float32 would be NaN.
     return score is None and call.scale >= torch.finfo(torch.float32).tiny
 

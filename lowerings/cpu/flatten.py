@@ -21,7 +21,7 @@ from flex_inductor.mod_ir.ranges import Range
 from ..lanes import Mod, graph
 from . import differences
 from .index_ranges import LONGEST, bounds_of, needed
-from .tables import of_key_alone, with_table
+from .tables import of_one_index, with_table
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def flatten(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod, its lane graph changed in place; `sizes` are those of b, h, q_idx and kv_idx."""
     lane = graph(mod.program.lane)
-    of_key = of_key_alone(lane, differences.coordinate(mod.program, "kv_idx"))
+    of_key = of_one_index(lane, differences.coordinate(mod.program, "kv_idx"))
     slow = {node for node, takes_long in of_key.items() if takes_long}
     for node in lane.nodes:
         if slow.intersection(node.all_input_nodes):

@@ -15,6 +15,7 @@ from ..hints import splits_asked
 from ..problem import AttentionProblem
 from . import lanes, template
 from .call import add_node, fixed_layout, inlinable, rendered, scaled_late, tiles, visited
+from .tables import takes_long
 
 PACKED_BYTES = 8 << 20  # bytes of keys and values in use at a time
 
@@ -27,7 +28,7 @@ def is_decode(problem: AttentionProblem) -> bool:
 
 def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choice]]:
     name = "decode" if is_decode(problem) else "forward"
-    score, mask, _ = inlinable(problem, call)
+    score, mask, _ = inlinable(problem, call, scaled=name == "decode")
     walked, lists = visited(call, mask is not None)
     tensors = {
         **{name: realized(getattr(call, name)) for name in ("query", "key", "value")},
@@ -59,6 +60,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             bodies,
             **config._asdict(),
             scaled_late=scaled_late(score, call),
+            slow_scores=score is not None and takes_long(score.mod),
             packed_bytes=PACKED_BYTES,
             splits=splits_asked(problem),
             walks=walked,

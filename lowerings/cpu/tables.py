@@ -1,8 +1,9 @@
 """Values of a mod that are slow to compute for each score: tables hold them, and lanes load them.
 
 One has an entry for each key: vectors of integers have no division, so `kv_idx // width` would be computed one lane at
-a time. Another has one for each difference of key and query (and head), such as a relative bias: lanes of a row lie
-side by side in it, whatever the mod's own table looks like.
+a time. Others have one for each query, head or batch: the compiler computes `exp2(-h)` anew for each vector of keys.
+Another has one for each difference of key and query (and head), such as a relative bias: lanes of a row lie side by
+side in it, whatever the mod's own table looks like.
 """
 
 from __future__ import annotations
@@ -27,31 +28,35 @@ from .regroup import regroup
 
 aten = torch.ops.aten
 
-_SLOW = {"div", "exp", "floor_divide", "fmod", "log", "pow", "remainder"}
+_SLOW = {"div", "floor_divide", "fmod", "pow", "remainder"}
+_SLOW |= {"cos", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "sin", "tan", "tanh"}
 _LOOKUPS = {"index", "_unsafe_index"}
 FEW_ROWS = 32  # with fewer queries, a table of differences has about as many entries as there are scores
 
 
 def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod, its lane graph changed in place to load such values; `sizes` are those of b, h, q_idx and kv_idx."""
-    return _with_columns(_with_differences(mod, sizes), sizes)
-
-
-def _with_columns(mod: Mod, sizes: dict[str, Any]) -> Mod:
-    """The mod with tables of values of the key alone, one entry for each key."""
+    mod = _with_differences(mod, sizes)
     key = differences.coordinate(mod.program, "kv_idx")
     lane = graph(mod.program.lane)
-    regroup(lane, key, of_key_alone(lane, key))
-    slow = of_key_alone(lane, key)
+    regroup(lane, key, of_one_index(lane, key))
+    for name, length in sizes.items():
+        mod = _with_one_index(mod, name, length)
+    return mod
+
+
+def _with_one_index(mod: Mod, name: str, length: Any) -> Mod:
+    """The mod with tables of values of one index alone."""
+    index = differences.coordinate(mod.program, name)
+    slow = of_one_index(graph(mod.program.lane), index)
     ends = [node for node in slow if slow[node] and any(user not in slow for user in node.users)]
     if not ends:
         return mod
-    length = sizes["kv_idx"]
-    columns = outside(differences.apart(ends, [key]), _places([length], 0, key.meta["val"].dtype))
-    bounds = bounds_of({key.name: length})
+    tables = outside(differences.apart(ends, [index]), _places([length], 0, index.meta["val"].dtype))
+    bounds = bounds_of({index.name: length})
     for node in ends:
         node.meta[FOUND] = range_of(node, bounds)
-    return _loaded(mod, ends, slow, columns, [key])
+    return _loaded(mod, ends, slow, tables, [index])
 
 
 def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
@@ -64,7 +69,8 @@ def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
     kinds = differences.found(program, tables)
     slow: dict[fx.Node, bool] = {}
     for node, kind in kinds.items():
-        takes_long = operation(node.target) in _SLOW | _LOOKUPS
+        # One load takes less than turning integers into floats and computing with these.
+        takes_long = operation(node.target) in _SLOW | _LOOKUPS or node.meta["val"].is_floating_point()
         slow[node] = kind == differences.DIFFERENCE and (
             takes_long or any(slow.get(source) for source in node.all_input_nodes)
         )
@@ -125,15 +131,24 @@ def with_table(mod: Mod, table: ir.TensorBox, name: str, like: torch.Tensor) -> 
     return mod._replace(tables=[*mod.tables, _kept(table)]), given
 
 
-def of_key_alone(lane: fx.Graph, key: fx.Node) -> dict[fx.Node, bool]:
-    """The nodes computed of kv_idx and numbers alone, in order, and whether that is slow.
+def takes_long(mod: Mod) -> bool:
+    """Whether lanes still compute something slow."""
+    return any(operation(node.target) in _SLOW for node in graph(mod.program.lane).nodes)
+
+
+def of_one_index(lane: fx.Graph, index: fx.Node) -> dict[fx.Node, bool]:
+    """The nodes computed of an index and numbers alone, in order, and whether that is slow.
 
     Those of several dtypes are left out: a table's dtype counts where that of a 0-d tensor may not.
     """
     found: dict[fx.Node, bool] = {}
     for node in lane.nodes:
         sources = node.all_input_nodes
-        if node.op != "call_function" or not sources or any(s is not key and s not in found for s in sources):
+        if (
+            node.op != "call_function"
+            or not sources
+            or any(s is not index and s not in found for s in sources)
+        ):
             continue
         if len({source.meta["val"].dtype for source in sources}) == 1:
             name = node.target.overloadpacket.__name__

@@ -55,7 +55,7 @@ class Outline(expecttest.TestCase):
 for(int64_t x0=0L; x0<TILE_ROWS; x0+=1L)
 for(int64_t x1=0L; x1<TILE_COLUMNS; x1+=8L)
 auto tmp7 = Vec::loadu(raw + x1 + x0*TILE_LD, 8);
-auto tmp8 = in_7[TILE_H];
+auto tmp11 = Vec::loadu(in_8 + static_cast<int64_t>(63L + TILE_KV + x1 + ((-1L)*TILE_Q) + ((-1L)*x0) + 127L*TILE_H), 8);
 auto tmp0 = TILE_Q + x0;
 auto tmp1 = c10::convert<int32_t>(tmp0);
 auto tmp2 = TILE_KV + x1;
@@ -63,16 +63,14 @@ auto tmp3 = c10::convert<int32_t>(tmp2);
 auto tmp4 = progression<Ints>(tmp3, 1);
 auto tmp5 = Ints(tmp1);
 auto tmp6 = at::vec::VecMask<int32_t,1>(tmp5 >= tmp4);
-auto tmp9 = TILE_KV + x1 + ((-1L)*TILE_Q) + ((-1L)*x0);
-auto tmp10 = c10::convert<float>(tmp9);
-auto tmp11 = progression<Vec>(tmp10, 1);
-auto tmp12 = Vec(tmp8);
-auto tmp13 = tmp12 * tmp11;
-auto tmp14 = tmp7 + tmp13;
-auto tmp15 = -std::numeric_limits<float>::infinity();
-auto tmp16 = Vec(tmp15);
-auto tmp17 = decltype(tmp14)::blendv(tmp16, tmp14, inductor_vec_mask_cast<float,1>(tmp6));
-tmp17.store(scores + x1 + x0*TILE_LD);
+auto tmp8 = static_cast<float>(0.25);
+auto tmp9 = Vec(tmp8);
+auto tmp10 = tmp7 * tmp9;
+auto tmp12 = tmp10 + tmp11;
+auto tmp13 = -std::numeric_limits<float>::infinity();
+auto tmp14 = Vec(tmp13);
+auto tmp15 = decltype(tmp12)::blendv(tmp14, tmp12, inductor_vec_mask_cast<float,1>(tmp6));
+tmp15.store(scores + x1 + x0*TILE_LD);
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !*packed.at(n - first_packed, key_width).dropped;
 for (int64_t r = 0; ahead + behind > 0 && r < count; ++r) {

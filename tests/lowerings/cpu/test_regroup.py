@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowerings.lanes  # noqa: F401 - loads Inductor's lowerings first
 from lowerings.cpu.regroup import regroup
-from lowerings.cpu.tables import of_key_alone
+from lowerings.cpu.tables import of_one_index
 
 MOST = 2**31 - 1
 
@@ -40,12 +40,12 @@ def test_sums_have_the_same_value(name, dtype):
     traced = make_fx(SUMS[name], tracing_mode="fake")(query, key)
     wanted = traced(query, key)
     of_key = traced.graph.find_nodes(op="placeholder")[1]
-    regroup(traced.graph, of_key, of_key_alone(traced.graph, of_key))
+    regroup(traced.graph, of_key, of_one_index(traced.graph, of_key))
     traced.graph.lint()
     traced.recompile()
     assert torch.equal(traced(query, key), wanted)
     if name != "used twice":
-        alone = of_key_alone(traced.graph, of_key)
+        alone = of_one_index(traced.graph, of_key)
         assert len([node for node in alone if any(user not in alone for user in node.users)]) == 1
 
 
@@ -57,5 +57,5 @@ def test_other_graphs_stay_as_they_are(unlike):
     traced = make_fx(unlike, tracing_mode="fake")(*(torch.arange(5, dtype=torch.int32) for _ in range(2)))
     before = str(traced.graph)
     of_key = traced.graph.find_nodes(op="placeholder")[1]
-    regroup(traced.graph, of_key, of_key_alone(traced.graph, of_key))
+    regroup(traced.graph, of_key, of_one_index(traced.graph, of_key))
     assert str(traced.graph) == before

@@ -1,13 +1,14 @@
-"""Values of a mod that are slow to compute: once for each key, or for each difference of key and query."""
+"""Values of a mod that are slow to compute: once for each value of an index, or for each difference of key and query."""
 
 import re
 
 import pytest
 import torch
 from torch._inductor import cpp_builder
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 from flex_inductor import create_block_mask, flex_attention, mods
+from flex_inductor.lowerings.cpu import tables
 from tests.lowerings.cpu.helpers import fused
 from tests.support import Sizes, attention_of, dense_of, judge
 
@@ -38,12 +39,44 @@ def divisions(coordinate, code):
     )
 
 
-def test_keys_are_not_divided_in_lanes():
+@pytest.mark.parametrize("found", [False, True])
+def test_indices_are_not_divided_in_lanes(found, monkeypatch):
+    if found:
+        monkeypatch.setattr(tables, "_SLOW", set())
     mask = create_block_mask(near, None, None, 90, 90, "cpu", BLOCK_SIZE=32)
     attend = fused(lambda *tensors: flex_attention(*tensors, block_mask=mask))
-    with torch.no_grad():
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         _, code = run_and_get_code(attend, *(torch.randn(1, 2, 90, 16) for _ in range(3)))
-    assert divisions("TILE_Q", "\n".join(code)) and not divisions("TILE_KV", "\n".join(code))
+    assert all(bool(divisions(index, "\n".join(code))) == found for index in ("TILE_Q", "TILE_KV"))
+
+
+def by_head(score, b, h, q_idx, kv_idx):
+    """ALiBi, as it is often written: one number for each head and distance."""
+    return score + (kv_idx - q_idx) * torch.exp2(-(h + 1.0))
+
+
+def by_query(score, b, h, q_idx, kv_idx):
+    """Temperatures: numbers for each query, head and batch."""
+    return score * torch.log1p(q_idx * 0.1) * torch.exp2(-0.5 * h) + torch.cos(b + 1.0) * score.abs()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mod", [by_head, by_query])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_of_an_index_are_not_computed_in_lanes(mod, dtype, dynamic):
+    def build():
+        return mod
+
+    inputs = SIZES.inputs(dtype)
+    mask = create_block_mask(causal, None, None, 70, 90, "cpu", BLOCK_SIZE=32)
+    attend = fused(attention_of(build), dynamic=dynamic)
+    judge(attend, dense_of(build), inputs, [], mask)
+    inputs = [given.requires_grad_() for given in inputs]
+    _, code = run_fw_bw_and_get_code(lambda: attend(*inputs, (), mask)[0])
+    lanes = [text[text.index("TILE_Q") :] for text in code if "TILE_Q" in text]
+    assert len(lanes) == 2
+    for text in lanes:
+        assert not re.search(r"\b(exp2|log1p|cos)\(", text[: text.index("struct Thread")])
 
 
 def same_chunk(b, h, q_idx, kv_idx):

@@ -93,6 +93,17 @@ inline Vec larger(Vec x, Vec y) {
 #endif
 }
 
+// While a thread has this, its results that are no normal numbers are 0. Intel's processors take over a hundred cycles for another,
+// as sums of the first keys become where scores rise by and by.
+struct NormalNumbers {
+#if defined(__x86_64__)
+  const unsigned before = _mm_getcsr();
+  NormalNumbers() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
+  ~NormalNumbers() { _mm_setcsr(before); }
+  NormalNumbers(const NormalNumbers&) = delete;
+#endif
+};
+
 // 2^f for |f| <= 0.5, to 9.1e-8 relative. Weights that are rounded to bf16 are SHORT of a term: 2.8e-6.
 template <bool SHORT>
 inline Vec exp2_of_part(Vec f) {
@@ -112,20 +123,21 @@ inline Vec exp2_of_part(Vec f) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^(x * slope) where that is 2^100 at most, 0 where it is no normal number. Of NaN it is NaN with AVX, else anything.
+// 2^(x * slope) where that is 2^100 at most, 0 where it is no normal number, for a thread with NormalNumbers. Of NaN it is NaN
+// with AVX, else anything.
 template <bool SHORT = FLEX_BF16_PAIRS>
 inline Vec exp2_of(Vec x, Vec slope) {
-  // The whole part of the exponent, and a polynomial for what rounding leaves. Lanes that underflow, as those of masked scores
-  // do, are left out: Intel's processors take over a hundred cycles for one.
+  // The whole part of the exponent, and a polynomial for what rounding leaves.
 #if FLEX_AMX
   if (SHORT) {
-    // Rounding down is as quick as a product on processors with AMX. For 0 <= f < 1 the polynomial is good to 2.9e-6.
+    // Rounding down is as quick as a product on processors with AMX. For 0 <= f < 1 the polynomial is good to 2.9e-6. It leaves 0
+    // of an infinite exponent.
     const Vec exponent = x * slope, f = _mm512_reduce_ps(exponent, _MM_FROUND_TO_NEG_INF);
     Vec p = at::vec::fmadd(Vec(0.01342669f), f, Vec(0.05224247f));
     p = at::vec::fmadd(p, f, Vec(0.24128021f));
     p = at::vec::fmadd(p, f, Vec(0.69304484f));
     p = at::vec::fmadd(p, f, Vec(1.f));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126.f), _CMP_NLT_UQ), p, exponent);
+    return _mm512_scalef_ps(p, exponent);
   }
 #endif
 #if defined(CPU_CAPABILITY_AVX512)

@@ -5,10 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 import flex_inductor.templates
+from flex_inductor.lowerings.cpu.call import has_amx
 
 SOURCE = Path(__file__).with_name("headers.cpp")
 HEADERS = Path(flex_inductor.templates.__file__).parent / "cpu"
@@ -31,7 +33,7 @@ def test_the_headers(element, narrow, decodes, tmp_path):
         "FLEX_ELEMENT": element,
         "FLEX_IS_FLOAT": int(element == "float"),
         "FLEX_IS_BF16": int(element == "at::BFloat16" and not (decodes and narrow)),
-        "FLEX_HAS_AMX": 0,
+        "FLEX_HAS_AMX": int(has_amx() and not decodes),
         "FLEX_NARROW": narrow,
         "DECODES": int(decodes),
     }
@@ -42,9 +44,10 @@ def test_the_headers(element, narrow, decodes, tmp_path):
     builder = CppBuilder("headers", [str(source)], options, str(tmp_path))
     command = f"{builder.get_command_line()} -I{HEADERS}"
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    torch.cpu._init_amx()  # asks the system for tiles
     library = ctypes.CDLL(builder.get_target_file_path())
     library.name_of.restype, library.holds.restype = ctypes.c_char_p, ctypes.c_bool
     found = {}
     while name := library.name_of(len(found)):
         found[name.decode()] = library.holds(len(found))
-    assert len(found) == 10 + 3 * decodes + bool(narrow) and found == dict.fromkeys(found, True)
+    assert len(found) == 11 + 3 * decodes + bool(narrow) and found == dict.fromkeys(found, True)

@@ -434,7 +434,7 @@ def loops(stores: Sequence[Store], kernel: TemplateKernel, *, row: bool = True, 
     code = group.loops_code.getvalue()
     for slow, fast in _FASTER:
         code = re.sub(slow, fast, code)
-    code = with_one_access(code, _short(stores, kernel))
+    code = with_one_access(code, _short(stores, kernel), rows=row and column)
     return "\n".join([*_own_constants(code, kernel), code])
 
 

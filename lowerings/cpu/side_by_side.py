@@ -1,7 +1,8 @@
 """Lookups of lanes that lie side by side in a tensor, forwards or backwards: one load for all, one addition for all.
 
 Inductor looks each lane up by itself once an index is a vector, as in `table[q_idx % 8 - kv_idx % 8 + 7]`. In most
-vectors such places follow one another. The code asks this of each vector, since places are data.
+vectors such places follow one another. The code asks this of each vector, since places are data; once for all rows of a
+tile where a place is the sum of a number of the row and one of the key.
 """
 
 from __future__ import annotations
@@ -30,22 +31,56 @@ _ADD = re.compile(
     r"(?P<value>\w+)\.store\(tmpbuf\.data\(\), static_cast<int64_t>\(\d+\)\);"
     rf"{_LOOP}(?P<tensor>\w+)\[static_cast<int64_t>\((?P<place>.*)\)\] \+= tmpbuf\[(?P=lane)\];\s*\}}\s*\}}\s*\(\)\s*;"
 )
+_INTS = r"at::vec::Vectorized<int32_t>"
+_SUM = re.compile(r"(?P<first>\w+) \+ (?P<second>\w+)")
+_OF_ROW = re.compile(rf"{_INTS}\((?P<number>\w+)\)")
+_OF_KEY = re.compile(
+    rf"{_INTS}::loadu\((?P<table>\w+) \+ static_cast<int64_t>\(TILE_KV \+ (?P<column>\w+)\)\)"
+)
 _TERM = re.compile(r"(?:\(?(?P<times>-?\d+)L\)?\*)?(?P<array>\w+)\[(?P<lane>\w+)\]")
 
 
-def with_one_access(code: str, short: Set[str]) -> str:
-    """Inductor's code with such lookups; `short` names the tensors whose places fit 32 bits."""
+def with_one_access(code: str, short: Set[str], rows: bool) -> str:
+    """Inductor's code with such lookups.
+
+    `short` names the tensors whose places fit 32 bits; `rows` is whether the code has a loop over rows and one over keys.
+    """
     vectors = {found["array"]: found["vector"] for found in _ARRAY.finditer(code)}
+    runs: dict[str, str] = {}  # by what is of the key
 
     def at_once(found: re.Match) -> str:
         place = found["tensor"] in short and _split(found["place"], found["lane"], vectors)
         if not place:
             return found[0]
-        at = f"{found['tensor']} + ({place[0]}), {place[1]}"
+        shared, own = place
+        if rows and (parts := _of_row_and_key(own, found.string[: found.start()])):
+            table, column, number = parts
+            own = f"{runs.setdefault(table, f'runs_{len(runs)}')}, {column}, {number}"
+        at = f"{found['tensor']} + ({shared}), {own}"
         value = found.groupdict().get("value")
         return f"add_each({value}, {at});" if value else f"look_up({at});"
 
-    return _ADD.sub(at_once, _LOAD.sub(at_once, code))
+    code = _ADD.sub(at_once, _LOAD.sub(at_once, code))
+    made = [f"const Runs<TILE_LD / W> {name}({table} + TILE_KV, TILE_COLUMNS);" for table, name in runs.items()]
+    return "\n".join([*made, code])
+
+
+def _of_row_and_key(vector: str, before: str) -> tuple[str, str, str] | None:
+    """The table of what is of the key in a vector of places, the column in it, and the row's number."""
+
+    def defined(name: str, pattern: re.Pattern) -> re.Match | None:
+        """The last definition so far."""
+        start = f"auto {name} = "
+        at = before.rfind(start) + len(start)
+        return pattern.fullmatch(before, at, before.find(";", at)) if at >= len(start) else None
+
+    if not (total := re.fullmatch(r"\w+", vector) and defined(vector, _SUM)):
+        return None
+    for of_row, of_key in (("first", "second"), ("second", "first")):
+        row, key = defined(total[of_row], _OF_ROW), defined(total[of_key], _OF_KEY)
+        if row and key:
+            return key["table"], key["column"], row["number"]
+    return None
 
 
 def _split(place: str, lane: str, vectors: dict[str, str]) -> tuple[str, str] | None:

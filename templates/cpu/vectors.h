@@ -201,7 +201,7 @@ inline V progression(T base, S step) {
 
 // 1 or -1 if each lane's place is one more or less than that of the lane before, else 0.
 using Places = at::vec::Vectorized<int32_t>;
-inline int64_t direction(Places places) {
+inline int32_t direction_of(Places places) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512i after = _mm512_sub_epi32(places, _mm512_broadcastd_epi32(_mm512_castsi512_si128(places)));
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -221,39 +221,69 @@ struct EachPlace {
   int32_t lanes[W];
   explicit EachPlace(Places places) { places.store(lanes); }
 };
-// The least place of lanes in this direction.
-inline int64_t least(Places places, int64_t direction) {
+// W places: in a direction from the least one on, or without one anywhere.
+struct Run {
+  int32_t direction = 0, least = 0;
+  Run() = default;
+  explicit Run(Places places) : direction(direction_of(places)) {
 #if defined(CPU_CAPABILITY_AVX512)
-  const int64_t first = _mm_cvtsi128_si32(_mm512_castsi512_si128(places));
+    least = _mm_cvtsi128_si32(_mm512_castsi512_si128(places));
 #elif defined(CPU_CAPABILITY_AVX2)
-  const int64_t first = _mm_cvtsi128_si32(_mm256_castsi256_si128(places));
-#else
-  const int64_t first = EachPlace(places).lanes[0];
+    least = _mm_cvtsi128_si32(_mm256_castsi256_si128(places));
 #endif
-  return direction > 0 ? first : first - (W - 1);
-}
-
-// from[places], and to[places] += numbers.
-inline Vec look_up(const float* from, Places places) {
-  if (const int64_t by = direction(places)) {
-    const Vec found = Vec::loadu(from + least(places, by));
-    return by > 0 ? found : at::vec::flip(found);
+    if (direction < 0) least -= W - 1;
   }
-  const EachPlace each(places);
+};
+// Those of a tile's keys, which places of all rows differ from by a number: they are looked at once.
+template <int64_t MOST>
+struct Runs {
+  const int32_t* const places;
+  Run runs[MOST];
+  Runs(const int32_t* places, int64_t columns) : places(places) {
+    for (int64_t i = 0; i + W <= columns; i += W) runs[i / W] = Run(Places::loadu(places + i));
+  }
+  // Integers of 32 bits wrap around as they do in a vector.
+  Run at(int64_t column, int32_t of_row) const {
+    Run run = runs[column / W];
+    run.least = int32_t(uint32_t(run.least) + uint32_t(of_row));
+    return run;
+  }
+  Places places_at(int64_t column, int32_t of_row) const { return Places::loadu(places + column) + Places(of_row); }
+};
+
+// from[places], and to[places] += numbers. places() is called for those without a direction.
+template <typename AllPlaces>
+inline __attribute__((always_inline)) Vec look_up(const float* from, Run run, AllPlaces places) {
+  if (run.direction) {
+    const Vec found = Vec::loadu(from + run.least);
+    return run.direction > 0 ? found : at::vec::flip(found);
+  }
+  const EachPlace each(places());
   float found[W];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < W; ++i) found[i] = from[each.lanes[i]];
   return Vec::loadu(found);
 }
-inline void add_each(Vec numbers, float* to, Places places) {
-  if (const int64_t by = direction(places)) {
-    float* const first = to + least(places, by);
-    (Vec::loadu(first) + (by > 0 ? numbers : at::vec::flip(numbers))).store(first);
+template <typename AllPlaces>
+inline __attribute__((always_inline)) void add_each(Vec numbers, float* to, Run run, AllPlaces places) {
+  if (run.direction) {
+    float* const first = to + run.least;
+    (Vec::loadu(first) + (run.direction > 0 ? numbers : at::vec::flip(numbers))).store(first);
     return;
   }
-  const EachPlace each(places);
+  const EachPlace each(places());
   float added[W];
   numbers.store(added);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < W; ++i) to[each.lanes[i]] += added[i];
+}
+inline Vec look_up(const float* from, Places places) { return look_up(from, Run(places), [&] { return places; }); }
+inline void add_each(Vec numbers, float* to, Places places) { add_each(numbers, to, Run(places), [&] { return places; }); }
+template <int64_t MOST>
+inline Vec look_up(const float* from, const Runs<MOST>& runs, int64_t column, int32_t of_row) {
+  return look_up(from, runs.at(column, of_row), [&] { return runs.places_at(column, of_row); });
+}
+template <int64_t MOST>
+inline void add_each(Vec numbers, float* to, const Runs<MOST>& runs, int64_t column, int32_t of_row) {
+  add_each(numbers, to, runs.at(column, of_row), [&] { return runs.places_at(column, of_row); });
 }

@@ -323,7 +323,7 @@ bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
       places[i] = kind == 0 ? 3 + i : kind == 1 ? 2 * W - i : kind == 2 ? 5 : kind == 3 ? 2 * i
                 : i == W - 1 ? 3 * W : kind == 4 ? 3 + i : 2 * W - i;
     const auto lanes = Places::loadu(places);
-    EXPECT(W == 4 || direction(lanes) == (kind == 0 ? 1 : kind == 1 ? -1 : 0));
+    EXPECT(W == 4 || Run(lanes).direction == (kind == 0 ? 1 : kind == 1 ? -1 : 0));
     float found[W];
     look_up(table.data(), lanes).store(found);
     auto sums = table, wanted = table;
@@ -332,6 +332,16 @@ bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
       EXPECT(found[i] == table[places[i]]);
       wanted[places[i]] += added[i];
     }
+    EXPECT(sums == wanted);
+    // As sums of a row's number and a key's, of which one is out of range.
+    constexpr int32_t OF_ROW = std::numeric_limits<int32_t>::max() - 3;
+    int32_t of_keys[2 * W];
+    for (int64_t i = 0; i < 2 * W; ++i) of_keys[i] = int32_t(uint32_t(places[i % W]) - uint32_t(OF_ROW));
+    const Runs<2> runs(of_keys, 2 * W - 1);
+    look_up(table.data(), runs, 0, OF_ROW).store(found);
+    sums = table;
+    add_each(Vec::loadu(added.data()), sums.data(), runs, 0, OF_ROW);
+    for (int64_t i = 0; i < W; ++i) EXPECT(found[i] == table[places[i]]);
     EXPECT(sums == wanted);
   }
   return true;

@@ -43,10 +43,10 @@ _TERM = re.compile(r"(?:\(?(?P<times>-?\d+)L\)?\*)?(?P<array>\w+)\[(?P<lane>\w+)
 def with_one_access(code: str, short: Set[str], rows: bool) -> str:
     """Inductor's code with such lookups.
 
-    `short` names the tensors whose places fit 32 bits; `rows` is whether the code has a loop over rows and one over keys.
+    `short` names the tensors whose places fit 32 bits. With `rows`, the code loops over rows, and over keys within.
     """
     vectors = {found["array"]: found["vector"] for found in _ARRAY.finditer(code)}
-    runs: dict[str, str] = {}  # by what is of the key
+    of_keys: dict[str, str] = {}  # names by table
 
     def at_once(found: re.Match) -> str:
         place = found["tensor"] in short and _split(found["place"], found["lane"], vectors)
@@ -55,13 +55,16 @@ def with_one_access(code: str, short: Set[str], rows: bool) -> str:
         shared, own = place
         if rows and (parts := _of_row_and_key(own, found.string[: found.start()])):
             table, column, number = parts
-            own = f"{runs.setdefault(table, f'runs_{len(runs)}')}, {column}, {number}"
+            own = f"{of_keys.setdefault(table, f'keys_{len(of_keys)}')}, {column}, {number}"
         at = f"{found['tensor']} + ({shared}), {own}"
         value = found.groupdict().get("value")
         return f"add_each({value}, {at});" if value else f"look_up({at});"
 
     code = _ADD.sub(at_once, _LOAD.sub(at_once, code))
-    made = [f"const Runs<TILE_LD / W> {name}({table} + TILE_KV, TILE_COLUMNS);" for table, name in runs.items()]
+    made = [
+        f"const KeyPlaces<TILE_LD / W> {name}({table} + TILE_KV, TILE_COLUMNS);"
+        for table, name in of_keys.items()
+    ]
     return "\n".join([*made, code])
 
 

@@ -21,6 +21,7 @@
 namespace {
 #include "kernel.h"
 #include "vectors.h"
+#include "lookups.h"
 #include "products.h"
 #include "rows.h"
 
@@ -323,7 +324,7 @@ bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
       places[i] = kind == 0 ? 3 + i : kind == 1 ? 2 * W - i : kind == 2 ? 5 : kind == 3 ? 2 * i
                 : i == W - 1 ? 3 * W : kind == 4 ? 3 + i : 2 * W - i;
     const auto lanes = Places::loadu(places);
-    EXPECT(W == 4 || Run(lanes).direction == (kind == 0 ? 1 : kind == 1 ? -1 : 0));
+    EXPECT(W == 4 || Pieces(lanes).direction == (kind == 0 ? 1 : kind == 1 ? -1 : 0));
     float found[W];
     look_up(table.data(), lanes).store(found);
     auto sums = table, wanted = table;
@@ -337,10 +338,10 @@ bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
     constexpr int32_t OF_ROW = std::numeric_limits<int32_t>::max() - 3;
     int32_t of_keys[2 * W];
     for (int64_t i = 0; i < 2 * W; ++i) of_keys[i] = int32_t(uint32_t(places[i % W]) - uint32_t(OF_ROW));
-    const Runs<2> runs(of_keys, 2 * W - 1);
-    look_up(table.data(), runs, 0, OF_ROW).store(found);
+    const KeyPlaces<2> of_tile(of_keys, 2 * W - 1);
+    look_up(table.data(), of_tile, 0, OF_ROW).store(found);
     sums = table;
-    add_each(Vec::loadu(added.data()), sums.data(), runs, 0, OF_ROW);
+    add_each(Vec::loadu(added.data()), sums.data(), of_tile, 0, OF_ROW);
     for (int64_t i = 0; i < W; ++i) EXPECT(found[i] == table[places[i]]);
     EXPECT(sums == wanted);
   }

@@ -211,7 +211,9 @@ def test_places_in_an_image_are_loaded_and_added_to_at_once(compiler, monkeypatc
     assert ("#pragma GCC ivdep" in forward) is (compiler == "gcc")
     assert "look_up(" in forward and "out of bounds" not in forward
     assert "look_up(" in backward and "add_each(" in backward and "out of bounds" not in backward
-    assert all(re.search(r"(look_up|add_each)\(.*, runs_0, x1, tmp\d+\)", text) for text in (forward, backward))
+    assert all(
+        re.search(r"(look_up|add_each)\(.*, keys_0, x1, tmp\d+\)", text) for text in (forward, backward)
+    )
     # Row and column are one place, of which a table has what is of the key.
     places = [line for text in (forward, backward) for line in text.splitlines() if "look_up(" in line]
     assert not [line for line in places if "Vectorized<int32_t>(" in line]

@@ -1,0 +1,143 @@
+// Numbers that mods look up or add to, at places that they compute. Lanes whose places follow one another take one load or one
+// addition.
+
+// 1 or -1 if each lane's place is one more or less than that of the lane before, else 0.
+using Places = at::vec::Vectorized<int32_t>;
+inline int32_t direction_of(Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i after = _mm512_sub_epi32(places, _mm512_broadcastd_epi32(_mm512_castsi512_si128(places)));
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  if (_mm512_cmpneq_epi32_mask(after, _mm512_sub_epi32(_mm512_setzero_si512(), lanes)) == 0) return -1;
+  return _mm512_cmpneq_epi32_mask(after, lanes) == 0 ? 1 : 0;
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i after = _mm256_sub_epi32(places, _mm256_broadcastd_epi32(_mm256_castsi256_si128(places)));
+  const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+  const auto all = [](__m256i x, __m256i y) { return _mm256_movemask_epi8(_mm256_cmpeq_epi32(x, y)) == -1; };
+  if (all(after, _mm256_sub_epi32(_mm256_setzero_si256(), lanes))) return -1;
+  return all(after, lanes) ? 1 : 0;
+#else
+  return 0;
+#endif
+}
+// So many pieces of a vector's places can be told apart, and which of the lanes they have.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int32_t MOST_PIECES = 4;
+using Lanes = __mmask16;
+constexpr Lanes ALL_LANES = 0xFFFF;
+inline Vec load_lanes(Vec others, Lanes lanes, const float* from) { return Vec(_mm512_mask_loadu_ps(others, lanes, from)); }
+inline void store_lanes(Vec numbers, Lanes lanes, float* to) { _mm512_mask_storeu_ps(to, lanes, numbers); }
+#else
+constexpr int32_t MOST_PIECES = 1;
+using Lanes = bool;
+constexpr Lanes ALL_LANES = true;
+inline Vec load_lanes(Vec, Lanes, const float* from) { return Vec::loadu(from); }
+inline void store_lanes(Vec numbers, Lanes, float* to) { numbers.store(to); }
+#endif
+
+// W places in pieces, in each of which they follow one another, all upwards or all downwards. They are of lanes in ascending order
+// of places. Without a direction they lie anywhere.
+struct Pieces {
+  int32_t direction, count;
+  int32_t starts[MOST_PIECES];  // where the first lane would lie
+  Lanes lanes[MOST_PIECES];  // of several pieces
+
+  explicit Pieces(Places places) : direction(direction_of(places)), count(direction != 0) {
+#if defined(CPU_CAPABILITY_AVX512)
+    starts[0] = _mm_cvtsi128_si32(_mm512_castsi512_si128(places));
+#elif defined(CPU_CAPABILITY_AVX2)
+    starts[0] = _mm_cvtsi128_si32(_mm256_castsi256_si128(places));
+#endif
+    if (direction < 0) starts[0] -= W - 1;
+  }
+  Pieces() = default;
+
+  // Looks for several pieces, where places have no direction.
+  __attribute__((noinline)) void split(Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+    int32_t each[W];
+    places.store(each);
+    const int32_t ahead = each[1] - each[0], step = ahead * ahead == 1 ? ahead : each[2] - each[1];
+    if (step * step != 1) return;
+    const Places upwards = (step > 0 ? places : at::vec::flip(places)) - Places::arange(0, 1);
+    upwards.store(each);
+    uint32_t rest = ALL_LANES;
+    for (count = 0; rest && count < MOST_PIECES; ++count) {
+      starts[count] = each[__builtin_ctz(rest)];
+      lanes[count] = _mm512_mask_cmpeq_epi32_mask(rest, upwards, _mm512_set1_epi32(starts[count]));
+      rest &= ~lanes[count];
+    }
+    if (!rest) direction = step;
+#endif
+  }
+  // Where a piece of places that are all larger by a number starts. Integers of 32 bits wrap around as they do in a vector.
+  int64_t start(int32_t piece, int32_t by) const { return int32_t(uint32_t(starts[piece]) + uint32_t(by)); }
+};
+
+// Those of a tile's keys, which places of all rows differ from by a number: they are looked at once.
+template <int64_t MOST>
+struct KeyPlaces {
+  const int32_t* const places;
+  Pieces pieces[MOST];
+  KeyPlaces(const int32_t* places, int64_t columns) : places(places) {
+    for (int64_t i = 0; i + W <= columns; i += W) {
+      Pieces& found = pieces[i / W] = Pieces(Places::loadu(places + i));
+      if (!found.direction) found.split(Places::loadu(places + i));
+    }
+  }
+};
+
+// from[places + by], and to[places + by] += numbers, where places lie in several pieces or anywhere.
+inline __attribute__((noinline)) Vec look_up_apart(const float* from, const Pieces& pieces, int32_t by, Places places) {
+  Vec found(0.f);
+  if (pieces.direction) {
+    for (int32_t i = 0; i < pieces.count; ++i) found = load_lanes(found, pieces.lanes[i], from + pieces.start(i, by));
+    return pieces.direction > 0 ? found : at::vec::flip(found);
+  }
+  int32_t each[W];
+  float numbers[W];
+  (places + Places(by)).store(each);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) numbers[i] = from[each[i]];
+  return Vec::loadu(numbers);
+}
+inline __attribute__((noinline)) void add_apart(Vec numbers, float* to, const Pieces& pieces, int32_t by, Places places) {
+  if (pieces.direction) {
+    const Vec added = pieces.direction > 0 ? numbers : at::vec::flip(numbers);
+    for (int32_t i = 0; i < pieces.count; ++i) {
+      float* const at = to + pieces.start(i, by);
+      store_lanes(load_lanes(Vec(0.f), pieces.lanes[i], at) + added, pieces.lanes[i], at);
+    }
+    return;
+  }
+  int32_t each[W];
+  float added[W];
+  (places + Places(by)).store(each);
+  numbers.store(added);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) to[each[i]] += added[i];
+}
+
+// The same, for wherever they lie. all() gives the places.
+template <typename All>
+inline __attribute__((always_inline)) Vec look_up(const float* from, const Pieces& pieces, int32_t by, All all) {
+  if (pieces.count != 1) return look_up_apart(from, pieces, by, all());
+  const Vec found = Vec::loadu(from + pieces.start(0, by));
+  return pieces.direction > 0 ? found : at::vec::flip(found);
+}
+template <typename All>
+inline __attribute__((always_inline)) void add_each(Vec numbers, float* to, const Pieces& pieces, int32_t by, All all) {
+  if (pieces.count != 1) return add_apart(numbers, to, pieces, by, all());
+  float* const first = to + pieces.start(0, by);
+  (Vec::loadu(first) + (pieces.direction > 0 ? numbers : at::vec::flip(numbers))).store(first);
+}
+inline Vec look_up(const float* from, Places places) { return look_up(from, Pieces(places), 0, [&] { return places; }); }
+inline void add_each(Vec numbers, float* to, Places places) { add_each(numbers, to, Pieces(places), 0, [&] { return places; }); }
+// The same for a vector of keys from `column` on.
+template <int64_t MOST>
+inline Vec look_up(const float* from, const KeyPlaces<MOST>& keys, int64_t column, int32_t by) {
+  return look_up(from, keys.pieces[column / W], by, [&] { return Places::loadu(keys.places + column); });
+}
+template <int64_t MOST>
+inline void add_each(Vec numbers, float* to, const KeyPlaces<MOST>& keys, int64_t column, int32_t by) {
+  add_each(numbers, to, keys.pieces[column / W], by, [&] { return Places::loadu(keys.places + column); });
+}

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import lowerings, to_dtype
 from torch._inductor.virtualized import ops
 
 from flex_inductor.mod_ir.ranges import Range, operation
@@ -113,7 +113,10 @@ def _loaded(
     """The mod with `ends` loaded from tables, but where others of `of_table` use them."""
     lane = graph(mod.program.lane)
     for node, table in zip(ends, tables, strict=True):
-        mod, given = with_table(mod, table, f"table_{node.name}", node.meta["val"].new_empty([1] * len(at)))
+        like = node.meta["val"].new_empty([1] * len(at))
+        if like.dtype in (torch.bfloat16, torch.float16):  # lanes would round nothing
+            like, table = like.float(), to_dtype(table, torch.float32)
+        mod, given = with_table(mod, table, f"table_{node.name}", like)
         with lane.inserting_after(node):
             load = lane.call_function(aten._unsafe_index.Tensor, (given, at))
         load.meta |= {name: node.meta[name] for name in ("val", FOUND) if name in node.meta}

@@ -19,27 +19,14 @@ inline int32_t direction_of(Places places) {
   return 0;
 #endif
 }
-// So many pieces of a vector's places can be told apart, and which of the lanes they have.
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int32_t MOST_PIECES = 4;
-using Lanes = __mmask16;
-constexpr Lanes ALL_LANES = 0xFFFF;
-inline Vec load_lanes(Vec others, Lanes lanes, const float* from) { return Vec(_mm512_mask_loadu_ps(others, lanes, from)); }
-inline void store_lanes(Vec numbers, Lanes lanes, float* to) { _mm512_mask_storeu_ps(to, lanes, numbers); }
-#else
-constexpr int32_t MOST_PIECES = 1;
-using Lanes = bool;
-constexpr Lanes ALL_LANES = true;
-inline Vec load_lanes(Vec, Lanes, const float* from) { return Vec::loadu(from); }
-inline void store_lanes(Vec numbers, Lanes, float* to) { numbers.store(to); }
-#endif
 
-// W places in pieces, in each of which they follow one another, all upwards or all downwards. They are of lanes in ascending order
-// of places. Without a direction they lie anywhere.
+// W places in pieces, in each of which they follow one another, all upwards or all downwards: one piece with most processors.
+// Without a direction they lie anywhere.
 struct Pieces {
+  static constexpr int32_t MOST = 4;
   int32_t direction, count;
-  int32_t starts[MOST_PIECES];  // where the first lane would lie
-  Lanes lanes[MOST_PIECES];  // of several pieces
+  int32_t starts[MOST];  // where the first lane would lie, which is the last one of those that go downwards
+  uint16_t lanes[MOST];  // a bit for each, where there are several pieces
 
   explicit Pieces(Places places) : direction(direction_of(places)), count(direction != 0) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -60,8 +47,8 @@ struct Pieces {
     if (step * step != 1) return;
     const Places upwards = (step > 0 ? places : at::vec::flip(places)) - Places::arange(0, 1);
     upwards.store(each);
-    uint32_t rest = ALL_LANES;
-    for (count = 0; rest && count < MOST_PIECES; ++count) {
+    uint32_t rest = (1 << W) - 1;
+    for (count = 0; rest && count < MOST; ++count) {
       starts[count] = each[__builtin_ctz(rest)];
       lanes[count] = _mm512_mask_cmpeq_epi32_mask(rest, upwards, _mm512_set1_epi32(starts[count]));
       rest &= ~lanes[count];
@@ -73,7 +60,7 @@ struct Pieces {
   int64_t start(int32_t piece, int32_t by) const { return int32_t(uint32_t(starts[piece]) + uint32_t(by)); }
 };
 
-// Those of a tile's keys, which places of all rows differ from by a number: they are looked at once.
+// The places of a tile's keys. Those of a row are larger by a number, so one look at these serves all rows.
 template <int64_t MOST>
 struct KeyPlaces {
   const int32_t* const places;
@@ -88,11 +75,13 @@ struct KeyPlaces {
 
 // from[places + by], and to[places + by] += numbers, where places lie in several pieces or anywhere.
 inline __attribute__((noinline)) Vec look_up_apart(const float* from, const Pieces& pieces, int32_t by, Places places) {
-  Vec found(0.f);
+#if defined(CPU_CAPABILITY_AVX512)
   if (pieces.direction) {
-    for (int32_t i = 0; i < pieces.count; ++i) found = load_lanes(found, pieces.lanes[i], from + pieces.start(i, by));
-    return pieces.direction > 0 ? found : at::vec::flip(found);
+    __m512 found = _mm512_setzero_ps();
+    for (int32_t i = 0; i < pieces.count; ++i) found = _mm512_mask_loadu_ps(found, pieces.lanes[i], from + pieces.start(i, by));
+    return pieces.direction > 0 ? Vec(found) : at::vec::flip(Vec(found));
   }
+#endif
   int32_t each[W];
   float numbers[W];
   (places + Places(by)).store(each);
@@ -101,14 +90,16 @@ inline __attribute__((noinline)) Vec look_up_apart(const float* from, const Piec
   return Vec::loadu(numbers);
 }
 inline __attribute__((noinline)) void add_apart(Vec numbers, float* to, const Pieces& pieces, int32_t by, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
   if (pieces.direction) {
-    const Vec added = pieces.direction > 0 ? numbers : at::vec::flip(numbers);
+    const __m512 added = pieces.direction > 0 ? numbers : at::vec::flip(numbers);
     for (int32_t i = 0; i < pieces.count; ++i) {
       float* const at = to + pieces.start(i, by);
-      store_lanes(load_lanes(Vec(0.f), pieces.lanes[i], at) + added, pieces.lanes[i], at);
+      _mm512_mask_storeu_ps(at, pieces.lanes[i], _mm512_add_ps(_mm512_maskz_loadu_ps(pieces.lanes[i], at), added));
     }
     return;
   }
+#endif
   int32_t each[W];
   float added[W];
   (places + Places(by)).store(each);

@@ -93,8 +93,8 @@ inline Vec larger(Vec x, Vec y) {
 #endif
 }
 
-// While a thread has this, its results that are no normal numbers are 0. Intel's processors take over a hundred cycles for another,
-// as sums of the first keys become where scores rise by and by.
+// While a thread has this, results are 0 that are too small for a normal number. Intel's processors take over a hundred cycles for
+// each, and outputs of a row's first keys become so small where its scores rise, as with ALiBi.
 struct NormalNumbers {
 #if defined(__x86_64__)
   const unsigned before = _mm_getcsr();
@@ -130,8 +130,8 @@ inline Vec exp2_of(Vec x, Vec slope) {
   // The whole part of the exponent, and a polynomial for what rounding leaves.
 #if FLEX_AMX
   if (SHORT) {
-    // Rounding down is as quick as a product on processors with AMX. For 0 <= f < 1 the polynomial is good to 2.9e-6. It leaves 0
-    // of an infinite exponent.
+    // Rounding down is as quick as a product on processors with AMX. For 0 <= f < 1 the polynomial is good to 2.9e-6. Of
+    // an infinite exponent f is 0.
     const Vec exponent = x * slope, f = _mm512_reduce_ps(exponent, _MM_FROUND_TO_NEG_INF);
     Vec p = at::vec::fmadd(Vec(0.01342669f), f, Vec(0.05224247f));
     p = at::vec::fmadd(p, f, Vec(0.24128021f));

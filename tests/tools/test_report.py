@@ -124,9 +124,9 @@ class Pages(expecttest.TestCase):
                ▒▒▒▒
                ▒▒▒▒▒▒
    forward   8.39 MFLOP, 133 kB; at least · on ·, bound by ·
-   kernels   cpp_fused_flex_inductor_attention_0
+   kernels   cpp_fused_flex_inductor_attention_1
 
-== cpp_fused_flex_inductor_attention_0: forward of call 0
+== cpp_fused_flex_inductor_attention_1: forward of call 0
    config    block_m=· block_n=· rows=·
    built by  ·""",
         )

@@ -317,12 +317,14 @@ bool values_are_added_up() {
 
 bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
   const auto table = numbers<float>(4 * W), added = numbers<float>(W);
-  for (int64_t kind = 0; kind < 6; ++kind) {
+  for (int64_t kind = 0; kind < 9; ++kind) {
     int32_t places[W];
     for (int64_t i = 0; i < W; ++i)
-      // Upwards, downwards, all the same, by two, and upwards and downwards but for the last.
+      // Upwards, downwards, all the same, by two, upwards in pieces of 7, downwards in pieces of 5 and 3, and upwards and downwards
+      // but for the last.
       places[i] = kind == 0 ? 3 + i : kind == 1 ? 2 * W - i : kind == 2 ? 5 : kind == 3 ? 2 * i
-                : i == W - 1 ? 3 * W : kind == 4 ? 3 + i : 2 * W - i;
+                : kind == 4 ? i + i / 7 * 20 : kind == 5 ? 4 * W - 4 - i - i / 5 * 7 : kind == 6 ? 4 * W - 4 - i - i / 3 * 2
+                : i == W - 1 ? 3 * W : kind == 7 ? 3 + i : 2 * W - i;
     const auto lanes = Places::loadu(places);
     EXPECT(W == 4 || Pieces(lanes).direction == (kind == 0 ? 1 : kind == 1 ? -1 : 0));
     float found[W];
@@ -339,6 +341,7 @@ bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
     int32_t of_keys[2 * W];
     for (int64_t i = 0; i < 2 * W; ++i) of_keys[i] = int32_t(uint32_t(places[i % W]) - uint32_t(OF_ROW));
     const KeyPlaces<2> of_tile(of_keys, 2 * W - 1);
+    EXPECT(W != 16 || of_tile.pieces[0].direction == (kind == 0 || kind == 4 || kind == 7 ? 1 : kind == 2 || kind == 3 || kind == 6 ? 0 : -1));
     look_up(table.data(), of_tile, 0, OF_ROW).store(found);
     sums = table;
     add_each(Vec::loadu(added.data()), sums.data(), of_tile, 0, OF_ROW);

@@ -179,6 +179,20 @@ def test_gradients_of_a_difference_are_summed_along_diagonals():
     assert "rows + columns - 1" in backward
 
 
+def test_tables_round_nothing():
+    """What a mod computes of 16-bit captures is in fp32, as it is in lanes."""
+    slopes = torch.tensor([0.01, 0.03, 0.3, 0.7], dtype=torch.bfloat16)
+
+    def of_slopes(slopes):
+        return lambda score, b, h, q_idx, kv_idx: score + (kv_idx - q_idx) * slopes[h] * slopes[0]
+
+    inputs = SIZES.inputs(torch.float32)
+    rounded, exact = (
+        fused(attention_of(of_slopes))(*inputs, (given,), None)[0] for given in (slopes, slopes.float())
+    )
+    torch.testing.assert_close(rounded, exact, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("width, dtype", [(7, torch.float32), (16, torch.float32), (16, torch.bfloat16)])
 def test_biases_of_an_image(width, dtype):
     """Lanes read a table backwards, of a row of the image or of two."""

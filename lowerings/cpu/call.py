@@ -54,14 +54,14 @@ class Inlined(NamedTuple):
 
 
 def inlinable(problem: AttentionProblem, call: LoweredCall, scaled: bool = True) -> Inlined:
-    """The call's mods; score_mod scales the products that it is given, unless these are `scaled`."""
+    """The call's mods. Unless products are `scaled`, score_mod scales them first."""
     sizes = {"b": problem.B, "h": problem.H, "q_idx": problem.M, "kv_idx": problem.N}
     if call.inputs.tile_map is not None:
         sizes = {}  # its indices are data
     of_call = programs(problem)
-    for program in () if scaled else (of_call.score, of_call.joint):
-        if program is not None:
-            scale_scores(program, call.scale)
+    if not scaled:
+        for program in filter(None, (of_call.score, of_call.joint)):
+            _scale_scores(program, call.scale)
     inlined = Inlined(*(mod and lanes.Lanes(mod, sizes) for mod in mods(of_call, call.inputs)))
     for of_mod in inlined:
         if of_mod is not None and sizes:
@@ -113,8 +113,8 @@ def tiles(call: LoweredCall) -> dict[str, Any]:
     return {} if tile_map is None else dict(zip(template.TILES, map(realized, tile_map), strict=True))
 
 
-def scale_scores(program: LaneProgram, scale: float) -> None:
-    """Has the lane graph take products of queries and keys for scores."""
+def _scale_scores(program: LaneProgram, scale: float) -> None:
+    """Give the lane graph, in place, a product of query and key for its score."""
     score = coordinate(program, "score")
     lane = graph(program.lane)
     with lane.inserting_before(next(node for node in lane.nodes if node.op != "placeholder")):
@@ -125,7 +125,7 @@ def scale_scores(program: LaneProgram, scale: float) -> None:
 
 
 def scaled_late(score: lanes.Lanes | None, call: LoweredCall) -> bool:
-    """Whether exponentials scale scores, as no score_mod does."""
+    """Whether exponentials scale scores, where there is no score_mod to do it."""
     # -inf, of what is masked, times a scale that is 0 in float32 would be NaN.
     return score is None and call.scale >= torch.finfo(torch.float32).tiny
 

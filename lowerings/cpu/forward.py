@@ -15,7 +15,7 @@ from ..hints import splits_asked
 from ..problem import AttentionProblem
 from . import lanes, template
 from .call import add_node, fixed_layout, inlinable, rendered, scaled_late, tiles, visited
-from .tables import takes_long
+from .tables import has_slow_lanes
 
 PACKED_BYTES = 8 << 20  # bytes of keys and values in use at a time
 
@@ -60,7 +60,7 @@ def lower(problem: AttentionProblem, call: LoweredCall) -> tuple[Any, list[Choic
             bodies,
             **config._asdict(),
             scaled_late=scaled_late(score, call),
-            slow_scores=score is not None and takes_long(score.mod),
+            slow_scores=score is not None and has_slow_lanes(score.mod),
             packed_bytes=PACKED_BYTES,
             splits=splits_asked(problem),
             walks=walked,

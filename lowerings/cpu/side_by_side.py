@@ -1,8 +1,8 @@
 """Lookups of lanes that lie side by side in a tensor, forwards or backwards: one load for all, one addition for all.
 
 Inductor looks each lane up by itself once an index is a vector, as in `table[q_idx % 8 - kv_idx % 8 + 7]`. In most
-vectors such places follow one another. The code asks this of each vector, since places are data; once for all rows of a
-tile where a place is the sum of a number of the row and one of the key.
+vectors such places follow one another. Places are data, so the code asks this of each vector. It asks once for all rows
+of a tile where a place is the sum of a number of the row and one of the key.
 """
 
 from __future__ import annotations

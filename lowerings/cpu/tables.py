@@ -69,7 +69,7 @@ def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
     kinds = differences.found(program, tables)
     slow: dict[fx.Node, bool] = {}
     for node, kind in kinds.items():
-        # One load takes less than turning integers into floats and computing with these.
+        # A load takes less than turning integers into floats and computing with these.
         takes_long = operation(node.target) in _SLOW | _LOOKUPS or node.meta["val"].is_floating_point()
         slow[node] = kind == differences.DIFFERENCE and (
             takes_long or any(slow.get(source) for source in node.all_input_nodes)
@@ -134,8 +134,8 @@ def with_table(mod: Mod, table: ir.TensorBox, name: str, like: torch.Tensor) -> 
     return mod._replace(tables=[*mod.tables, _kept(table)]), given
 
 
-def takes_long(mod: Mod) -> bool:
-    """Whether lanes still compute something slow."""
+def has_slow_lanes(mod: Mod) -> bool:
+    """Whether lanes compute something slow that no table holds."""
     return any(operation(node.target) in _SLOW for node in graph(mod.program.lane).nodes)
 
 
@@ -154,8 +154,7 @@ def of_one_index(lane: fx.Graph, index: fx.Node) -> dict[fx.Node, bool]:
         ):
             continue
         if len({source.meta["val"].dtype for source in sources}) == 1:
-            name = node.target.overloadpacket.__name__
-            found[node] = name in _SLOW or any(found.get(source) for source in sources)
+            found[node] = operation(node.target) in _SLOW or any(found.get(source) for source in sources)
     return found
 
 

@@ -20,8 +20,8 @@ inline int32_t direction_of(Places places) {
 #endif
 }
 
-// W places in pieces, in each of which they follow one another, all upwards or all downwards: one piece with most processors.
-// Without a direction they lie anywhere.
+// W places in pieces. In each they follow one another, in all upwards or in all downwards. Only AVX-512 has more than one. Without
+// a direction they lie anywhere.
 struct Pieces {
   static constexpr int32_t MOST = 4;
   int32_t direction, count;
@@ -108,7 +108,7 @@ inline __attribute__((noinline)) void add_apart(Vec numbers, float* to, const Pi
   for (int64_t i = 0; i < W; ++i) to[each[i]] += added[i];
 }
 
-// The same, for wherever they lie. all() gives the places.
+// The same wherever they lie. all() gives the places.
 template <typename All>
 inline __attribute__((always_inline)) Vec look_up(const float* from, const Pieces& pieces, int32_t by, All all) {
   if (pieces.count != 1) return look_up_apart(from, pieces, by, all());

@@ -137,8 +137,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "backward: rows that see nothing have weights",
         CPU + "backward.jinja",
-        "own.lse[r] = of_row == -INF ? INF : of_row;",
-        "own.lse[r] = of_row;",
+        "own.lse[r] = (of_row == -INF ? INF : of_row) + own.poison[r];",
+        "own.lse[r] = of_row + own.poison[r];",
         OF_CPU + "forward.py::test_rows_that_a_score_mod_hides_with_avx2",
     ),
     Change(

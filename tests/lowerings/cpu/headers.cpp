@@ -167,11 +167,18 @@ bool exponentials_are_good_to_a_few_units() {
     const double off = of_polynomial + 3e-7 + 7.5e-8 * std::abs(x);
     for (const float found : lanes) EXPECT(std::abs(found - wanted) <= off * wanted + 1e-37);
   }
+  for (float x = -300.f; x < 300.f; x += 0.71f) {
+    exp2_of_difference(Vec(x), Vec(0.3f), Vec(0.3f * x + 20.f)).store(lanes);
+    const double wanted = std::exp2(double(x) * 0.3f - double(0.3f * x + 20.f));
+    for (const float found : lanes) EXPECT(std::abs(found - wanted) <= (of_polynomial + 2e-6) * wanted);
+  }
   exp_of(Vec(-INF)).store(lanes);
   EXPECT(lanes[0] == 0.f && lanes[W - 1] == 0.f);
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   exp_of(Vec(std::numeric_limits<float>::quiet_NaN())).store(lanes);
-  EXPECT(std::isnan(lanes[0]) && std::isnan(lanes[W - 1]));  // forward's maxima lose it
+  EXPECT(std::isnan(lanes[0]) && std::isnan(lanes[W - 1]));  // forward's maxima lose it, backward's rows count on it
+  exp2_of_difference(Vec(1.f), Vec(1.f), Vec(std::numeric_limits<float>::quiet_NaN())).store(lanes);
+  EXPECT(EXP_KEEPS_NAN && std::isnan(lanes[0]) && std::isnan(lanes[W - 1]));
 #endif
   for (float x = -12.f; x < 12.f; x += 0.013f) {
     hyperbolic_tangent(Vec(x)).store(lanes);
@@ -225,6 +232,20 @@ bool memory_is_kept_for_the_next_that_fits() {
   const auto [same, its] = taken(KeptMemory::MOST);
   EXPECT(same == large && its == KeptMemory::MOST);
   std::free(same);
+  return true;
+}
+
+bool lanes_above_a_limit_are_found() {
+  float lanes[W] = {};
+  EXPECT(!any_above(Vec::loadu(lanes), 0.f));
+  for (int64_t i = 0; i < W; ++i) {
+    for (const float large : {1e-30f, INF, std::numeric_limits<float>::quiet_NaN()}) {
+      lanes[i] = large;
+      EXPECT(any_above(Vec::loadu(lanes), 0.f));
+    }
+    lanes[i] = -INF;
+    EXPECT(!any_above(Vec::loadu(lanes), 0.f));
+  }
   return true;
 }
 
@@ -376,7 +397,7 @@ struct Check {
 static const Check CHECKS[] = {
     CHECK(rows_are_gathered_with_zeros_behind), CHECK(register_blocks_are_products), CHECK(results_are_scaled_and_rounded),
     CHECK(results_that_are_no_normal_numbers_are_0_for_a_while), CHECK(exponentials_are_good_to_a_few_units), CHECK(what_is_not_finite_is_found_and_left_out),
-    CHECK(memory_is_kept_for_the_next_that_fits), CHECK(heavy_items_come_first_and_equal_ones_in_order),
+    CHECK(memory_is_kept_for_the_next_that_fits), CHECK(lanes_above_a_limit_are_found), CHECK(heavy_items_come_first_and_equal_ones_in_order),
     CHECK(the_first_failure_is_kept),
 #if DECODES
     CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read),

@@ -57,6 +57,7 @@ def test_blocks_that_panels_do_not_divide():
     "dtype, mod, mask",
     [
         (torch.float32, "plain", "none"),
+        (torch.bfloat16, "plain", "none"),
         (torch.bfloat16, "plain", "rows"),
         (torch.bfloat16, "softcap", "causal"),
     ],
@@ -66,15 +67,19 @@ def test_scores_that_rise(dtype, mod, mask):
     """What is subtracted from a row's scores rises within a tile and between tiles, for some of the rows."""
     sizes = Sizes(queries=90, keys=700, head_dim=32, value_dim=40)
     query, key, value = sizes.inputs(torch.float64)
-    key[..., 0] = 0
-    for place, by in ((40, 3), (75, 9), (100, 20), (300, 30), (520, -40), (690, 130)):
-        key[..., place:, 0] += by * sizes.head_dim**0.5
-    query[..., 0] = torch.tensor([1.0, 0.0, -1.0]).repeat(30)
+    # Rows that rise early, see nothing, fall, and rise late. All are far from 0: a row that is not raised must stay there.
+    for column, rows, steps in (
+        (0, [1.0, 0.0, -1.0, 0.0, -1.0], ((40, 3), (75, 9), (100, 20))),
+        (1, [0.0, 0.0, -1.0, 1.0, -1.0], ((300, 30), (520, -40), (690, 130))),
+        (2, [-40.0] * 5, ((0, 1),)),
+    ):
+        query[..., column], key[..., column] = torch.tensor(rows).repeat(18), 0
+        for place, by in steps:
+            key[..., place:, column] += by * sizes.head_dim**0.5
     captures, build = MODS[mod]
     inputs = [tensor.to(dtype) for tensor in (query, key, value)]
-    # Rows that see nothing lie between those that rise and those that fall.
     masks = MASKS | {
-        "rows": lambda s: create_block_mask(lambda b, h, i, j: i % 3 != 1, None, None, s.queries, s.keys)
+        "rows": lambda s: create_block_mask(lambda b, h, i, j: i % 5 != 1, None, None, s.queries, s.keys)
     }
     judge(fused(attention_of(build)), dense_of(build), inputs, captures(sizes), masks[mask](sizes))
 

@@ -83,6 +83,6 @@ for (int64_t r = 0; r < count; r += BLOCK)
 dot_block<whole>(own.query.data + (r0 + r) * key_width, key_width, STEP,
 if (masked) partial_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0 + at), count, part); else full_tile(scores, here.sequence, h + here.head, here.index + q0 + r0 - here.row, kv_index(n0 + at), count, part);
 for (int64_t r = 0; r < count && !all_there; ++r) std::copy_n(scores + r * TILE_LD, part, own.kept.data() + r * WIDE_LD + at);
-softmax_rows(own, r0, count, scores, weights + at, part, first_column, [&] { if (APART && at > 0) settle(at); });
+softmax_rows(own, r0, count, scores, weights + at, part, first_column, [&] { if (APART) settle(at); });
 for (int64_t i = 0; !all_there && i < columns; ++i)""",
         )

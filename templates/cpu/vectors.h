@@ -132,25 +132,22 @@ inline Vec exp2_of_part(Vec f) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-#if FLEX_AMX
-// 2^exponent, to 2.9e-6. Rounding down is as quick as a product on processors with AMX. Of an infinite exponent f is 0.
-inline Vec short_exp2(Vec exponent) {
-  const Vec f = _mm512_reduce_ps(exponent, _MM_FROUND_TO_NEG_INF);
-  Vec p = at::vec::fmadd(Vec(0.01342669f), f, Vec(0.05224247f));
-  p = at::vec::fmadd(p, f, Vec(0.24128021f));
-  p = at::vec::fmadd(p, f, Vec(0.69304484f));
-  p = at::vec::fmadd(p, f, Vec(1.f));
-  return _mm512_scalef_ps(p, exponent);
-}
-#endif
-
 // 2^(x * slope) where that is 2^100 at most, 0 where it is no normal number, for a thread with NormalNumbers. Of NaN it is NaN
 // with AVX, else anything.
 template <bool SHORT = FLEX_BF16_PAIRS>
 inline Vec exp2_of(Vec x, Vec slope) {
   // The whole part of the exponent, and a polynomial for what rounding leaves.
 #if FLEX_AMX
-  if (SHORT) return short_exp2(x * slope);
+  if (SHORT) {
+    // Rounding down is as quick as a product on processors with AMX. For 0 <= f < 1 the polynomial is good to 2.9e-6. Of
+    // an infinite exponent f is 0.
+    const Vec exponent = x * slope, f = _mm512_reduce_ps(exponent, _MM_FROUND_TO_NEG_INF);
+    Vec p = at::vec::fmadd(Vec(0.01342669f), f, Vec(0.05224247f));
+    p = at::vec::fmadd(p, f, Vec(0.24128021f));
+    p = at::vec::fmadd(p, f, Vec(0.69304484f));
+    p = at::vec::fmadd(p, f, Vec(1.f));
+    return _mm512_scalef_ps(p, exponent);
+  }
 #endif
 #if defined(CPU_CAPABILITY_AVX512)
   // The sum with a large number rounds, in one instruction for Intel's two.
@@ -176,16 +173,6 @@ constexpr bool EXP_KEEPS_NAN = true;
 #else
 constexpr bool EXP_KEEPS_NAN = false;
 #endif
-
-// 2^(x * slope - base), in fewer steps with AMX than a difference and then its power. Where `base` is rounded, that changes all
-// powers alike, by less than 16 bits tell.
-inline Vec exp2_of_difference(Vec x, Vec slope, Vec base) {
-#if FLEX_AMX
-  return short_exp2(at::vec::fmsub(x, slope, base));
-#else
-  return exp2_of(at::vec::fmsub(x, slope, base), Vec(1.f));
-#endif
-}
 
 // tanh as score_mods use it: three times as fast as the vector library's, good to a few units in the last place.
 template <typename T>

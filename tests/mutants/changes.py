@@ -46,8 +46,8 @@ KERNELS_FOR_CPUS = [
     Change(
         "forward: a row never subtracts anything",
         CPU + "forward.jinja",
-        "const Vec subtracted(peak[r]),",
-        "const Vec subtracted(0.f),",
+        "const Vec subtracted(peak[r]);",
+        "const Vec subtracted(0.f);",
         RISING,
     ),
     Change(

@@ -14,6 +14,7 @@ Buffers that the C++ around a body holds, rows TILE_LD apart where they have lan
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -85,6 +86,25 @@ def _quotient(value: ir.TensorBox, divisor: Any, rounding_mode: str | None = Non
     return lowerings[aten.div.Tensor_mode](value, divisor, rounding_mode=rounding_mode)
 
 
+def _compared(op: Any) -> Callable:
+    """Integers of 8 bits as longer ones: vectors of theirs hold more numbers than there are lanes."""
+
+    def longer(value: Any) -> Any:
+        short = isinstance(value, ir.TensorBox) and value.get_dtype() in (torch.int8, torch.uint8)
+        return to_dtype(value, torch.int32) if short else value
+
+    return lambda left, right: lowerings[op](longer(left), longer(right))
+
+
+def _as_bool(value: ir.TensorBox) -> ir.TensorBox:
+    """By a comparison: ATen converts one lane at a time."""
+    return value if value.get_dtype() == torch.bool else _compared(aten.ne.Scalar)(value, 0)
+
+
+def _of_bools(op: Any) -> Callable:
+    return lambda *values: lowerings[op](*map(_as_bool, values))
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, ir.TensorBox) and not value.get_dtype().is_floating_point
 
@@ -93,8 +113,26 @@ def _is_before(at: int, end: sympy.Symbol) -> Callable:
     return lambda i: ops.lt(ops.index_expr(i[at], INDEX_DTYPE), ops.index_expr(end, INDEX_DTYPE))
 
 
+_CONVERSIONS = conversions(_constant)
+
+
+def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **options: Any) -> ir.TensorBox:
+    return _as_bool(value) if dtype == torch.bool else _CONVERSIONS[aten._to_copy.default](value, dtype=dtype)
+
+
+_COMPARISONS = [
+    getattr(getattr(aten, sign), operand)
+    for sign in ("eq", "ne", "lt", "le", "gt", "ge")
+    for operand in ("Scalar", "Tensor")
+]
+_OF_BOOLS = [getattr(aten, f"logical_{name}").default for name in ("and", "or", "xor", "not")]
 _LOWERINGS: dict[Any, Callable] = {
-    **conversions(_constant),
+    **_CONVERSIONS,
+    aten._to_copy.default: _to_copy,
+    **{op: _compared(op) for op in _COMPARISONS},
+    **{op: _of_bools(op) for op in _OF_BOOLS},
+    aten.isnan.default: lambda value: lowerings[aten.ne.Tensor](value, value),
+    aten.isinf.default: lambda value: lowerings[aten.eq.Scalar](lowerings[aten.abs](value), math.inf),
     aten._unsafe_index.Tensor: _index_in_range,
     aten.remainder.Tensor: _remainder,
     aten.div.Tensor_mode: _quotient,
@@ -373,15 +411,25 @@ def _scatter(joint: Lanes, leaf: int, at: Callable, over_diagonals: bool) -> tup
     return store, frozenset(found | joint.needed if found else ())
 
 
-# The template has a faster function for these, and a whole vector of integers can be loaded without going through an
-# array, as it is with AVX2 where a count is given.
+# The templates have faster functions for these (lanes.h), where ATen goes through arrays or vectors of masks. A whole
+# vector of integers can be loaded without a count.
 _FASTER = (
     (
         r"(at::vec::Vectorized(?:<int32_t>|N<int(?:32|64)_t,\d+>))::loadu\((.*), static_cast<int64_t>\(\d+\)\)",
         r"\1::loadu(\2)",
     ),
+    (
+        r"at::vec::Vectorized<u?int8_t>::loadu\((.*), static_cast<int64_t>\(\d+\)\)",
+        r"load_lanes(\1)",
+    ),
     (r"(at::vec::Vectorized(?:N)?<[^<>]*>)::arange\(", r"progression<\1>("),
     (r"\b(\w+)\.tanh\(\)", r"hyperbolic_tangent(\1)"),
+    (r"\bat::vec::convert<(\w+,\d+,\w+,\d+)>", r"converted<\1>"),
+    (r"\bat::vec::VecMask<", "LaneMask<"),
+    (r"(LaneMask<\w+,\d+>)\((\w+) ([<>=!]=?) (\w+)\)", r"\1(lanes(\2) \3 \4)"),
+    (r"\bdecltype\(\w+\)::blendv\(", "blended("),
+    (r"\b(\w+)\.template cast<(\w+,\d+)>\(\)", r"mask_cast<\2>(\1)"),
+    (r"\binductor_vec_mask_cast<", "mask_cast<"),
 )
 
 

@@ -22,6 +22,7 @@ namespace {
 #include "kernel.h"
 #include "vectors.h"
 #include "lookups.h"
+#include "lanes.h"
 #include "products.h"
 #include "rows.h"
 
@@ -366,6 +367,56 @@ bool lanes_are_looked_up_and_added_to_wherever_they_lie() {
   return true;
 }
 
+// Of lanes where a mask holds: those that a blend takes.
+template <typename Mask>
+std::vector<bool> held(const Mask& mask) {
+  float each[W];
+  blended(Vec(0.f), Vec(1.f), mask_cast<float, 1>(mask)).store(each);
+  std::vector<bool> found(W);
+  for (int64_t i = 0; i < W; ++i) found[i] = each[i] == 1.f && mask.is_masked(i);
+  return found;
+}
+
+template <typename T, int N>
+bool compared_lane_by_lane() {
+  T left[W], right[W];
+  for (int64_t i = 0; i < W; ++i) {
+    left[i] = T(number(i)), right[i] = i % 4 == 3 ? left[i] : T(number(i + 5));
+    if (std::is_floating_point_v<T> && i == 5) right[i] = std::numeric_limits<T>::quiet_NaN();
+    if (i == 1) left[i] = std::numeric_limits<T>::max(), right[i] = std::numeric_limits<T>::lowest();
+  }
+  using Numbers = std::conditional_t<N == 1, at::vec::Vectorized<T>, at::vec::VectorizedN<T, N>>;
+  const Numbers x = Numbers::loadu(left), y = Numbers::loadu(right);
+  const LaneMask<T, N> found[] = {lanes(x) == y, lanes(x) != y, lanes(x) < y, lanes(x) <= y, lanes(x) > y, lanes(x) >= y};
+  for (int64_t i = 0; i < W; ++i) {
+    const bool wanted[] = {left[i] == right[i], left[i] != right[i], left[i] < right[i], left[i] <= right[i], left[i] > right[i], left[i] >= right[i]};
+    for (int sign = 0; sign < 6; ++sign) EXPECT(held(found[sign])[i] == wanted[sign]);
+  }
+  return true;
+}
+
+bool conditions_hold_lane_by_lane() {
+  EXPECT((compared_lane_by_lane<float, 1>() && compared_lane_by_lane<int32_t, 1>()));
+  EXPECT((compared_lane_by_lane<int64_t, 2>() && compared_lane_by_lane<double, 2>()));
+  bool first[W], second[W];
+  for (int64_t i = 0; i < W; ++i) first[i] = number(i) > 0, second[i] = number(i + 3) > 0;
+  using OfFloats = LaneMask<float, 1>;
+  const bool *const all = first, *const others = second;
+  const auto x = OfFloats::from(all, W);
+  const auto y = LaneMask<int64_t, 2>::from(others, W);
+  const auto part = LaneMask<int32_t, 1>::from(all, W - 3);
+  const auto two_more = OfFloats::set(x, OfFloats::from(true), 2);
+  for (int64_t i = 0; i < W; ++i) {
+    const bool a = first[i], b = second[i];
+    EXPECT(held(x & y)[i] == (a && b) && held(x | y)[i] == (a || b) && held(x ^ y)[i] == (a != b) && held(~x)[i] == !a);
+    EXPECT(held(x == y)[i] == (a == b) && held(x != y)[i] == (a != b) && held(x < y)[i] == (a < b) && held(x >= y)[i] == (a >= b));
+    EXPECT(held(part)[i] == (a && i < W - 3));
+    EXPECT(held(two_more)[i] == (a || i < 2));
+  }
+  EXPECT(OfFloats::from(true).all_masked() && OfFloats::from(false).all_zero() && !x.all_masked() && !x.all_zero());
+  return true;
+}
+
 #if FLEX_NARROW
 bool every_narrow_number_is_widened_and_scaled() {
   std::vector<Narrow> all;
@@ -397,7 +448,7 @@ static const Check CHECKS[] = {
     CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read),
     CHECK(values_are_added_up),
 #endif
-    CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
+    CHECK(conditions_hold_lane_by_lane), CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),
 #endif

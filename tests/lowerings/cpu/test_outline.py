@@ -27,8 +27,6 @@ def outline(source: str) -> str:
     ]
     text = "\n".join(line.strip() for line in kept)
     text = re.sub(r"static_cast<int64_t>\(([^()]*)\)", r"\1", text)
-    # Up to torch 2.14.
-    text = re.sub(r"(\w+)\.template cast<float,1>\(\)", r"inductor_vec_mask_cast<float,1>(\1)", text)
     return text.replace("at::vec::Vectorized<float>", "Vec").replace("at::vec::Vectorized<int32_t>", "Ints")
 
 
@@ -62,14 +60,14 @@ auto tmp2 = TILE_KV + x1;
 auto tmp3 = c10::convert<int32_t>(tmp2);
 auto tmp4 = progression<Ints>(tmp3, 1);
 auto tmp5 = Ints(tmp1);
-auto tmp6 = at::vec::VecMask<int32_t,1>(tmp5 >= tmp4);
+auto tmp6 = LaneMask<int32_t,1>(lanes(tmp5) >= tmp4);
 auto tmp8 = static_cast<float>(0.25);
 auto tmp9 = Vec(tmp8);
 auto tmp10 = tmp7 * tmp9;
 auto tmp12 = tmp10 + tmp11;
 auto tmp13 = -std::numeric_limits<float>::infinity();
 auto tmp14 = Vec(tmp13);
-auto tmp15 = decltype(tmp12)::blendv(tmp14, tmp12, inductor_vec_mask_cast<float,1>(tmp6));
+auto tmp15 = blended(tmp14, tmp12, mask_cast<float,1>(tmp6));
 tmp15.store(scores + x1 + x0*TILE_LD);
 for (int64_t r0 = 0; r0 < rows; r0 += SUB_M) {
 for (int64_t n = aligned; GUARDED && n < n0 + columns; n += PANEL) all_there &= !*packed.at(n - first_packed, key_width).dropped;

@@ -2,7 +2,7 @@
 
 Inductor looks each lane up by itself once an index is a vector, as in `table[q_idx % 8 - kv_idx % 8 + 7]`. In most
 vectors such places follow one another. Places are data, so the code asks this of each vector. It asks once for all rows
-of a tile where a place is the sum of a number of the row and one of the key.
+of a tile where a place is the sum of a number of the row and one of the key. Other vectors are gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Set
 _LANES = r"static_cast<int64_t>\((?P<width>\d+)\)"
 # Places are kept in an array, for one lane after the other.
 _ARRAY = re.compile(
-    r"auto (?P<array>\w+) =\s*\[&\]\s*\{\s*__at_align__ std::array<int32_t, \d+> tmpbuf;\s*"
+    r"auto (?P<array>\w+) =\s*\[&\]\s*\{\s*__at_align__ std::array<(?P<type>int(?:32|64)_t), \d+> tmpbuf;\s*"
     rf"(?P<vector>\w+)\.store\(tmpbuf\.data\(\), {_LANES}\);\s*return tmpbuf;\s*\}}\s*\(\)\s*;"
 )
 _LOOP = (
@@ -22,9 +22,15 @@ _LOOP = (
     + r"; (?P=lane)\+\+\)\s*\{\s*"
 )
 _LOAD = re.compile(
-    rf"\[&\]\s*\{{\s*__at_align__ std::array<float, \d+> tmpbuf;{_LOOP}"
+    rf"\[&\]\s*\{{\s*__at_align__ std::array<(?:float|bool|int(?:32|64)_t), \d+> tmpbuf;{_LOOP}"
     r"tmpbuf\[(?P=lane)\] = (?P<tensor>\w+)\[static_cast<int64_t>\((?P<place>.*)\)\];\s*\}\s*"
-    r"return at::vec::Vectorized<float>::loadu\(tmpbuf\.data\(\), static_cast<int64_t>\((?P=width)\)\);\s*\}\s*\(\)\s*;"
+    r"return [^;()]*\(tmpbuf\.data\(\)(?:, static_cast<int64_t>\((?P=width)\))?\);\s*\}\s*\(\)\s*;"
+)
+# Checks of places get a copy of the vector.
+_COPY = re.compile(
+    rf"\[&\]\s*\{{\s*__at_align__ std::array<(?P<type>\w+), \d+> tmpbuf;{_LOOP}"
+    r"tmpbuf\[(?P=lane)\] = static_cast<(?P=type)>\((?P<array>\w+)\[(?P=lane)\]\);\s*\}\s*"
+    r"return at::vec::Vectorized(?:N)?<[^<>]*>::loadu\(tmpbuf\.data\(\)\);\s*\}\s*\(\)\s*;"
 )
 _ADD = re.compile(
     r"\[&\]\s*\{\s*__at_align__ std::array<float, \d+> tmpbuf;\s*"
@@ -45,7 +51,8 @@ def with_one_access(code: str, short: Set[str], rows: bool) -> str:
 
     `short` names the tensors whose places fit 32 bits. With `rows`, the code loops over rows, and over keys within.
     """
-    vectors = {found["array"]: found["vector"] for found in _ARRAY.finditer(code)}
+    arrays = {found["array"]: found for found in _ARRAY.finditer(code)}
+    vectors = {name: _as_int32(found["vector"], found["type"]) for name, found in arrays.items()}
     of_keys: dict[str, str] = {}  # names by table
 
     def at_once(found: re.Match) -> str:
@@ -60,12 +67,20 @@ def with_one_access(code: str, short: Set[str], rows: bool) -> str:
         value = found.groupdict().get("value")
         return f"add_each({value}, {at});" if value else f"look_up({at});"
 
-    code = _ADD.sub(at_once, _LOAD.sub(at_once, code))
+    def copied(found: re.Match) -> str:
+        array = arrays.get(found["array"])
+        return f"{array['vector']};" if array and array["type"] == found["type"] else found[0]
+
+    code = _COPY.sub(copied, _ADD.sub(at_once, _LOAD.sub(at_once, code)))
     made = [
         f"const KeyPlaces<TILE_LD / W> {name}({table} + TILE_KV, TILE_COLUMNS);"
         for table, name in of_keys.items()
     ]
     return "\n".join([*made, code])
+
+
+def _as_int32(vector: str, dtype: str) -> str:
+    return f"converted<int32_t,1,int64_t,2>({vector})" if dtype == "int64_t" else vector
 
 
 def _of_row_and_key(vector: str, before: str) -> tuple[str, str, str] | None:

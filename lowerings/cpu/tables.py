@@ -3,7 +3,8 @@
 One has an entry for each key: vectors of integers have no division, so `kv_idx // width` would be computed one lane at
 a time. Others have one for each query, head or batch: the compiler computes `exp2(-h)` anew for each vector of keys.
 Another has one for each difference of key and query (and head), such as a relative bias: lanes of a row lie side by
-side in it, whatever the mod's own table looks like.
+side in it, whatever the mod's own table looks like. Values of keys that lie apart, as `positions[kv_idx, 0]`, are
+copied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, to_dtype
-from torch._inductor.virtualized import ops
+from torch._inductor.virtualized import V, ops
 
 from flex_inductor.mod_ir.ranges import Range, operation
 
@@ -42,7 +43,7 @@ def with_tables(mod: Mod, sizes: dict[str, Any]) -> Mod:
     regroup(lane, key, of_one_index(lane, key))
     for name, length in sizes.items():
         mod = _with_one_index(mod, name, length)
-    return mod
+    return _with_copies(mod, sizes)
 
 
 def _with_one_index(mod: Mod, name: str, length: Any) -> Mod:
@@ -57,6 +58,31 @@ def _with_one_index(mod: Mod, name: str, length: Any) -> Mod:
     for node in ends:
         node.meta[FOUND] = range_of(node, bounds)
     return _loaded(mod, ends, slow, tables, [index])
+
+
+def _with_copies(mod: Mod, sizes: dict[str, Any]) -> Mod:
+    """The mod with copies of tensors in which the values of neighbouring keys lie apart."""
+    few_rows = differences.static(sizes["q_idx"])
+    if few_rows and few_rows[0] < FEW_ROWS:
+        return mod
+    batch, head, key = (differences.coordinate(mod.program, name) for name in ("b", "h", "kv_idx"))
+    named = mod.named
+    lookups = [node for node in graph(mod.program.lane).nodes if operation(node.target) in _LOOKUPS]
+    for node in lookups:
+        table, indices = node.args
+        if not isinstance(tensor := named.get(table), ir.IRNode):
+            continue
+        if indices.count(key) != 1 or not {batch, head, key}.issuperset(indices):
+            continue
+        of_key = indices.index(key)
+        apart = tensor.get_stride()[of_key]
+        if any(V.graph.sizevars.statically_known_equals(apart, stride) for stride in (0, 1)):
+            continue
+        order = sorted(range(len(indices)), key=lambda dim: dim == of_key)
+        copied = ir.ExternKernel.require_contiguous(lowerings[aten.permute](tensor, order))
+        mod, given = with_table(mod, copied, f"copied_{node.name}", table.meta["val"])
+        node.args = (given, [indices[dim] for dim in order])
+    return mod
 
 
 def _with_differences(mod: Mod, sizes: dict[str, Any]) -> Mod:
@@ -125,7 +151,7 @@ def _loaded(
     return mod
 
 
-def with_table(mod: Mod, table: ir.TensorBox, name: str, like: torch.Tensor) -> tuple[Mod, fx.Node]:
+def with_table(mod: Mod, table: ir.IRNode, name: str, like: torch.Tensor) -> tuple[Mod, fx.Node]:
     """The mod, its lane graph changed in place to be given one more tensor, and the node that stands for it."""
     lane = graph(mod.program.lane)
     with lane.inserting_after(lane.find_nodes(op="placeholder")[-1]):
@@ -168,7 +194,7 @@ def _places(sizes: list[Any], dim: int, dtype: torch.dtype) -> ir.TensorBox:
     return ir.Pointwise.create(device=torch.device("cpu"), dtype=dtype, inner_fn=place, ranges=sizes)
 
 
-def _kept(table: ir.TensorBox) -> ir.TensorBox:
+def _kept(table: ir.IRNode) -> ir.TensorBox:
     """As a view of a buffer: Inductor would compute one that reads nothing again in every lane."""
     buffer = realized(table)
     return ir.TensorBox(ir.ReinterpretView(data=buffer.data, layout=buffer.get_layout()))

@@ -9,12 +9,16 @@ template <typename T, int N>
 struct LaneMask : LaneBits {
   using Numbers = at::vec::VectorizedN<T, N>;
   using OfNumbers = at::vec::VecMask<T, N>;
+  static constexpr bool WIDE = std::is_same_v<T, int64_t> && N == 2;
   LaneMask(LaneBits from) : LaneBits(from) {}
-  LaneMask(const OfNumbers& from)
-      : LaneBits{_mm512_movepi32_mask(_mm512_castps_si512(at::vec::Vectorized<float>(from.template cast<float, 1>())))} {}
-  LaneMask(const Numbers& from) : LaneMask(OfNumbers(from)) {}
+  LaneMask(const Numbers& from) : LaneBits(bits_of(from)) {}
+  LaneMask(const OfNumbers& from) : LaneMask(Numbers(from)) {}
   template <int L = N, std::enable_if_t<L == 1, int> = 0>
-  LaneMask(const at::vec::Vectorized<T>& from) : LaneMask(OfNumbers(from)) {}
+  LaneMask(const at::vec::Vectorized<T>& from) : LaneMask(Numbers(from)) {}
+  static LaneBits bits_of(const Numbers& from) {
+    if constexpr (WIDE) return {_mm512_kunpackb(_mm512_movepi64_mask(from[1]), _mm512_movepi64_mask(from[0]))};
+    else return {_mm512_movepi32_mask(Places(OfNumbers(from).template cast<int32_t, 1>()))};
+  }
   static LaneMask from(bool in_all) { return LaneBits{__mmask16(-int(in_all))}; }
   static LaneMask from(const bool* each, int64_t count = W) {
     const __m128i there = _mm_maskz_loadu_epi8(__mmask16((1 << count) - 1), each);
@@ -26,7 +30,11 @@ struct LaneMask : LaneBits {
     const __mmask16 taken = (1 << count) - 1;
     return LaneBits{__mmask16((first.bits & taken) | (rest.bits & ~taken))};
   }
-  operator OfNumbers() const { return at::vec::VecMask<int32_t, 1>(Places(_mm512_movm_epi32(bits))).template cast<T, N>(); }
+  operator OfNumbers() const {
+    using Half = at::vec::Vectorized<T>;
+    if constexpr (WIDE) return Numbers(Half(_mm512_movm_epi64(bits)), Half(_mm512_movm_epi64(bits >> 8)));
+    else return at::vec::VecMask<int32_t, 1>(Places(_mm512_movm_epi32(bits))).template cast<T, N>();
+  }
   operator Numbers() const { return OfNumbers(*this); }
   template <int L = N, std::enable_if_t<L == 1, int> = 0>
   operator at::vec::Vectorized<T>() const { return OfNumbers(*this); }
@@ -103,11 +111,12 @@ struct LaneMask : at::vec::VecMask<T, N> {
   using Base = at::vec::VecMask<T, N>;
   using Base::Base, Base::from;
   LaneMask(const Base& from) : Base(from) {}
-  static LaneMask from(const bool* each, int64_t count) {
+  template <typename U>
+  static LaneMask from(U* each, int64_t count) {
 #if defined(CPU_CAPABILITY_AVX2)
-    if (count == W) {
-      const __m256i zeros_and_ones = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)each));
-      return at::vec::VecMask<int32_t, 1>(Places(_mm256_sub_epi32(_mm256_setzero_si256(), zeros_and_ones))).template cast<T, N>();
+    if (std::is_same_v<std::remove_const_t<U>, bool> && count == W) {
+      const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)each));
+      return at::vec::VecMask<int32_t, 1>(Places(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256()))).template cast<T, N>();
     }
 #endif
     return Base::from(each, count);
@@ -120,6 +129,38 @@ template <typename Numbers, typename Mask>
 inline Numbers blended(const Numbers& rest, const Numbers& numbers, const Mask& where) { return Numbers::blendv(rest, numbers, where); }
 template <typename T, int N, typename Mask>
 inline LaneMask<T, N> mask_cast(const Mask& mask) { return mask.template cast<T, N>(); }
+
+// from[places]. Numbers of 32 bits are in lookups.h.
+inline LaneMask<float, 1> look_up(const bool* from, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  // By words at multiples of 4, none of which ends on another page.
+  const int64_t ahead = reinterpret_cast<uintptr_t>(from) % 4;
+  const __m512i bytes = _mm512_add_epi32(places, _mm512_set1_epi32(ahead));
+  const __m512i words = _mm512_i32gather_epi32(_mm512_srai_epi32(bytes, 2), from - ahead, 4);
+  const __m512i shifts = _mm512_slli_epi32(_mm512_and_si512(bytes, _mm512_set1_epi32(3)), 3);
+  return LaneBits{_mm512_test_epi32_mask(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(0xff))};
+#else
+  bool found[W];
+  each_of(from, places, found);
+  return LaneMask<float, 1>::from(found, W);
+#endif
+}
+inline at::vec::VectorizedN<int64_t, 2> look_up(const int64_t* from, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  using Half = at::vec::Vectorized<int64_t>;
+  return {Half(_mm512_i32gather_epi64(_mm512_castsi512_si256(places), from, 8)),
+          Half(_mm512_i32gather_epi64(_mm512_extracti32x8_epi32(places, 1), from, 8))};
+#else
+  int64_t found[W];
+  each_of(from, places, found);
+  return at::vec::VectorizedN<int64_t, 2>::loadu(found);
+#endif
+}
+
+template <typename T, int64_t MOST>
+inline auto look_up(const T* from, const KeyPlaces<MOST>& keys, int64_t column, int32_t by) {
+  return look_up(from, Places::loadu(keys.places + column) + Places(by));
+}
 
 // W integers of 8 bits, in the lowest lanes.
 template <typename T>

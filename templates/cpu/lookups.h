@@ -73,6 +73,14 @@ struct KeyPlaces {
   }
 };
 
+template <typename T>
+inline void each_of(const T* from, Places places, T* found) {
+  int32_t each[W];
+  places.store(each);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < W; ++i) found[i] = from[each[i]];
+}
+
 // from[places + by], and to[places + by] += numbers, where places lie in several pieces or anywhere.
 inline __attribute__((noinline)) Vec look_up_apart(const float* from, const Pieces& pieces, int32_t by, Places places) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -81,13 +89,11 @@ inline __attribute__((noinline)) Vec look_up_apart(const float* from, const Piec
     for (int32_t i = 0; i < pieces.count; ++i) found = _mm512_mask_loadu_ps(found, pieces.lanes[i], from + pieces.start(i, by));
     return pieces.direction > 0 ? Vec(found) : at::vec::flip(Vec(found));
   }
+  return _mm512_i32gather_ps(places + Places(by), from, sizeof(float));
 #endif
-  int32_t each[W];
-  float numbers[W];
-  (places + Places(by)).store(each);
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < W; ++i) numbers[i] = from[each[i]];
-  return Vec::loadu(numbers);
+  float found[W];
+  each_of(from, places + Places(by), found);
+  return Vec::loadu(found);
 }
 inline __attribute__((noinline)) void add_apart(Vec numbers, float* to, const Pieces& pieces, int32_t by, Places places) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -122,6 +128,14 @@ inline __attribute__((always_inline)) void add_each(Vec numbers, float* to, cons
   (Vec::loadu(first) + (pieces.direction > 0 ? numbers : at::vec::flip(numbers))).store(first);
 }
 inline Vec look_up(const float* from, Places places) { return look_up(from, Pieces(places), 0, [&] { return places; }); }
+inline Places look_up(const int32_t* from, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_i32gather_epi32(places, from, sizeof(int32_t));
+#endif
+  int32_t found[W];
+  each_of(from, places, found);
+  return Places::loadu(found);
+}
 inline void add_each(Vec numbers, float* to, Places places) { add_each(numbers, to, Pieces(places), 0, [&] { return places; }); }
 // The same for a vector of keys from `column` on.
 template <int64_t MOST>

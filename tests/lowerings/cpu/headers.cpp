@@ -401,10 +401,9 @@ bool conditions_hold_lane_by_lane() {
   bool first[W], second[W];
   for (int64_t i = 0; i < W; ++i) first[i] = number(i) > 0, second[i] = number(i + 3) > 0;
   using OfFloats = LaneMask<float, 1>;
-  const bool *const all = first, *const others = second;
-  const auto x = OfFloats::from(all, W);
-  const auto y = LaneMask<int64_t, 2>::from(others, W);
-  const auto part = LaneMask<int32_t, 1>::from(all, W - 3);
+  const auto x = OfFloats::from(first, W);
+  const auto y = LaneMask<int64_t, 2>::from(second, W);
+  const auto part = LaneMask<int32_t, 1>::from(first, W - 3);
   const auto two_more = OfFloats::set(x, OfFloats::from(true), 2);
   for (int64_t i = 0; i < W; ++i) {
     const bool a = first[i], b = second[i];
@@ -414,6 +413,26 @@ bool conditions_hold_lane_by_lane() {
     EXPECT(held(two_more)[i] == (a || i < 2));
   }
   EXPECT(OfFloats::from(true).all_masked() && OfFloats::from(false).all_zero() && !x.all_masked() && !x.all_zero());
+  return true;
+}
+
+bool bools_and_integers_are_looked_up() {
+  std::vector<int32_t> ints(100);
+  std::vector<int64_t> longs(100);
+  const auto bools = std::make_unique<bool[]>(100);
+  for (int64_t i = 0; i < 100; ++i) ints[i] = int32_t(number(i)), longs[i] = (int64_t(1) << 40) + i, bools[i] = number(i) > 0;
+  int32_t places[W], found[W];
+  int64_t found_longs[W];
+  for (const int64_t start : {3, 4, 5, 6}) {  // bools begin anywhere in a word
+    for (int64_t i = 0; i < W; ++i) places[i] = int32_t(i * 31 % 90) - (i % 3);
+    look_up(ints.data() + start, Places::loadu(places)).store(found);
+    look_up(longs.data() + start, Places::loadu(places)).store(found_longs);
+    const auto held_there = held(look_up(bools.get() + start, Places::loadu(places)));
+    for (int64_t i = 0; i < W; ++i) {
+      const int64_t at = start + places[i];
+      EXPECT(found[i] == ints[at] && found_longs[i] == longs[at] && held_there[i] == bools[at]);
+    }
+  }
   return true;
 }
 
@@ -448,7 +467,7 @@ static const Check CHECKS[] = {
     CHECK(keys_are_multiplied_where_they_lie), CHECK(rows_are_asked_for_in_the_order_in_which_they_are_read),
     CHECK(values_are_added_up),
 #endif
-    CHECK(conditions_hold_lane_by_lane), CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
+    CHECK(conditions_hold_lane_by_lane), CHECK(bools_and_integers_are_looked_up), CHECK(lanes_are_looked_up_and_added_to_wherever_they_lie), CHECK(lanes_are_summed_in_three_directions),
 #if FLEX_NARROW
     CHECK(every_narrow_number_is_widened_and_scaled),
 #endif

@@ -50,4 +50,4 @@ def test_the_headers(element, narrow, decodes, tmp_path):
     found = {}
     while name := library.name_of(len(found)):
         found[name.decode()] = library.holds(len(found))
-    assert len(found) == 13 + 3 * decodes + bool(narrow) and found == dict.fromkeys(found, True)
+    assert len(found) == 14 + 3 * decodes + bool(narrow) and found == dict.fromkeys(found, True)

@@ -121,6 +121,20 @@ KERNELS_FOR_CPUS = [
         OF_CPU + "not_finite.py::test_decode[dtype0-biased-contiguous-None]",
     ),
     Change(
+        "mods: what is not NaN is NaN",
+        "lowerings/cpu/lanes.py",
+        "lowerings[aten.ne.Tensor](value, value)",
+        "lowerings[aten.eq.Tensor](value, value)",
+        OF_CPU + "lanes.py::test_no_lane_is_computed_by_itself[dtype0]",
+    ),
+    Change(
+        "mods: a copy of values that lie apart has its dimensions as before",
+        "lowerings/cpu/tables.py",
+        "require_contiguous(lowerings[aten.permute](tensor, order))",
+        "require_contiguous(lowerings[aten.permute](tensor, sorted(order)))",
+        OF_CPU + "lanes.py::test_scattered_lanes_are_gathered[dtype0]",
+    ),
+    Change(
         "backward: the logsumexp's gradient with the other sign",
         CPU + "backward.jinja",
         "} - grad_lse[",

@@ -81,7 +81,7 @@ def scattered():
 
 KINDS, ORDER, TABLE, ALLOWED, INTS, LONGS = scattered()
 FLAGS, STEPS = torch.arange(13) % 3 == 0, torch.arange(13) % 2
-POSITIONS = torch.randn(2, SIZE, 3)
+POSITIONS, OF_HEADS = torch.randn(2, SIZE, 3), torch.randn(SIZE, 2)
 
 
 def of_kinds(b, h, q_idx, kv_idx):
@@ -94,7 +94,7 @@ def of_kinds(b, h, q_idx, kv_idx):
 def of_places(score, b, h, q_idx, kv_idx):
     """A bias for two kinds, and for how far apart places are."""
     apart = (POSITIONS[b, q_idx, 0] - POSITIONS[b, kv_idx, 0]).abs() + POSITIONS[0, kv_idx, 2]
-    return score + TABLE[KINDS[b, q_idx], KINDS[b, kv_idx]] - apart
+    return score + TABLE[KINDS[b, q_idx], KINDS[b, kv_idx]] - apart + OF_HEADS[kv_idx, h]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

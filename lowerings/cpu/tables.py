@@ -62,8 +62,8 @@ def _with_one_index(mod: Mod, name: str, length: Any) -> Mod:
 
 def _with_copies(mod: Mod, sizes: dict[str, Any]) -> Mod:
     """The mod with copies of tensors in which the values of neighbouring keys lie apart."""
-    few_rows = differences.static(sizes["q_idx"])
-    if few_rows and few_rows[0] < FEW_ROWS:
+    rows = differences.static(sizes["q_idx"])
+    if rows and rows[0] < FEW_ROWS:
         return mod
     batch, head, key = (differences.coordinate(mod.program, name) for name in ("b", "h", "kv_idx"))
     named = mod.named

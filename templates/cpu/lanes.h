@@ -19,8 +19,11 @@ struct LaneMask : LaneBits {
     if constexpr (WIDE) return {_mm512_kunpackb(_mm512_movepi64_mask(from[1]), _mm512_movepi64_mask(from[0]))};
     else return {_mm512_movepi32_mask(Places(OfNumbers(from).template cast<int32_t, 1>()))};
   }
-  static LaneMask from(bool in_all) { return LaneBits{__mmask16(-int(in_all))}; }
-  static LaneMask from(const bool* each, int64_t count = W) {
+  template <typename U>
+  static LaneMask from(U in_all) { return LaneBits{__mmask16(-int(bool(in_all)))}; }
+  template <typename U>
+  static LaneMask from(U* each, int64_t count = W) {
+    static_assert(sizeof(U) == 1);
     const __m128i there = _mm_maskz_loadu_epi8(__mmask16((1 << count) - 1), each);
     return LaneBits{_mm_test_epi8_mask(there, there)};
   }
@@ -49,10 +52,10 @@ struct LaneMask : LaneBits {
   bool is_masked(int lane) const { return bits >> lane & 1; }
   LaneMask operator~() const { return LaneBits{__mmask16(~bits)}; }
 };
-#define FLEX_OF_MASKS(OP, BITS)                                             \
-  template <typename T, int N, typename U, int M>                           \
+#define FLEX_OF_MASKS(OP, BITS)                                           \
+  template <typename T, int N, typename U, int M>                         \
   inline LaneMask<T, N> operator OP(LaneMask<T, N> x, LaneMask<U, M> y) { \
-    return LaneBits{__mmask16(BITS)};                                       \
+    return LaneBits{__mmask16(BITS)};                                     \
   }
 FLEX_OF_MASKS(&, x.bits & y.bits)
 FLEX_OF_MASKS(|, x.bits | y.bits)

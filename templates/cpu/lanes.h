@@ -1,4 +1,5 @@
 // What loops over lanes use where ATen's own goes through memory or through vectors of masks.
+using Ints = at::vec::Vectorized<int32_t>;
 
 // Which lanes of a vector a condition holds in. With AVX-512 it has a bit for each, where ATen makes vectors of them.
 #if defined(CPU_CAPABILITY_AVX512)
@@ -17,7 +18,7 @@ struct LaneMask : LaneBits {
   LaneMask(const at::vec::Vectorized<T>& from) : LaneMask(Numbers(from)) {}
   static LaneBits bits_of(const Numbers& from) {
     if constexpr (WIDE) return {_mm512_kunpackb(_mm512_movepi64_mask(from[1]), _mm512_movepi64_mask(from[0]))};
-    else return {_mm512_movepi32_mask(Places(OfNumbers(from).template cast<int32_t, 1>()))};
+    else return {_mm512_movepi32_mask(Ints(OfNumbers(from).template cast<int32_t, 1>()))};
   }
   template <typename U>
   static LaneMask from(U in_all) { return LaneBits{__mmask16(-int(bool(in_all)))}; }
@@ -36,7 +37,7 @@ struct LaneMask : LaneBits {
   operator OfNumbers() const {
     using Half = at::vec::Vectorized<T>;
     if constexpr (WIDE) return Numbers(Half(_mm512_movm_epi64(bits)), Half(_mm512_movm_epi64(bits >> 8)));
-    else return at::vec::VecMask<int32_t, 1>(Places(_mm512_movm_epi32(bits))).template cast<T, N>();
+    else return at::vec::VecMask<int32_t, 1>(Ints(_mm512_movm_epi32(bits))).template cast<T, N>();
   }
   operator Numbers() const { return OfNumbers(*this); }
   template <int L = N, std::enable_if_t<L == 1, int> = 0>
@@ -82,7 +83,7 @@ inline Lanes<Numbers> lanes(const Numbers& x) { return {x}; }
     const Numbers& x = lanes.x;                                                                           \
     if constexpr (std::is_same_v<Numbers, Vec>) {                                                         \
       return LaneBits{_mm512_cmp_ps_mask(x, y, FLOATS)};                                                  \
-    } else if constexpr (std::is_same_v<Numbers, at::vec::Vectorized<int32_t>>) {                         \
+    } else if constexpr (std::is_same_v<Numbers, Ints>) {                                                 \
       return LaneBits{_mm512_cmp_epi32_mask(x, y, INTEGERS)};                                             \
     } else if constexpr (std::is_same_v<Numbers, at::vec::VectorizedN<int64_t, 2>>) {                     \
       return LaneBits{_mm512_kunpackb(_mm512_cmp_epi64_mask(x[1], y[1], INTEGERS),                        \
@@ -103,7 +104,7 @@ FLEX_OF_LANES(>=, _MM_CMPINT_NLT, _CMP_GE_OQ)
 template <typename T, int N>
 inline Vec blended(Vec rest, Vec numbers, LaneMask<T, N> where) { return _mm512_mask_blend_ps(where.bits, rest, numbers); }
 template <typename T, int N>
-inline Places blended(Places rest, Places numbers, LaneMask<T, N> where) { return _mm512_mask_blend_epi32(where.bits, rest, numbers); }
+inline Ints blended(Ints rest, Ints numbers, LaneMask<T, N> where) { return _mm512_mask_blend_epi32(where.bits, rest, numbers); }
 template <typename T, int N, typename U, int M>
 inline LaneMask<T, N> blended(LaneMask<T, N> rest, LaneMask<T, N> numbers, LaneMask<U, M> where) {
   return (numbers & where) | (rest & ~where);
@@ -119,7 +120,7 @@ struct LaneMask : at::vec::VecMask<T, N> {
 #if defined(CPU_CAPABILITY_AVX2)
     if (std::is_same_v<std::remove_const_t<U>, bool> && count == W) {
       const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)each));
-      return at::vec::VecMask<int32_t, 1>(Places(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256()))).template cast<T, N>();
+      return at::vec::VecMask<int32_t, 1>(Ints(_mm256_cmpgt_epi32(bytes, _mm256_setzero_si256()))).template cast<T, N>();
     }
 #endif
     return Base::from(each, count);
@@ -132,38 +133,6 @@ template <typename Numbers, typename Mask>
 inline Numbers blended(const Numbers& rest, const Numbers& numbers, const Mask& where) { return Numbers::blendv(rest, numbers, where); }
 template <typename T, int N, typename Mask>
 inline LaneMask<T, N> mask_cast(const Mask& mask) { return mask.template cast<T, N>(); }
-
-// from[places]. Numbers of 32 bits are in lookups.h.
-inline LaneMask<float, 1> look_up(const bool* from, Places places) {
-#if defined(CPU_CAPABILITY_AVX512)
-  // By words at multiples of 4, none of which ends on another page.
-  const int64_t ahead = reinterpret_cast<uintptr_t>(from) % 4;
-  const __m512i bytes = _mm512_add_epi32(places, _mm512_set1_epi32(ahead));
-  const __m512i words = _mm512_i32gather_epi32(_mm512_srai_epi32(bytes, 2), from - ahead, 4);
-  const __m512i shifts = _mm512_slli_epi32(_mm512_and_si512(bytes, _mm512_set1_epi32(3)), 3);
-  return LaneBits{_mm512_test_epi32_mask(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(0xff))};
-#else
-  bool found[W];
-  each_of(from, places, found);
-  return LaneMask<float, 1>::from(found, W);
-#endif
-}
-inline at::vec::VectorizedN<int64_t, 2> look_up(const int64_t* from, Places places) {
-#if defined(CPU_CAPABILITY_AVX512)
-  using Half = at::vec::Vectorized<int64_t>;
-  return {Half(_mm512_i32gather_epi64(_mm512_castsi512_si256(places), from, 8)),
-          Half(_mm512_i32gather_epi64(_mm512_extracti32x8_epi32(places, 1), from, 8))};
-#else
-  int64_t found[W];
-  each_of(from, places, found);
-  return at::vec::VectorizedN<int64_t, 2>::loadu(found);
-#endif
-}
-
-template <typename T, int64_t MOST>
-inline auto look_up(const T* from, const KeyPlaces<MOST>& keys, int64_t column, int32_t by) {
-  return look_up(from, Places::loadu(keys.places + column) + Places(by));
-}
 
 // W integers of 8 bits, in the lowest lanes.
 template <typename T>

@@ -1,8 +1,8 @@
 // Numbers that mods look up or add to, at places that they compute. Lanes whose places follow one another take one load or one
 // addition.
+using Places = Ints;
 
 // 1 or -1 if each lane's place is one more or less than that of the lane before, else 0.
-using Places = at::vec::Vectorized<int32_t>;
 inline int32_t direction_of(Places places) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512i after = _mm512_sub_epi32(places, _mm512_broadcastd_epi32(_mm512_castsi512_si128(places)));
@@ -128,14 +128,6 @@ inline __attribute__((always_inline)) void add_each(Vec numbers, float* to, cons
   (Vec::loadu(first) + (pieces.direction > 0 ? numbers : at::vec::flip(numbers))).store(first);
 }
 inline Vec look_up(const float* from, Places places) { return look_up(from, Pieces(places), 0, [&] { return places; }); }
-inline Places look_up(const int32_t* from, Places places) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_i32gather_epi32(places, from, sizeof(int32_t));
-#endif
-  int32_t found[W];
-  each_of(from, places, found);
-  return Places::loadu(found);
-}
 inline void add_each(Vec numbers, float* to, Places places) { add_each(numbers, to, Pieces(places), 0, [&] { return places; }); }
 // The same for a vector of keys from `column` on.
 template <int64_t MOST>
@@ -145,4 +137,43 @@ inline Vec look_up(const float* from, const KeyPlaces<MOST>& keys, int64_t colum
 template <int64_t MOST>
 inline void add_each(Vec numbers, float* to, const KeyPlaces<MOST>& keys, int64_t column, int32_t by) {
   add_each(numbers, to, keys.pieces[column / W], by, [&] { return Places::loadu(keys.places + column); });
+}
+
+// from[places] of other types.
+inline Places look_up(const int32_t* from, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_i32gather_epi32(places, from, sizeof(int32_t));
+#endif
+  int32_t found[W];
+  each_of(from, places, found);
+  return Places::loadu(found);
+}
+inline LaneMask<float, 1> look_up(const bool* from, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  // By words at multiples of 4, none of which ends on another page.
+  const int64_t ahead = reinterpret_cast<uintptr_t>(from) % 4;
+  const __m512i bytes = _mm512_add_epi32(places, _mm512_set1_epi32(ahead));
+  const __m512i words = _mm512_i32gather_epi32(_mm512_srai_epi32(bytes, 2), from - ahead, 4);
+  const __m512i shifts = _mm512_slli_epi32(_mm512_and_si512(bytes, _mm512_set1_epi32(3)), 3);
+  return LaneBits{_mm512_test_epi32_mask(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(0xff))};
+#else
+  bool found[W];
+  each_of(from, places, found);
+  return LaneMask<float, 1>::from(found, W);
+#endif
+}
+inline at::vec::VectorizedN<int64_t, 2> look_up(const int64_t* from, Places places) {
+#if defined(CPU_CAPABILITY_AVX512)
+  using Half = at::vec::Vectorized<int64_t>;
+  return {Half(_mm512_i32gather_epi64(_mm512_castsi512_si256(places), from, 8)),
+          Half(_mm512_i32gather_epi64(_mm512_extracti32x8_epi32(places, 1), from, 8))};
+#else
+  int64_t found[W];
+  each_of(from, places, found);
+  return at::vec::VectorizedN<int64_t, 2>::loadu(found);
+#endif
+}
+template <typename T, int64_t MOST>
+inline auto look_up(const T* from, const KeyPlaces<MOST>& keys, int64_t column, int32_t by) {
+  return look_up(from, Places::loadu(keys.places + column) + Places(by));
 }

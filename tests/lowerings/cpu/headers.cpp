@@ -21,8 +21,8 @@
 namespace {
 #include "kernel.h"
 #include "vectors.h"
-#include "lookups.h"
 #include "lanes.h"
+#include "lookups.h"
 #include "products.h"
 #include "rows.h"
 

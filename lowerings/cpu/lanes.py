@@ -116,7 +116,7 @@ def _is_before(at: int, end: sympy.Symbol) -> Callable:
 _CONVERSIONS = conversions(_constant)
 
 
-def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **options: Any) -> ir.TensorBox:
+def _to_copy(value: ir.TensorBox, *, dtype: torch.dtype | None = None, **_: Any) -> ir.TensorBox:
     return _as_bool(value) if dtype == torch.bool else _CONVERSIONS[aten._to_copy.default](value, dtype=dtype)
 
 

@@ -33,6 +33,9 @@ def matrices():
     ]
 
 
+MATRICES = matrices()
+
+
 def of_conditions(b, h, q_idx, kv_idx):
     """A mask of comparisons, conversions and logical functions."""
     flags, bytes_, chars, ints, longs, floats, doubles, brains, halves = (m[q_idx, kv_idx] for m in MATRICES)
@@ -53,9 +56,6 @@ def of_numbers(score, b, h, q_idx, kv_idx):
     biased = score + bytes_ * 0.1 - chars * 0.2 + ints * 0.3 - longs * 0.4 + floats + brains * 0.5 - halves
     holed = torch.where(longs > 1, torch.inf, torch.where(chars < -1, torch.nan, biased + doubles))
     return torch.where(torch.isnan(holed) | torch.isinf(holed), score * (q_idx >= kv_idx), holed)
-
-
-MATRICES = matrices()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
